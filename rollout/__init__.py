@@ -1,0 +1,24 @@
+"""The rollout role: turns prompts and a weight version into trajectories.
+
+`Engine`, `SamplingParams` and `Completion` are the public API of the generator. They are imported on first use, so that
+reading a recipe (which needs `headrace.rollout.settings`) never loads torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .sampler import SamplingParams
+    from .sequence import Completion
+
+__all__ = ["Completion", "Engine", "SamplingParams"]
+
+_HOMES = {"Completion": "sequence", "Engine": "engine", "SamplingParams": "sampler"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
