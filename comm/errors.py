@@ -1,0 +1,43 @@
+"""Errors of the project, one tree.
+
+HeadraceError
+├── SettingError (ValueError)     a user's mistake; the message names the setting to change
+├── WaitTimeout (TimeoutError)    a named wait passed its deadline
+├── PeerGone                      the other side of a wire is gone
+│   └── StoreGone                 the fleet's store is gone
+├── LinkBroken                    a link failed in the middle of a transfer
+├── WrongDigest                   bytes are not those that were announced
+└── MessageRefused                a letter is malformed, foreign or forged
+"""
+
+
+class HeadraceError(Exception):
+    """Base of all errors of the project."""
+
+
+class SettingError(HeadraceError, ValueError):
+    """A user's mistake; the message names the setting to change."""
+
+
+class WaitTimeout(HeadraceError, TimeoutError):
+    """A named wait passed its deadline."""
+
+
+class PeerGone(HeadraceError):
+    """The other side of a wire is gone."""
+
+
+class StoreGone(PeerGone):
+    """The fleet's store is gone."""
+
+
+class LinkBroken(HeadraceError):
+    """A link failed in the middle of a transfer; `resume_at` bytes had arrived whole."""
+
+
+class WrongDigest(HeadraceError):
+    """Bytes are not those that were announced."""
+
+
+class MessageRefused(HeadraceError):
+    """A letter is malformed, foreign or forged."""

@@ -1,0 +1,37 @@
+"""Settings of the prompts and the experience queue."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class DataSettings:
+    """`data.*`: the prompts."""
+
+    path: str = ""
+    """JSONL file with a `prompt` column (text or chat messages); other columns go to the reward function."""
+    shuffle: bool = True
+    """Draw a new order in each epoch, from `run.seed`."""
+    too_long: str = "error"
+    """What to do with a prompt that leaves no room for a response: `error` or `drop`."""
+
+
+@dataclass(slots=True)
+class BatchSettings:
+    """`batch.*`: what one optimizer step trains on."""
+
+    prompts_per_step: int = 16
+    """Groups per optimizer step."""
+    samples_per_prompt: int = 8
+    """Trajectories per group."""
+
+
+@dataclass(slots=True)
+class QueueSettings:
+    """`queue.*`: how far generation may run ahead of training."""
+
+    capacity: int | None = None
+    """Groups that may be leased or ready at once; null means twice `batch.prompts_per_step`."""
+    max_staleness: int | None = None
+    """Bound on (version trained - version that generated); null means that only the capacity bounds it."""
+    filter_zero_std: bool = False
+    """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
