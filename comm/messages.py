@@ -22,6 +22,11 @@ class RowId(msgspec.Struct, frozen=True, order=True):
     prompt: int
     sample: int
 
+    @property
+    def number(self) -> int:
+        """The trajectory id of the sampler's random numbers: 63 bits, one for each (epoch, prompt, sample)."""
+        return self.epoch << 48 | self.prompt << 12 | self.sample
+
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
 
@@ -48,36 +53,41 @@ class LeaseRequest(Message):
 
 
 class LeaseReturn(Message):
-    """A rollout gives back groups that it will not generate (it moved to another version meanwhile)."""
+    """A rollout gives back leases that it will not generate: it moved to another version meanwhile."""
 
     groups: list[GroupId]
     attempt: list[int]
 
 
-class RowResult(msgspec.Struct, frozen=True):
-    """One finished trajectory of a group, as the hub needs to know it; the bytes lie in a unit."""
+class RowDone(Message):
+    """A rollout has finished a trajectory; its bytes lie in `unit` (nowhere if there is a `failure`)."""
 
-    sample: int
+    row: RowId
+    attempt: int
+    version: int
+    unit: str
     num_tokens: int
     reward: float | None
     num_versions: int = 1
     failure: str = ""
 
 
-class GroupDone(Message):
-    """A rollout has finished a leased group: its rows are in unit `unit` (those without `failure`)."""
+class Load(Message):
+    """A rollout's report, about once a second: what it runs, and what it did since it started."""
 
-    group: GroupId
-    attempt: int
     version: int
-    unit: str
-    rows: list[RowResult]
+    num_running: int
+    num_waiting: int
+    kv_util: float
+    tokens: int
+    busy_s: float
+    idle_s: float
+    pull_s: float
 
 
 class Holding(Message):
-    """What a rollout still holds, in trajectories, by group: its answer to `Stop`."""
+    """How many unfinished trajectories a rollout held when it left: its answer to `Stop`."""
 
-    groups: list[GroupId]
     num_rows: int
 
 
@@ -98,7 +108,7 @@ class Pulled(Message):
 
 
 class TakeGroups(Message):
-    """The trainer asks for the groups of `step`; repeated with the same step until all have come."""
+    """The trainer asks for the groups of `step` from number `received` on; repeated until all have come."""
 
     step: int
     received: int
@@ -147,13 +157,12 @@ class Interrupt(Message):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """One group handed to a rollout: the prompt's tokens, its columns, and which attempt this is."""
+    """One group handed to a rollout: the data set's row as JSON, the samples to draw, and which attempt this is."""
 
     group: GroupId
     attempt: int
-    num_samples: int
-    prompt_ids: list[int]
-    columns: dict[str, msgspec.Raw]
+    samples: list[int]
+    row: msgspec.Raw
 
 
 class LeaseGrant(Message):
@@ -165,23 +174,24 @@ class LeaseGrant(Message):
 
 
 class GroupRef(msgspec.Struct, frozen=True):
-    """Metadata of a ready group for the trainer: where its rows lie and which of its samples are usable."""
+    """Metadata of a ready group for the trainer: its usable samples and, for each, where the bytes lie."""
 
     group: GroupId
-    version: int
-    unit: str
     samples: list[int]
+    units: list[str]
+    versions: list[int]
     num_tokens: list[int]
     rewards: list[float]
 
 
 class HandOut(Message):
-    """Groups for `step`; `first` is the index of the first of them within the step, `total` what the step will have."""
+    """Groups for `step`, from number `first` of `total` on; `metrics` are the fleet's figures at this moment."""
 
     step: int
     first: int
     total: int
     groups: list[GroupRef]
+    metrics: dict[str, float]
 
 
 class DropRows(Message):
