@@ -211,7 +211,7 @@ class Stop(Message):
 
 
 MESSAGES: Sequence[type[Message]] = (
-    LeaseRequest, LeaseReturn, GroupDone, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
+    LeaseRequest, LeaseReturn, RowDone, Load, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
     ActorDone, UnitCount, Failed, Interrupt, LeaseGrant, HandOut, DropRows, CountRows, Stop,
 )  # fmt: skip
 
