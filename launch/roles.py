@@ -1,0 +1,77 @@
+"""Who is who: from torchrun's ranks to roles, hosts and GPUs. Pure functions of numbers; every seat computes the same."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from ..comm.errors import SettingError
+from .config import RoleSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one rank is: `slot` counts the ranks of its host that want a GPU; a relay has none."""
+
+    role: str
+    index: int
+    host: int
+    slot: int | None
+
+    @property
+    def name(self) -> str:
+        """The name in logs and messages, such as `rollout-1`."""
+        return f"{self.role}-{self.index}"
+
+
+def assign(roles: RoleSettings, world_size: int, ranks_per_host: int) -> list[Place]:
+    """The place of each rank, `[world_size]`. Relays take the last ranks of the hosts, one per host first; the others are
+    actors, then rollouts, in rank order, so rank 0 is an actor. Raises `SettingError` if the counts do not fit."""
+    wanted = roles.actor + roles.relay + roles.rollout
+    if wanted != world_size:
+        raise SettingError(
+            f"roles.actor + roles.relay + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
+            f" change roles or start torchrun with --nproc-per-node {wanted}"
+        )
+    num_hosts = -(-world_size // ranks_per_host)
+    relay_of_rank = _seat_relays(roles.relay, world_size, ranks_per_host)
+    places: list[Place] = []
+    slots = [0] * num_hosts
+    workers = iter([("actor", i) for i in range(roles.actor)] + [("rollout", i) for i in range(roles.rollout)])
+    for rank in range(world_size):
+        host = rank // ranks_per_host
+        if rank in relay_of_rank:
+            places.append(Place("relay", relay_of_rank[rank], host, None))
+        else:
+            role, index = next(workers)
+            places.append(Place(role, index, host, slots[host]))
+            slots[host] += 1
+    return places
+
+
+def _seat_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[int, int]:
+    """Rank -> relay index: the last free rank of each host in turn; rank 0 is never a relay."""
+    free = [
+        [rank for rank in range(first, min(first + ranks_per_host, world_size)) if rank > 0]
+        for first in range(0, world_size, ranks_per_host)
+    ]
+    relay_of_rank: dict[int, int] = {}
+    while len(relay_of_rank) < num_relays:
+        for ranks in free:
+            if ranks and len(relay_of_rank) < num_relays:
+                relay_of_rank[ranks.pop()] = len(relay_of_rank)
+    return relay_of_rank
+
+
+def visible_devices(place: Place, num_gpus: int) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a place on a host with `num_gpus`: one each in order, shared when there are too few."""
+    if place.slot is None or num_gpus == 0:
+        return ""
+    return str(place.slot % num_gpus)
+
+
+def count_gpus() -> int:
+    """GPUs of this host, asked of nvidia-smi so that no CUDA context is made; 0 where it is absent."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
