@@ -1,0 +1,147 @@
+"""The fleet's store: a TCPStore server of our own, bound to one interface, and how it is found.
+
+    python -m headrace.comm.store --interface 127.0.0.1 [--port 0] [--publish] [--expect N] [--silence-s S]
+
+The first seat starts this process. Its first line on stdout is `store HOST:PORT`. With `--publish` the address is also put
+under a key of torchrun's own store, where `find_address` of every other process finds it; `HEADRACE_STORE=HOST:PORT` in
+the environment wins over that. The process ends with 0 once at least `--expect` members (default 1) have joined and each of
+those that joined has left or has been silent for `--silence-s` seconds (default 60), or on SIGTERM. SIGINT is ignored,
+since Ctrl-C reaches every process of a terminal and the store has to go last. The store can be given a memory of its own
+parent (`--end-with-parent`): it then ends when the process that started it is gone.
+
+Nobody who reaches the port can be told from a member, so a trusted network is required against denial of service; forged
+decisions are refused by the mailbox.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from .errors import SettingError, StoreGone
+from .waits import waiting
+
+_ADDRESS_KEY = "headrace/store"
+ROSTER = "fleet/roster"
+"""Key of the names of all seats that ever joined, one a line, in order of their first joining."""
+
+
+class HostedStore:
+    """A TCPStore server in this process; `address` is "host:port"."""
+
+    def __init__(self, interface: str, port: int = 0) -> None:
+        with socket.create_server((interface, port), backlog=1024) as listener:
+            bound_port = listener.getsockname()[1]
+            # Binding by the store itself would listen on every interface of the machine.
+            self.store = TCPStore(
+                interface, bound_port, is_master=True, wait_for_workers=False, multi_tenant=False,
+                master_listen_fd=listener.detach(), use_libuv=True, timeout=timedelta(days=1),
+            )  # fmt: skip
+        self.address = f"{interface}:{bound_port}"
+
+
+def host_store(interface: str, port: int = 0) -> HostedStore:
+    """Host a store on `interface` alone; port 0 takes a free one. It lives as long as the object returned."""
+    return HostedStore(interface, port)
+
+
+def connect_store(address: str, deadline_s: float) -> TCPStore:
+    """A client of the store at "host:port"; one thread may use it, others `clone()` it. Raises `StoreGone`."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise SettingError(f"{address!r} is no store address: HOST:PORT is expected (HEADRACE_STORE, join=)")
+    with waiting(f"store {address}", "a connection", deadline_s):
+        try:
+            store = TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+            )
+        except DistError as error:
+            raise StoreGone(f"no store answers at {address}: {error}") from error
+    store.set_timeout(timedelta(days=1))
+    return store
+
+
+def publish_address(address: str) -> None:
+    """Put the fleet store's address where `find_address` looks: into the store of this torchrun."""
+    store = _torchrun_store(deadline_s=30)
+    store.set(_ADDRESS_KEY, address)
+    store.check([_ADDRESS_KEY])
+
+
+def find_address(deadline_s: float) -> str:
+    """The fleet store's address: `HEADRACE_STORE` if set, else what the first seat published in torchrun's store."""
+    if address := os.environ.get("HEADRACE_STORE"):
+        return address
+    store = _torchrun_store(deadline_s)
+    with waiting("the first seat", "the fleet store's address", deadline_s) as wait:
+        wait.until(lambda: store.check([_ADDRESS_KEY]), interval_s=0.02)
+    return store.get(_ADDRESS_KEY).decode()
+
+
+def _torchrun_store(deadline_s: float) -> TCPStore:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise SettingError("no torchrun store here: start by torchrun, or set HEADRACE_STORE=HOST:PORT")
+    return connect_store(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", deadline_s)
+
+
+class _Attendance:
+    """Which of the members that joined are still there, judged from their beats on this process's own clock."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._beats: dict[str, tuple[bytes, float]] = {}
+
+    def present(self, store: TCPStore, now: float) -> tuple[int, int]:
+        """How many members have joined so far, and how many of them are present."""
+        names = store.get(ROSTER).decode().split() if store.check([ROSTER]) else []
+        num_present = 0
+        for name in names:
+            beat = store.get(f"fleet/beat/{name}")
+            if beat != self._beats.get(name, (b"", 0.0))[0]:
+                self._beats[name] = (beat, now)
+            has_left = store.check([f"fleet/left/{name}"])
+            num_present += not has_left and now - self._beats[name][1] < self._silence_s
+        return len(names), num_present
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    """Host the store until nobody needs it. Waits for members to leave; woken by its own clock and by SIGTERM."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    hosted = host_store(arguments.interface, arguments.port)
+    print(f"store {hosted.address}", flush=True)
+    if arguments.publish:
+        publish_address(hosted.address)
+    attendance = _Attendance(arguments.silence_s)
+    while not ended.wait(0.1):
+        num_joined, num_present = attendance.present(hosted.store, time.monotonic())
+        if num_joined >= arguments.expect and num_present == 0:
+            return
+        if arguments.end_with_parent and os.getppid() != parent:
+            return
+
+
+def main(argv: list[str]) -> None:
+    """Entry of the store's process; the flags are those of this module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.comm.store", description="The fleet's store.")
+    parser.add_argument("--interface", default="127.0.0.1", help="the one address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
+    parser.add_argument("--publish", action="store_true", help="make the address known through torchrun's store")
+    parser.add_argument("--expect", type=int, default=1, help="members that must have joined before it may end")
+    parser.add_argument(
+        "--silence-s", type=float, default=60.0, help="seconds without a beat that count as having left"
+    )
+    parser.add_argument("--end-with-parent", action="store_true", help="end when the process that started it is gone")
+    _serve(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

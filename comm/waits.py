@@ -1,0 +1,105 @@
+"""Named waits: who waits, for whom, for what, since when, and until when at most.
+
+Every blocking wait of the project goes through `waiting`. Past its deadline it raises an error that names both sides and
+carries the Python stacks of the process; until then `current_waits` shows it live, and `waited_seconds` adds it up.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from .errors import WaitTimeout
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """One wait: `who` waits for `whom` to give `what`."""
+
+    who: str
+    whom: str
+    what: str
+    deadline_s: float
+    since: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"{self.who} waits for {self.whom}, {self.what}, {self.elapsed_s:.0f} s"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self.since
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, never below 0."""
+        return max(0.0, self.deadline_s - self.elapsed_s)
+
+    def check(self) -> None:
+        """Raise `WaitTimeout` once the deadline has passed."""
+        if self.elapsed_s >= self.deadline_s:
+            raise WaitTimeout(f"{self}\n{stacks()}")
+
+    def until(self, ready: Callable[[], T | None], interval_s: float = 0.002) -> T:
+        """Call `ready` until it returns something truthy, and return that."""
+        while not (result := ready()):
+            self.check()
+            time.sleep(min(interval_s, self.remaining_s))
+        return result
+
+
+_identity = f"process {sys.argv[0].rsplit('/', 1)[-1] or 'python'}"
+_lock = threading.Lock()
+_current: list[Wait] = []
+_waited: dict[str, float] = defaultdict(float)
+
+
+def set_identity(name: str) -> None:
+    """Name this process in the messages of its waits, e.g. "rollout 3"."""
+    global _identity
+    _identity = name
+
+
+@contextmanager
+def waiting(whom: str, what: str, deadline_s: float) -> Iterator[Wait]:
+    """Register a wait of this process for `what` from `whom`, of at most `deadline_s` seconds."""
+    wait = Wait(_identity, whom, what, deadline_s)
+    with _lock:
+        _current.append(wait)
+    try:
+        yield wait
+    finally:
+        with _lock:
+            _current.remove(wait)
+            _waited[whom] += wait.elapsed_s
+
+
+def current_waits() -> list[Wait]:
+    """The waits of this process that have not ended, oldest first."""
+    with _lock:
+        return list(_current)
+
+
+def waited_seconds() -> dict[str, float]:
+    """Seconds waited so far, by whom was waited for, waits under way included."""
+    with _lock:
+        seconds = dict(_waited)
+        for wait in _current:
+            seconds[wait.whom] = seconds.get(wait.whom, 0.0) + wait.elapsed_s
+    return seconds
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

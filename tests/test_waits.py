@@ -1,0 +1,51 @@
+import threading
+
+import pytest
+
+from headrace.comm.errors import WaitTimeout
+from headrace.comm.waits import current_waits, set_identity, waited_seconds, waiting
+
+
+@pytest.fixture(autouse=True)
+def as_rollout_3():
+    set_identity("rollout 3")
+    yield
+    set_identity("a test")
+
+
+def test_a_wait_past_its_deadline_names_both_sides_and_shows_the_stacks():
+    with pytest.raises(WaitTimeout) as raised, waiting("relay 1", "version 42", deadline_s=0.01) as wait:
+        wait.until(lambda: None)
+    assert str(raised.value).startswith("rollout 3 waits for relay 1, version 42, 0 s\n")
+    assert "test_a_wait_past_its_deadline" in str(raised.value)
+
+
+def test_a_wait_returns_what_became_ready():
+    answers = iter([None, 0, "here"])
+    with waiting("hub", "an answer", deadline_s=5) as wait:
+        assert wait.until(lambda: next(answers)) == "here"
+
+
+def test_a_wait_timeout_is_a_timeout_error():
+    with pytest.raises(TimeoutError), waiting("hub", "nothing", deadline_s=0.0) as wait:
+        wait.check()
+
+
+def test_current_waits_shows_a_wait_only_while_it_lasts():
+    with waiting("relay 0", "version 1", deadline_s=5) as wait:
+        assert wait in current_waits()
+        assert str(wait) == "rollout 3 waits for relay 0, version 1, 0 s"
+    assert wait not in current_waits()
+
+
+def test_waited_seconds_add_up_by_whom_was_waited_for():
+    before = waited_seconds().get("relay 9", 0.0)
+    event = threading.Event()
+    for _ in range(2):
+        with waiting("relay 9", "nothing", deadline_s=5):
+            event.wait(0.02)
+    assert waited_seconds()["relay 9"] - before >= 0.04
+    with waiting("relay 9", "more", deadline_s=5) as wait:
+        event.wait(0.01)
+        assert waited_seconds()["relay 9"] - before >= 0.05
+        assert 0 < wait.remaining_s < 5
