@@ -1,0 +1,192 @@
+"""The policy: one definition that the trainer trains and the generator runs.
+
+Any decoder-only checkpoint that transformers loads and `_refuse_unsupported` accepts. Weights keep the names that
+transformers gives them; a tied weight has one name.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..comm.errors import SettingError
+from .attention import NAME, Attention, PackedAttention
+
+LOGPROB_ROWS = 256
+"""Tokens whose logits exist at one time while log-probabilities are computed."""
+
+
+class Policy(nn.Module):
+    """A decoder-only language model.
+
+    `model` is transformers' module; `context` the most positions it takes; `stop_ids` the tokens that end a response;
+    `config` its transformers configuration.
+    """
+
+    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int]) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.stop_ids = stop_ids
+        self.context: int = self.config.max_position_embeddings
+        self.num_layers: int = self.config.num_hidden_layers
+        self.num_heads: int = self.config.num_attention_heads
+        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
+        self.vocab_size: int = self.config.vocab_size
+        self._logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The LM head; weight [vocab, hidden]."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.head.weight.device
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter once, by transformers' name."""
+        return dict(self.model.named_parameters())
+
+    def bind(self, views: Mapping[str, Tensor]) -> None:
+        """Make tensors of the same names and shapes the parameters, without copying: e.g. views of one flat buffer."""
+        for name, parameter in self.model.named_parameters():
+            assert parameter.shape == views[name].shape, name
+            parameter.data = views[name]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""
+        output = self.model.base_model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
+        )
+        return output.last_hidden_state[0]
+
+    def forward_packed(self, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Hidden states [T, hidden] of whole sequences packed one after the other; sequence i is
+        token_ids[cu_seqlens[i] : cu_seqlens[i + 1]]. Differentiable.
+        """
+        lengths = cu_seqlens.diff()
+        positions = torch.arange(len(token_ids), device=token_ids.device)
+        positions = positions - cu_seqlens[:-1].to(positions.device).repeat_interleave(lengths.to(positions.device))
+        return self(token_ids, positions, PackedAttention(lengths.tolist(), token_ids.device))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
+        head = self.head
+        bias = None if head.bias is None else head.bias.float()
+        logits = F.linear(hidden.float(), head.weight.float(), bias)
+        if self._logit_softcap is not None:
+            logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
+        return logits
+
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden].
+
+        Differentiable; logits exist for LOGPROB_ROWS tokens at a time and are computed again in the backward pass.
+        """
+
+        def chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs = torch.log_softmax(self.logits(rows) / temperature, dim=-1)
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+            return logprobs.gather(1, wanted[:, None])[:, 0], entropy
+
+        parts = []
+        for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(chunk, rows, wanted, use_reentrant=False))
+            else:
+                parts.append(chunk(rows, wanted))
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def load_policy(
+    path: str | Path, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu", weights: bool = True
+) -> Policy:
+    """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised.
+
+    Raises SettingError for a missing checkpoint and for a feature that would be computed wrongly.
+    """
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
+    _refuse_unsupported(config)
+    if weights:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, attn_implementation=NAME)
+        except OSError as error:
+            raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
+    else:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
+        model.tie_weights()
+        model.generation_config = _generation_config(path, config)
+    return Policy(model.to(device).eval(), _stop_ids(path, config))  # pyright: ignore[reportArgumentType]
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint; raises SettingError if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"model.path: no tokenizer at {path} ({_first_line(error)})") from error
+
+
+def save_policy(policy: Policy, folder: str | Path, tokenizer: Any = None) -> None:
+    """Write safetensors, configuration and tokenizer so that `AutoModelForCausalLM.from_pretrained` gives this policy."""
+    policy.model.save_pretrained(folder, safe_serialization=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _generation_config(path: str | Path, config: Any) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
+    """Tokens that end a response: those of the generation configuration, else of the model's, and the tokenizer's."""
+    found: set[int] = set()
+    for ids in (_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)):
+        if isinstance(ids, int):
+            found.add(ids)
+        elif ids is not None:
+            found.update(ids)
+    try:
+        tokenizer_eos = AutoTokenizer.from_pretrained(path).eos_token_id
+    except (OSError, ValueError, KeyError):
+        tokenizer_eos = None
+    return frozenset(found if tokenizer_eos is None else found | {tokenizer_eos})
+
+
+_KNOWN_FAMILIES = frozenset(
+    ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
+)
+
+
+def _refuse_unsupported(config: Any) -> None:
+    if config.model_type not in _KNOWN_FAMILIES:
+        known = ", ".join(sorted(_KNOWN_FAMILIES))
+        raise SettingError(f"model.path: model type '{config.model_type}' is not supported (supported: {known})")
