@@ -1,0 +1,235 @@
+"""The hub's state: a fold over events, free of I/O.
+
+Invariant, in trajectories, after every event:
+
+    leased = trained + evicted + filtered + failed + in flight
+
+where *leased* counts each trajectory at its first lease, and *in flight* is what is wanted, leased, ready or handed out.
+`apply` asserts that every event is legal in the state it meets; the hub decides, this file only believes.
+"""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import singledispatch
+
+from ..comm.messages import GroupId, RowId
+from . import events as ev
+
+
+class RowStatus(enum.Enum):
+    """Life of a trajectory. WANTED and LEASED are unfinished; READY and FAILED are its two ends before training."""
+
+    WANTED = enum.auto()
+    LEASED = enum.auto()
+    READY = enum.auto()
+    FAILED = enum.auto()
+
+
+UNFINISHED = (RowStatus.WANTED, RowStatus.LEASED)
+
+
+@dataclass(slots=True)
+class Row:
+    """One trajectory as the hub knows it; `version` is the one that generates or generated it."""
+
+    status: RowStatus = RowStatus.WANTED
+    attempt: int = 0
+    version: int = 0
+    holder: str = ""
+    unit: str = ""
+    num_tokens: int = 0
+    reward: float = 0.0
+    num_versions: int = 1
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt; `order` is the number of its first lease, `step` the step it was handed out for."""
+
+    id: GroupId
+    order: int
+    rows: list[Row]
+    step: int | None = None
+
+    @property
+    def version(self) -> int:
+        """The oldest version among its rows that can still be trained: what its staleness is counted from."""
+        return min(row.version for row in self.rows if row.status is not RowStatus.FAILED)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(row.status not in UNFINISHED for row in self.rows)
+
+    def samples(self, *statuses: RowStatus) -> list[int]:
+        """Indices of the samples with one of these statuses."""
+        return [sample for sample, row in enumerate(self.rows) if row.status in statuses]
+
+
+@dataclass(slots=True)
+class Account:
+    """Trajectories by their end; `leased` counts each once, at its first lease."""
+
+    leased: int = 0
+    trained: int = 0
+    evicted: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class HubState:
+    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data."""
+
+    epoch: int = 0
+    samples_per_prompt: int = 0
+    cursor: int = 0
+    step: int = 0
+    version: int = -1
+    digest: str = ""
+    tokens_trained: int = 0
+    ended: str = ""
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    wanted: dict[GroupId, None] = field(default_factory=dict)
+    handed: list[GroupId] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
+    staleness: Counter[int] = field(default_factory=Counter)
+    versions_per_trajectory: Counter[int] = field(default_factory=Counter)
+    held_versions: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories that are leased but have met no end yet."""
+        return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
+
+    @property
+    def holds(self) -> bool:
+        """The accounting identity."""
+        a = self.account
+        return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
+
+    def queued(self) -> list[Group]:
+        """Groups that take a place in the queue: leased or ready, not handed out."""
+        return [group for group in self.groups.values() if group.step is None]
+
+    def row(self, row_id: RowId) -> Row | None:
+        """The open trajectory of this name, or None if it has met its end."""
+        group = self.groups.get(GroupId(row_id.epoch, row_id.prompt))
+        return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
+
+
+@singledispatch
+def apply(event: ev.Event, state: HubState) -> None:
+    """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
+    raise AssertionError(f"no rule for {event}")
+
+
+@apply.register
+def _(event: ev.Opened, state: HubState) -> None:
+    assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
+    state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
+    state.handed.clear()
+    state.held_versions.clear()
+    for group in state.groups.values():
+        group.step = None
+        for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
+            group.rows[sample].status = RowStatus.WANTED
+        state.wanted[group.id] = None
+
+
+@apply.register
+def _(event: ev.Leased, state: HubState) -> None:
+    group = state.groups.get(event.group)
+    if group is None:
+        assert event.attempt == 1, f"group {event.group} is not open"
+        group = Group(event.group, state.cursor, [Row() for _ in event.samples])
+        state.groups[event.group] = group
+        state.cursor += 1
+        state.account.leased += len(event.samples)
+    state.wanted.pop(event.group, None)
+    for sample in event.samples:
+        row = group.rows[sample]
+        assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
+        assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
+        row.status, row.attempt = RowStatus.LEASED, event.attempt
+        row.version, row.holder = event.version, event.holder
+
+
+@apply.register
+def _(event: ev.Returned, state: HubState) -> None:
+    group = state.groups[event.group]
+    for sample in group.samples(RowStatus.LEASED):
+        if group.rows[sample].attempt == event.attempt:
+            group.rows[sample].status = RowStatus.WANTED
+            state.wanted[event.group] = None
+
+
+@apply.register
+def _(event: ev.RowReady, state: HubState) -> None:
+    row = state.row(event.row)
+    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    row.status, row.unit, row.version = RowStatus.READY, event.unit, event.version
+    row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+
+
+@apply.register
+def _(event: ev.RowFailed, state: HubState) -> None:
+    row = state.row(event.row)
+    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    row.status = RowStatus.FAILED
+    state.account.failed += 1
+    group_id = GroupId(event.row.epoch, event.row.prompt)
+    if all(row.status is RowStatus.FAILED for row in state.groups[group_id].rows):
+        del state.groups[group_id]
+
+
+@apply.register
+def _(event: ev.GroupFiltered, state: HubState) -> None:
+    group = state.groups.pop(event.group)
+    assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
+    state.account.filtered += len(group.samples(RowStatus.READY))
+
+
+@apply.register
+def _(event: ev.Handed, state: HubState) -> None:
+    assert event.step == state.step, f"hand-out for step {event.step} while step {state.step} is trained"
+    for group_id in event.groups:
+        group = state.groups[group_id]
+        assert group.is_complete and group.step is None, f"group {group_id} cannot be handed out"
+        group.step = event.step
+        state.handed.append(group_id)
+
+
+@apply.register
+def _(event: ev.Trained, state: HubState) -> None:
+    assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
+    for group_id in state.handed:
+        group = state.groups.pop(group_id)
+        rows = [group.rows[sample] for sample in group.samples(RowStatus.READY)]
+        state.account.trained += len(rows)
+        state.tokens_trained += sum(row.num_tokens for row in rows)
+        state.staleness.update(event.step - row.version for row in rows)
+        state.versions_per_trajectory.update(row.num_versions for row in rows)
+    state.handed.clear()
+    state.step += 1
+
+
+@apply.register
+def _(event: ev.Published, state: HubState) -> None:
+    if event.version >= state.version:
+        state.version, state.digest = event.version, event.digest
+
+
+@apply.register
+def _(event: ev.Received, state: HubState) -> None:
+    state.held_versions[event.holder] = event.version
+
+
+@apply.register
+def _(event: ev.Checkpointed, state: HubState) -> None:
+    assert event.step == state.step, f"checkpoint of step {event.step} at step {state.step}"
+
+
+@apply.register
+def _(event: ev.Ended, state: HubState) -> None:
+    state.ended = event.reason

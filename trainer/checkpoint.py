@@ -1,0 +1,78 @@
+"""Checkpoints of the trainer: `checkpoints/step_N/{dcp,hf}` and the `latest` pointer, written last and atomically.
+
+A folder that `latest` does not name may be incomplete and is never resumed from.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+
+class TrainingState(Stateful):
+    """What DCP saves: model, optimizer, random number generators and the steps done."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        rng = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        return {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        torch.set_rng_state(state_dict["rng"]["cpu"])
+        if "cuda" in state_dict["rng"]:
+            torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
+        self.step = int(state_dict["step"])
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of one run; keeps the newest `keep`."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        pointer = self.folder / "latest"
+        return int(pointer.read_text().removeprefix("step_")) if pointer.exists() else None
+
+    def save(self, state: TrainingState) -> Path:
+        """Write the training state after `state.step` steps; the caller has written `hf` beside it."""
+        path = self.path(state.step)
+        dcp.save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=True)
+        pointer = self.folder / "latest.new"
+        pointer.write_text(path.name)
+        os.replace(pointer, self.folder / "latest")
+        self._prune()
+        return path
+
+    def load(self, state: TrainingState, step: int) -> None:
+        """Put model, optimizer, generators and step of a checkpoint into `state`."""
+        dcp.load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=True)
+
+    def _prune(self) -> None:
+        steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
+        for step in steps[: -self.keep]:
+            shutil.rmtree(self.path(step))

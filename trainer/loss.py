@@ -1,0 +1,55 @@
+"""Policy-gradient losses and advantages as pure functions of per-token tensors."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .settings import AlgorithmSettings
+
+
+class LossTerms(NamedTuple):
+    """Sums over the unmasked tokens of a micro-batch; `loss` carries the gradient."""
+
+    loss: Tensor
+    pg_loss: Tensor
+    clipped: Tensor
+    ppo_kl: Tensor
+    entropy: Tensor
+
+
+def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-4) -> Tensor:
+    """GRPO's advantage of each sample of one group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+
+    rewards [n] -> advantages [n]: r - mean(r), divided by the standard deviation of the group if `scale_by_std`.
+    """
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std(unbiased=False) + eps) if scale_by_std else centred
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    settings: AlgorithmSettings,
+) -> LossTerms:
+    """Clipped surrogate (PPO, arXiv 1707.06347, formula 7), summed over tokens, not yet divided by their number.
+
+    All arguments are [T], one entry per response token: `logprobs` and `entropy` of the policy in training,
+    `rollout_logprobs` of the policy that generated (whatever its version), `mask` 0 for tokens that bear no loss.
+    """
+    log_ratio = logprobs - rollout_logprobs
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    pg_loss = (per_token * mask).sum()
+    entropy_sum = (entropy * mask).sum()
+    return LossTerms(
+        loss=pg_loss - settings.entropy_coef * entropy_sum,
+        pg_loss=pg_loss.detach(),
+        clipped=((clipped * advantages < ratio * advantages) * mask).sum(),
+        ppo_kl=((ratio - 1 - log_ratio) * mask).sum().detach(),
+        entropy=entropy_sum.detach(),
+    )

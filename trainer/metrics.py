@@ -1,0 +1,57 @@
+"""Metrics of the run: `metrics.jsonl`, TensorBoard, and one console line per step."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+Value = float | int | Mapping[str, int]
+
+
+class MetricsLog:
+    """Writes one object per step; values are numbers, or histograms as {"bin": count}."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        self.path = run_dir / "metrics.jsonl"
+        _keep_before(self.path, first_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(run_dir / "tensorboard", purge_step=first_step or None)
+        self._start = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Record the metrics of optimizer step `step` (counted from 0)."""
+        row = {"step": step, "time_s": round(self.elapsed_s, 3), **metrics}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            if isinstance(value, Mapping):
+                continue
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str:
+    """What the console shows of a step."""
+    m = metrics
+    return (
+        f"step {step + 1:>4}/{num_steps}  reward {m['reward/mean']:.3f}  length {m['response_length/mean']:6.1f}"
+        f"  entropy {m['actor/entropy']:.3f}  grad {m['actor/grad_norm']:.2f}  staleness {m['staleness/mean']:.2f}"
+        f"  mismatch {m.get('mismatch/logprob_abs_diff', float('nan')):.1e}"
+        f"  {m['perf/throughput']:6.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f})"
+    )
+
+
+def _keep_before(path: Path, step: int) -> None:
+    """Drop the lines of steps that a resumed run does again."""
+    if path.exists():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
