@@ -1,0 +1,108 @@
+"""Child processes that cannot outlive their parent, and how their ends are told to a user."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+"""What a parent sleeps on: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
+
+
+class Child:
+    """One child process: `name` in messages, `log` its file where it has one of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        console: bool = True,
+        pass_fds: Sequence[int] = (),
+        death_signal: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        """Start `command`. With `log`, its errors go there, and its output too unless `console`.
+
+        The child gets a process group of its own, so that a terminal's Ctrl-C reaches it once, through its parent.
+        """
+        self.name = name
+        self.log = log
+        parent = os.getpid()
+
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            end_with_parent(death_signal, parent)
+
+        stream = None
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            stream = log.open("ab")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=None if console else stream,
+                stderr=stream,
+                pass_fds=pass_fds,
+                process_group=0,
+                preexec_fn=prepare,  # noqa: PLW1509 - the parents that use this have one thread
+            )
+        finally:
+            if stream is not None:
+                stream.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, minus the signal's number if a signal ended it, None while it runs."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Send a signal; no error if it has ended."""
+        self._process.send_signal(number)
+
+    def tail(self, num_lines: int = 12) -> str:
+        """The last lines of its log, indented; empty if it has none."""
+        if self.log is None or not self.log.exists():
+            return ""
+        with self.log.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 16384))
+            lines = stream.read().decode(errors="replace").splitlines()
+        return "".join(f"\n    {line}" for line in lines[-num_lines:])
+
+
+def end_with_parent(number: int, parent: int) -> None:
+    """Have the kernel send this process `number` when `parent` ends; ends it now if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def block_signals() -> None:
+    """From now on the signals of `WATCHED` wait until they are asked for."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+
+def describe_end(name: str, code: int) -> str:
+    """One line on how a child ended, such as `rollout-1 was ended by SIGKILL`."""
+    if code < 0:
+        return f"{name} was ended by {signal.Signals(-code).name}"
+    return f"{name} ended with exit code {code}"
+
+
+def say(text: str) -> None:
+    """One message of the launcher or a seat on the console."""
+    sys.stderr.write(f"headrace: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,194 @@
+"""A seat: one rank as torchrun started it. It starts its role's process as a child, watches it, and sees it to its end.
+
+A seat never imports torch and does no work of its own, so nothing that a role does can take it down; torchrun, which would
+end the whole run for one dead rank, never hears of a rollout that died and came back. The first seat also starts the
+fleet's store, the lead relay's seat also the hub.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+
+from .children import WATCHED, Child, block_signals, describe_end, end_with_parent, say
+from .config import Recipe
+from .roles import Place, assign, count_gpus, visible_devices
+
+SHUTDOWN_S = 20.0
+"""Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
+LAST_LEAVE_S = 120.0
+"""Seconds that the store of a finished run waits for the members of other seats."""
+MAX_RESTARTS = 5
+"""Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
+RESTART_WINDOW_S = 60.0
+SEGMENT_FD = "HEADRACE_SEGMENT_FD"
+"""Names the relay's shared memory in its environment; others on the host open it as /proc/<seat pid>/fd/<number>."""
+
+
+class Verdict(Enum):
+    """What a seat makes of a child's end."""
+
+    DONE = auto()
+    RESTART = auto()
+    TOLD = auto()
+    """The run fails, and the child itself told the hub why."""
+    UNTOLD = auto()
+    """The run fails, and the hub has yet to be told."""
+
+
+def judge(role: str, code: int, restarts: Sequence[float], now: float, is_ending: bool) -> Verdict:
+    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts."""
+    if code == 0:
+        return Verdict.DONE
+    if is_ending or role == "messenger":
+        return Verdict.TOLD
+    if role == "rollout" and code != 2:
+        recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
+        return Verdict.RESTART if len(recent) < MAX_RESTARTS else Verdict.UNTOLD
+    if code in (1, 2) and role != "store" or role == "hub":
+        return Verdict.TOLD
+    return Verdict.UNTOLD
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The commands of a seat's children; the seat adds the arguments that depend on the role."""
+
+    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.worker")
+    store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
+
+
+@dataclass(slots=True)
+class Seat:
+    """The parent of one role's child, and of the store or the hub where they live here."""
+
+    recipe: Recipe
+    place: Place
+    world_size: int
+    hosts_store: bool = False
+    device: str = ""
+    """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
+    programs: Programs = Programs()
+    children: dict[str, Child] = field(default_factory=dict)
+    restarts: list[float] = field(default_factory=list)
+    exit_code: int = 0
+    stopped_by: int = 0
+    deadline: float | None = None
+    segment: int | None = None
+
+    def run(self) -> int:
+        """Start the children and return the seat's exit code once all have ended.
+
+        Waits for signals alone: SIGCHLD when a child ended, SIGINT or SIGTERM to pass on; woken besides by the deadline.
+        """
+        end_with_parent(signal.SIGTERM, os.getppid())
+        block_signals()
+        self._start_all()
+        while self.children:
+            received = signal.sigtimedwait(WATCHED, self._patience_s())
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._pass_on(received.si_signo)
+            for name, child in list(self.children.items()):
+                if (code := child.poll()) is not None:
+                    del self.children[name]
+                    self._on_end(child, code)
+            self._hold_to_deadline()
+        return self.exit_code
+
+    # ---------------------------------------------------------------------------------------------- start
+
+    def _start_all(self) -> None:
+        if self.hosts_store:
+            members = str(self.world_size + 1)
+            flags = ["--interface", self.recipe.comm.interface, "--publish", "--expect", members]
+            self._start("store", [*self.programs.store, *flags], console=False)
+        if self.place.role == "relay":
+            self.segment = os.memfd_create(f"headrace-{self.place.name}")
+            if self.place.index == 0:
+                self._start_worker("hub", "hub", 0)
+        self._start_worker(self.place.name, self.place.role, self.place.index)
+
+    def _start_worker(self, name: str, role: str, index: int) -> None:
+        command = [*self.programs.worker, "--role", role, "--index", str(index), "--run", self.recipe.run.dir]
+        self._start(name, command, console=name in ("hub", "actor-0"))
+
+    def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.place.name else ""}
+        pass_fds = ()
+        if name == self.place.name and self.segment is not None:
+            environment[SEGMENT_FD] = str(self.segment)
+            pass_fds = (self.segment,)
+        log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
+        self.children[name] = Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
+
+    # ------------------------------------------------------------------------------------------------ end
+
+    def _on_end(self, child: Child, code: int) -> None:
+        role = self.place.role if child.name == self.place.name else child.name
+        is_ending = bool(self.stopped_by or self.exit_code)
+        verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending)
+        if verdict is Verdict.RESTART:
+            self.restarts.append(time.monotonic())
+            say(f"{describe_end(child.name, code)} and is started again. Its log is {child.log}:{child.tail(3)}")
+            self._start_worker(self.place.name, self.place.role, self.place.index)
+        elif verdict in (Verdict.TOLD, Verdict.UNTOLD):
+            self._fail(child, code, is_told=verdict is Verdict.TOLD)
+        elif self.children.keys() == {"store"}:
+            self._set_deadline(LAST_LEAVE_S)
+
+    def _fail(self, child: Child, code: int, *, is_told: bool) -> None:
+        is_first = not (self.stopped_by or self.exit_code)
+        self.exit_code = self.exit_code or (2 if code == 2 else 1)
+        self._set_deadline()
+        if code == 2 or not is_first:
+            return
+        error = describe_end(child.name, code)
+        if child.name == self.place.name and self.restarts:
+            error += f", after {len(self.restarts)} restarts"
+        say(f"{error}; the run ends. Its log is {child.log}:{child.tail()}")
+        if not is_told and child.name != "store":
+            command = [*self.programs.worker, "--role", "messenger", "--index", str(os.getpid())]
+            self._start("messenger", [*command, "--run", self.recipe.run.dir, "--failed", error], console=False)
+
+    def _pass_on(self, number: int) -> None:
+        """Hand the first SIGINT or SIGTERM to the roles; the store stays until they have left."""
+        if not self.stopped_by:
+            self.stopped_by = number
+            self._set_deadline()
+            for name, child in self.children.items():
+                if name != "store":
+                    child.send(number)
+
+    def _set_deadline(self, seconds: float = SHUTDOWN_S) -> None:
+        deadline = time.monotonic() + seconds
+        self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+
+    def _patience_s(self) -> float:
+        return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def _hold_to_deadline(self) -> None:
+        if self.deadline is None or time.monotonic() < self.deadline or not self.children:
+            return
+        for name, child in self.children.items():
+            if name != "store":
+                say(f"{name} did not end within {SHUTDOWN_S:g} s and is killed; its log is {child.log}")
+                self.exit_code = self.exit_code or 1
+            child.send(signal.SIGKILL)
+        self.deadline = time.monotonic() + SHUTDOWN_S
+
+
+def take_seat(recipe: Recipe) -> int:
+    """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
+
+    Under the launcher (`HEADRACE_LAUNCHER`) a user's mistake found by a role ends the seat with 0: torchrun, which knows
+    only failure and success, would print a traceback of its own, and the launcher reads the run's summary instead.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))[rank]
+    device = visible_devices(place, count_gpus())
+    exit_code = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device).run()
+    return 0 if exit_code == 2 and "HEADRACE_LAUNCHER" in os.environ else exit_code
