@@ -1,0 +1,109 @@
+"""The end of a run: everybody is told, what is still held is counted, the account is closed.
+
+The count of *in flight* comes from those who hold trajectories (rollouts and units), not from the hub's own books: so the
+accounting identity is a check and not a definition.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..comm.fleet import Fleet
+from ..comm.messages import ActorDone, CountRows, Holding, Message, Stop, UnitCount
+from ..comm.waits import waiting
+from . import events as ev
+from .hub import Hub
+from .journal import account_of
+from .state import RowStatus
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+
+POLL_S = 0.1
+
+
+class Ending:
+    """Brings one run to its end. `status` is finished, interrupted or failed."""
+
+    def __init__(self, hub: Hub, fleet: Fleet, deadline_s: float) -> None:
+        self.hub = hub
+        self.fleet = fleet
+        self.deadline_s = deadline_s
+
+    def run(
+        self, status: str, error: str, exit_code: int, done: ActorDone | None, without: Iterable[str]
+    ) -> dict[str, Any]:
+        """Stop everybody, count, write the last event; returns the summary. `without` names processes known to be gone."""
+        hub, gone = self.hub, set(without)
+        hub.is_leasing = False
+        actors = [] if done else self._tell("actor", Stop(status), gone)
+        rollouts = self._tell("rollout", Stop(status), gone)
+        holdings = self._collect(Holding, rollouts)
+        done = done or next(iter(self._collect(ActorDone, actors).values()), None)
+        for missing in set(rollouts) - set(holdings):
+            hub.lose(missing, "gone when the run ended")
+        units = self._collect(UnitCount, self._tell("relay", CountRows(), gone))
+        counted = sum(h.num_rows for h in holdings.values()) + sum(u.num_rows for u in units.values()) + self._wanted()
+        if counted != hub.state.in_flight:
+            log.error(
+                "holders and units have %d trajectories in flight, the books say %d", counted, hub.state.in_flight
+            )
+        hub.decide(ev.Ended(reason=status))
+        self._tell("relay", Stop(status), gone)
+        return self._summary(status, error, exit_code, done, counted)
+
+    def _tell(self, role: str, message: Message, gone: set[str]) -> list[str]:
+        names = [m.name for m in self.fleet.members(role) if m.alive and m.name not in gone]
+        for name in names:
+            self.hub.mailbox.send(name, message)
+        return names
+
+    def _collect(self, kind: type[M], senders: list[str]) -> dict[str, M]:
+        """One letter of this kind from each sender that lives; all others go to the hub as ever."""
+        answers: dict[str, M] = {}
+        with waiting(", ".join(senders), f"{kind.__name__} at the end of the run", self.deadline_s) as wait:
+            while wait.remaining_s > 0:
+                alive = {m.name for m in self.fleet.members() if m.alive}
+                if not [name for name in senders if name not in answers and name in alive]:
+                    break
+                letter = self.hub.mailbox.receive(POLL_S)
+                if letter is None:
+                    continue
+                if isinstance(letter.message, kind):
+                    answers[letter.sender] = letter.message
+                else:
+                    self.hub.handle(letter)
+        return answers
+
+    def _wanted(self) -> int:
+        state = self.hub.state
+        return sum(len(state.groups[group_id].samples(RowStatus.WANTED)) for group_id in state.wanted)
+
+    def _summary(self, status: str, error: str, exit_code: int, done: ActorDone | None, counted: int) -> dict[str, Any]:
+        state = self.hub.state
+        account = account_of(state)
+        account["holds"] = state.holds and counted == state.in_flight
+        return {
+            "status": status,
+            "error": error,
+            "exit_code": exit_code,
+            "steps": state.step,
+            "accounting": account,
+            "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
+            "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
+            "fenced": self.hub.num_fenced,
+            "version": state.version,
+            "digest": state.digest,
+            "tokens_per_s": 0.0,
+            "export": "",
+            **(done.facts if done else {}),
+        }
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """`summary.json`, whole or not at all."""
+    new = run_dir / "summary.json.new"
+    new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    new.replace(run_dir / "summary.json")

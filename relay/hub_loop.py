@@ -1,0 +1,121 @@
+"""The hub's process: owns the journal, watches the fleet, ends the run.
+
+Consumes its mailbox; waits for letters only, at most `WATCH_S`; woken by anybody. Between letters it looks whether a rollout
+died or came back as another incarnation, whose leases then return.
+"""
+
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Protocol
+
+from ..comm.errors import HeadraceError, SettingError
+from ..comm.fleet import Fleet
+from ..comm.messages import ActorDone, Failed, Interrupt
+from ..comm.settings import CommSettings, RunSettings
+from . import events as ev
+from .admission import Admission
+from .ending import Ending, write_summary
+from .hub import Hub
+from .journal import Journal, cut_after_checkpoint, replay
+from .prompts import PromptPool
+from .settings import BatchSettings, DataSettings, QueueSettings
+from .state import HubState, apply
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.2
+ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
+
+
+class HubRecipe(Protocol):
+    """The sections of a recipe that the hub reads."""
+
+    run: RunSettings
+    data: DataSettings
+    batch: BatchSettings
+    queue: QueueSettings
+    comm: CommSettings
+
+
+def run(fleet: Fleet, recipe: HubRecipe) -> None:
+    """The hub's process, from the first letter to the summary."""
+    run_dir = Path(recipe.run.dir)
+    mailbox = fleet.post.open("hub")
+    state, journal = open_journal(run_dir, recipe)
+    pool = PromptPool(Path(recipe.data.path), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
+    admission = Admission(recipe.batch, recipe.queue, recipe.run.steps)
+    hub = Hub(mailbox, state, journal, pool, admission, recipe.queue)
+    watch = Watch(hub, fleet)
+    while (end := watch.turn()) is None:
+        pass
+    status, error, exit_code, done, gone = end
+    summary = Ending(hub, fleet, ENDING_DEADLINE_S).run(status, error, exit_code, done, gone)
+    write_summary(run_dir, summary)
+    journal.close()
+    mailbox.close()
+
+
+End = tuple[str, str, int, ActorDone | None, set[str]]
+
+
+class Watch:
+    """One turn after the other: a letter, and now and then a look at the fleet."""
+
+    def __init__(self, hub: Hub, fleet: Fleet) -> None:
+        self.hub = hub
+        self.fleet = fleet
+        self._incarnations: dict[str, int] = {}
+        self._looked = 0.0
+
+    def turn(self) -> End | None:
+        """Handle at most one letter; says how the run ends, or None while it goes on."""
+        letter = self.hub.mailbox.receive(WATCH_S)
+        if time.monotonic() - self._looked >= WATCH_S:
+            self._look()
+        if letter is None:
+            return None
+        match letter.message:
+            case ActorDone() as done:
+                return "finished", "", 0, done, {letter.sender}
+            case Failed(error=error, exit_code=exit_code):
+                return "failed", error, exit_code, None, {letter.sender}
+            case Interrupt(signal=number):
+                return "interrupted", f"ended by {signal.Signals(number).name}", 128 + number, None, set()
+        if not self.hub.handle(letter):
+            log.warning("no rule for %s from %s", type(letter.message).__name__, letter.sender)
+        return None
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        for member in self.fleet.members("rollout"):
+            known = self._incarnations.get(member.name)
+            if known is not None and (not member.alive or member.incarnation != known):
+                self.hub.lose(member.name, f"incarnation {known} is gone")
+                del self._incarnations[member.name]
+            if member.alive:
+                self._incarnations[member.name] = member.incarnation
+
+
+def open_journal(run_dir: Path, recipe: HubRecipe) -> tuple[HubState, Journal]:
+    """The journal of a run folder, new or continued from its newest checkpoint, with the state that it tells."""
+    path = run_dir / "journal.jsonl"
+    latest = run_dir / "checkpoints" / "latest"
+    state = HubState()
+    if path.exists() and recipe.run.resume == "auto" and latest.exists():
+        cut_after_checkpoint(path, int(latest.read_text().removeprefix("step_")))
+        state = replay(path)
+    elif path.exists() and recipe.run.resume == "auto":
+        path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
+    elif path.exists():
+        raise SettingError(f"run.dir: {run_dir} holds a run already; set run.resume=auto to go on, or another run.dir")
+    if state.samples_per_prompt not in (0, recipe.batch.samples_per_prompt):
+        raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} was begun with {state.samples_per_prompt}")
+    journal = Journal(path)
+    opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
+    journal.append(opened)
+    apply(opened, state)
+    if not state.holds:
+        raise HeadraceError(f"the account of {path} does not add up")
+    return state, journal

@@ -1,0 +1,86 @@
+"""Carries finished trajectories to a storage unit, then tells the hub: the bytes are there before anybody hears of them."""
+
+import queue
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..comm.mailbox import Mailbox
+from ..comm.messages import RowDone, RowId
+from ..comm.rows import RowClient
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A finished trajectory on its way: prompt and response tokens, log-probs, reward, and the lease it belongs to."""
+
+    row: RowId
+    attempt: int
+    version: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    reward: float | None
+    failure: str = ""
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The row's columns, written together: token ids and log-probs of the response with version and loss mask each."""
+        num_tokens = len(self.response_ids)
+        return {
+            "prompt_ids": np.array(self.prompt_ids, dtype=np.int32),
+            "response_ids": np.array(self.response_ids, dtype=np.int32),
+            "rollout_logprobs": np.array(self.logprobs, dtype=np.float32),
+            "versions": np.full(num_tokens, self.version, dtype=np.int32),
+            "loss_mask": np.ones(num_tokens, dtype=np.uint8),
+            "reward": np.array([self.reward], dtype=np.float32),
+        }
+
+
+class Courier:
+    """One thread that writes rows to the unit of `relay`; `ship` never blocks."""
+
+    def __init__(self, mailbox: Mailbox, unit: RowClient, relay: str) -> None:
+        self._mailbox = mailbox
+        self._unit = unit
+        self._relay = relay
+        self._outgoing: queue.Queue[Parcel | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._thread.start()
+
+    def ship(self, parcel: Parcel) -> None:
+        """Hand a trajectory over. Raises the error that ended the thread, if one did."""
+        if self._error is not None:
+            raise self._error
+        self._outgoing.put(parcel)
+
+    def close(self) -> None:
+        """Deliver what was handed over, then end."""
+        self._outgoing.put(None)
+        self._thread.join()
+        self._unit.close()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (parcel := self._outgoing.get()) is not None:
+                self._deliver(parcel)
+        except Exception as error:  # noqa: BLE001 - the loop raises it at its next parcel
+            self._error = error
+
+    def _deliver(self, parcel: Parcel) -> None:
+        if not parcel.failure:
+            self._unit.put(str(parcel.row), parcel.columns())
+        num_tokens = len(parcel.prompt_ids) + len(parcel.response_ids)
+        done = RowDone(
+            row=parcel.row,
+            attempt=parcel.attempt,
+            version=parcel.version,
+            unit=self._relay,
+            num_tokens=num_tokens,
+            reward=parcel.reward,
+            failure=parcel.failure,
+        )
+        self._mailbox.send("hub", done)
