@@ -31,7 +31,7 @@ class Child:
     ) -> None:
         """Start `command`. With `log`, its errors go there, and its output too unless `console`.
 
-        The child gets a process group of its own, so that a terminal's Ctrl-C reaches it once, through its parent.
+        The child gets a session of its own, so that a terminal's Ctrl-C reaches it once, through its parent.
         """
         self.name = name
         self.log = log
@@ -53,7 +53,7 @@ class Child:
                 stdout=None if console else stream,
                 stderr=stream,
                 pass_fds=pass_fds,
-                process_group=0,
+                start_new_session=True,
                 preexec_fn=prepare,  # noqa: PLW1509 - the parents that use this have one thread
             )
         finally:

@@ -20,13 +20,18 @@ from .roles import Place, assign, count_gpus, visible_devices
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
-LAST_LEAVE_S = 120.0
+LAST_LEAVE_S = 30.0
 """Seconds that the store of a finished run waits for the members of other seats."""
 MAX_RESTARTS = 5
 """Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
+SUMMARY_FILE = "summary.json"
+"""What the hub writes into the run folder when the run has ended."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Names the relay's shared memory in its environment; others on the host open it as /proc/<seat pid>/fd/<number>."""
+
+LAUNCHER = "HEADRACE_LAUNCHER"
+"""Set in the environment by the launcher, which reads the run's summary and tells the user itself."""
 
 
 class Verdict(Enum):
@@ -44,12 +49,12 @@ def judge(role: str, code: int, restarts: Sequence[float], now: float, is_ending
     """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts."""
     if code == 0:
         return Verdict.DONE
-    if is_ending or role == "messenger":
+    if is_ending:
         return Verdict.TOLD
     if role == "rollout" and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return Verdict.RESTART if len(recent) < MAX_RESTARTS else Verdict.UNTOLD
-    if code in (1, 2) and role != "store" or role == "hub":
+    if code in (1, 2) and role != "store":
         return Verdict.TOLD
     return Verdict.UNTOLD
 
@@ -109,12 +114,15 @@ class Seat:
         if self.place.role == "relay":
             self.segment = os.memfd_create(f"headrace-{self.place.name}")
             if self.place.index == 0:
-                self._start_worker("hub", "hub", 0)
-        self._start_worker(self.place.name, self.place.role, self.place.index)
+                self._start_worker("hub")
+        self._start_worker(self.place.name)
 
-    def _start_worker(self, name: str, role: str, index: int) -> None:
-        command = [*self.programs.worker, "--role", role, "--index", str(index), "--run", self.recipe.run.dir]
-        self._start(name, command, console=name in ("hub", "actor-0"))
+    def _start_worker(self, name: str) -> None:
+        self._start(name, self._worker_command(name), console=name in ("hub", "actor-0"))
+
+    def _worker_command(self, name: str) -> list[str]:
+        role, _, index = name.partition("-")
+        return [*self.programs.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
     def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.place.name else ""}
@@ -130,11 +138,13 @@ class Seat:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.place.role if child.name == self.place.name else child.name
         is_ending = bool(self.stopped_by or self.exit_code)
+        if role == "rollout" and (Path(self.recipe.run.dir) / SUMMARY_FILE).exists():
+            return  # the run is over; a rollout that died meanwhile is missed by nobody
         verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending)
         if verdict is Verdict.RESTART:
             self.restarts.append(time.monotonic())
             say(f"{describe_end(child.name, code)} and is started again. Its log is {child.log}:{child.tail(3)}")
-            self._start_worker(self.place.name, self.place.role, self.place.index)
+            self._start_worker(self.place.name)
         elif verdict in (Verdict.TOLD, Verdict.UNTOLD):
             self._fail(child, code, is_told=verdict is Verdict.TOLD)
         elif self.children.keys() == {"store"}:
@@ -144,15 +154,18 @@ class Seat:
         is_first = not (self.stopped_by or self.exit_code)
         self.exit_code = self.exit_code or (2 if code == 2 else 1)
         self._set_deadline()
-        if code == 2 or not is_first:
+        if not is_first:
+            return
+        if code == 2:
+            if LAUNCHER not in os.environ:
+                say(f"{child.name} ended the run:{child.tail(1)}")
             return
         error = describe_end(child.name, code)
         if child.name == self.place.name and self.restarts:
             error += f", after {len(self.restarts)} restarts"
         say(f"{error}; the run ends. Its log is {child.log}:{child.tail()}")
         if not is_told and child.name != "store":
-            command = [*self.programs.worker, "--role", "messenger", "--index", str(os.getpid())]
-            self._start("messenger", [*command, "--run", self.recipe.run.dir, "--failed", error], console=False)
+            self._start("messenger", [*self._worker_command(child.name), "--failed", error], console=False)
 
     def _pass_on(self, number: int) -> None:
         """Hand the first SIGINT or SIGTERM to the roles; the store stays until they have left."""
@@ -184,11 +197,11 @@ class Seat:
 def take_seat(recipe: Recipe) -> int:
     """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
 
-    Under the launcher (`HEADRACE_LAUNCHER`) a user's mistake found by a role ends the seat with 0: torchrun, which knows
+    Under the launcher (its variable is set) a user's mistake found by a role ends the seat with 0: torchrun, which knows
     only failure and success, would print a traceback of its own, and the launcher reads the run's summary instead.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))[rank]
     device = visible_devices(place, count_gpus())
     exit_code = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device).run()
-    return 0 if exit_code == 2 and "HEADRACE_LAUNCHER" in os.environ else exit_code
+    return 0 if exit_code == 2 and LAUNCHER in os.environ else exit_code

@@ -1,0 +1,21 @@
+"""The run's secret: keys the seals of letters and hand-shakes. From `HEADRACE_SECRET`, else a 0600 file in the run folder."""
+
+import os
+import secrets
+from pathlib import Path
+
+SECRET_FILE = "secret"
+
+
+def create_secret(run_dir: Path) -> None:
+    """Write a new secret for a run that has none."""
+    if "HEADRACE_SECRET" in os.environ or (run_dir / SECRET_FILE).exists():
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(os.open(run_dir / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(secrets.token_hex(32))
+
+
+def read_secret(run_dir: Path) -> bytes:
+    """The secret of the run in `run_dir`."""
+    return (os.environ.get("HEADRACE_SECRET") or (run_dir / SECRET_FILE).read_text()).encode()

@@ -1,0 +1,151 @@
+"""The process of one role, as its seat starts it: joins the fleet, runs the role, and tells the hub how it ended.
+
+    python -m headrace.launch.worker --role rollout --index 1 --run runs/demo
+
+SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second ends
+the process at once. With `--failed TEXT` the process only reports that the role of that name died, on its seat's behalf.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ..comm.errors import SettingError
+from ..comm.waits import set_identity
+from .config import CONFIG_FILE, Recipe, read_recipe
+from .seat import SEGMENT_FD
+from .secret import read_secret
+
+if TYPE_CHECKING:
+    from ..comm.mailbox import Mailbox
+
+_MAINS = {
+    "hub": "..relay.hub_loop",
+    "relay": "..relay.loop",
+    "actor": "..trainer.loop",
+    "rollout": "..rollout.loop",
+}
+_STORE_DEADLINE_S = 120.0
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+log = logging.getLogger(__name__)
+
+
+class Interruption:
+    """What signals mean to a worker; may come before there is a mailbox to tell the hub with."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.mailbox: Mailbox | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def report_by(self, mailbox: "Mailbox") -> None:
+        """From now on tell the hub through `mailbox`; tells it at once what came earlier."""
+        self.mailbox = mailbox
+        if self.received:
+            self._tell()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.mailbox is not None:
+            from ..comm.messages import Interrupt
+
+            self.mailbox.send("hub", Interrupt(self.received))
+
+
+def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: Interruption) -> int:
+    """Join the fleet, run the role to its end, leave; returns the exit code."""
+    from ..comm.fleet import Fleet
+
+    info = {}
+    if (segment := os.environ.get(SEGMENT_FD)) is not None:
+        info["segment"] = f"/proc/{os.getppid()}/fd/{segment}"
+    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), info, recipe.comm)
+    mailbox = fleet.post.open(f"{fleet.name}/worker")
+    interruption.report_by(mailbox)
+    try:
+        importlib.import_module(_MAINS[role], __package__).run(fleet, recipe)
+    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was is told, then the process ends
+        return _fail(mailbox, recipe, role, error)
+    finally:
+        fleet.leave()
+    return 0
+
+
+def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
+    """Log an error of the role and tell who has to know; a rollout's crash is the seat's affair, which starts it again."""
+    if isinstance(error, SettingError):
+        report(mailbox, recipe, role, str(error), exit_code=2)
+        sys.stderr.write(f"{error}\n")
+        return 2
+    log.error("the %s failed", role, exc_info=error)
+    if role != "rollout":
+        report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
+    return 1
+
+
+def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code: int) -> None:
+    """Tell the hub that the run fails; for the hub itself, write the summary in its place and tell everybody to stop."""
+    from ..comm.messages import Failed, Stop
+    from ..relay.ending import write_summary
+
+    if role != "hub":
+        mailbox.send("hub", Failed(error, exit_code))
+        return
+    write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
+    for name, count in (
+        ("actor", recipe.roles.actor),
+        ("rollout", recipe.roles.rollout),
+        ("relay", recipe.roles.relay),
+    ):
+        for index in range(count):
+            mailbox.send(f"{name}-{index}", Stop("failed"))
+
+
+def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
+    from ..comm.mailbox import StorePost
+
+    post = StorePost(address, read_secret(Path(recipe.run.dir)))
+    report(post.open(f"{name}/seat"), recipe, role, error, exit_code=1)
+    post.close()
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the process; the flags are those of this module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.launch.worker", description="One role's process.")
+    parser.add_argument("--role", required=True, choices=_MAINS, help="what to be")
+    parser.add_argument("--index", type=int, required=True, help="which one of its role")
+    parser.add_argument("--run", type=Path, required=True, help="the run folder, with config.yaml")
+    parser.add_argument("--failed", metavar="TEXT", help="only report that this role died, and why")
+    arguments = parser.parse_args(argv)
+    for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
+        os.environ.setdefault(key, value)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    interruption = Interruption()
+    set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
+
+    from ..comm.store import find_address
+
+    address = find_address(_STORE_DEADLINE_S)  # once it is published, the run folder is complete too
+    recipe = read_recipe(arguments.run / CONFIG_FILE)
+    if arguments.failed is not None:
+        name = "hub" if arguments.role == "hub" else f"{arguments.role}-{arguments.index}"
+        return _report_death(name, arguments.role, recipe, address, arguments.failed)
+    return run_role(arguments.role, arguments.index, recipe, address, interruption)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
