@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
 
 from ..comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
+
+transformers_logging.disable_progress_bar()
 
 LOGPROB_ROWS = 256
 """Tokens whose logits exist at one time while log-probabilities are computed."""

@@ -1,0 +1,267 @@
+"""The generator: continuous batching over a paged cache. Requests enter and leave at every step.
+
+`Engine.step` is the story: make room, prefill chunks of waiting prompts, let cached ones fork into rows, decode one token
+for every row. It needs nothing of the rest of the project but the policy.
+"""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.errors import SettingError
+from ..trainer.model import Policy, load_policy, load_tokenizer
+from .attention import PoolAttention, PrefillAttention, Stretch
+from .batch import DecodeBatch
+from .kv_cache import KVCache, PagePool
+from .sampler import SamplingParams, sample, stream_key
+from .scheduler import Chunk, Scheduler
+from .sequence import Completion, Group, Sequence
+
+
+class Live(NamedTuple):
+    """A trajectory in the engine."""
+
+    trajectory_id: int
+    num_tokens: int
+
+
+class Engine:
+    """Generates with one replica of a policy.
+
+    policy: a checkpoint's path, or a `Policy` whose parameters the caller may overwrite in place between steps (and must
+    then announce with `weights_changed`); `dtype` counts for a path only.
+    max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
+    kv_gb: memory of the KV cache; None takes max_running sequences of full context.
+    prefill_tokens: most prompt tokens of one step.
+    """
+
+    def __init__(
+        self,
+        policy: str | Path | Policy,
+        dtype: str | torch.dtype = "float32",
+        max_running: int = 32,
+        seed: int = 0,
+        *,
+        kv_gb: float | None = None,
+        page_size: int = 64,
+        prefill_tokens: int = 2048,
+        tokenizer: Any = None,
+    ) -> None:
+        if max_running < 1:
+            raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
+        if not isinstance(policy, Policy):
+            tokenizer = tokenizer or _tokenizer_if_any(policy)
+            policy = load_policy(policy, dtype)
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.seed = seed
+        pages_per_sequence = -(-policy.context // page_size)
+        num_pages = _num_pages(policy, page_size, max_running, kv_gb)
+        self.pool = PagePool(num_pages, page_size)
+        shape = (num_pages, page_size, policy.num_kv_heads, policy.head_dim)
+        self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
+        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
+        self.batch = DecodeBatch(self.pool, pages_per_sequence)
+        self._decode_attention = PoolAttention(self.cache, page_size)
+        self._next_id = 0
+        self._completions: dict[int, Completion] = {}
+
+    # ------------------------------------------------------------------------------------------------ lists in, lists out
+
+    def generate(
+        self, prompts: Many[list[int]] | Many[str], params: SamplingParams | Many[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Completions in the prompts' order, `n` of them per prompt; prompts are token ids or text."""
+        order: list[int] = []
+        found: dict[int, Completion] = {}
+        for completion in self.stream(prompts, params, order):
+            found[completion.trajectory_id] = completion
+        return [found[trajectory_id] for trajectory_id in order]
+
+    def stream(
+        self,
+        prompts: Many[list[int]] | Many[str],
+        params: SamplingParams | Many[SamplingParams] | None = None,
+        order: list[int] | None = None,
+    ) -> Iterator[Completion]:
+        """Completions as they finish; `order` receives the trajectory ids in the prompts' order."""
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Many) else list(params)
+        if len(each) != len(prompts):
+            raise SettingError(f"params: {len(each)} sampling parameters for {len(prompts)} prompts")
+        mine: set[int] = set()
+        for prompt, wanted in zip(prompts, each, strict=True):
+            ids = list(range(self._next_id, self._next_id + wanted.n))
+            self._next_id += wanted.n
+            streams = list(range(wanted.n)) if wanted.seed is not None else ids
+            self._add(self._encode(prompt), wanted, ids, streams)
+            mine.update(ids)
+            if order is not None:
+                order.extend(ids)
+        while mine:
+            for completion in self.step():
+                if completion.trajectory_id in mine:
+                    mine.remove(completion.trajectory_id)
+                    yield completion
+
+    # ------------------------------------------------------------------------------------------------------ step by step
+
+    def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Many[int]) -> None:
+        """Queue one sample per trajectory id (64-bit numbers of the caller's) of a prompt; `params.n` is not used.
+
+        Raises SettingError for a prompt that the policy cannot take.
+        """
+        self._add(prompt_ids, params, trajectory_ids, trajectory_ids)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Prefill what may enter, decode one token for every running sequence; returns those that finished."""
+        scheduler = self.scheduler
+        has_changed = bool(scheduler.make_room())
+        chunks = scheduler.next_chunks()
+        if chunks:
+            self._prefill(chunks)
+        for fork in scheduler.fork_ready():
+            has_changed = True
+            if fork.source >= 0:
+                self.cache.copy_page(fork.source, fork.target)
+        if has_changed or self.batch.sequences != scheduler.running:
+            self.batch.refill(scheduler.running)
+        elif len(self.batch):
+            self.batch.extend()
+        return self._decode() if len(self.batch) else []
+
+    def cancel(self, trajectory_id: int) -> bool:
+        """Forget a trajectory; False if it is not here."""
+        return self.scheduler.cancel(trajectory_id) is not None
+
+    def live(self) -> list[Live]:
+        """Every trajectory that is queued or running."""
+        waiting = [s for group in self.scheduler.waiting for s in group.sequences]
+        return [Live(s.trajectory_id, s.num_tokens) for s in (*self.scheduler.running, *waiting)]
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that decode."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row, for pages or for their prompt's prefill."""
+        return sum(len(group.sequences) for group in self.scheduler.waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued or running."""
+        return not self.scheduler.running and not self.scheduler.waiting
+
+    def bind(self, views: Mapping[str, Tensor]) -> None:
+        """Make these tensors (by parameter name) the weights, without a copy; overwriting them later is a new version."""
+        self.policy.bind(views)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Announce that the parameters were overwritten in place."""
+        assert self.idle, "a trajectory belongs to one version: drain before the switch"
+
+    def check(self) -> None:
+        """Assert that no page is lost or owned twice; free when idle."""
+        self.scheduler.check()
+
+    # ----------------------------------------------------------------------------------------------------------- inside
+
+    def _encode(self, prompt: list[int] | str) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise SettingError("prompts are text, but the policy has no tokenizer: give token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _add(self, prompt_ids: list[int], params: SamplingParams, ids: Many[int], streams: Many[int]) -> None:
+        policy = self.policy
+        if not prompt_ids:
+            raise SettingError("a prompt has no tokens: remove it from data.path")
+        if len(prompt_ids) >= policy.context:
+            raise SettingError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in the policy's context of {policy.context}: "
+                "shorten the prompts of data.path or take a model.path with a longer context"
+            )
+        if max(prompt_ids) >= policy.vocab_size or min(prompt_ids) < 0:
+            raise SettingError(f"a prompt has token ids outside the policy's vocabulary of {policy.vocab_size}")
+        strings = tuple(s for s in params.stops if isinstance(s, str))
+        if strings and self.tokenizer is None:
+            raise SettingError("sampling.stop has strings, but the policy has no tokenizer: give token ids")
+        stop_ids = frozenset(s for s in params.stops if isinstance(s, int))
+        if not params.ignore_eos:
+            stop_ids |= policy.stop_ids
+        limit = min(params.max_new_tokens, policy.context - len(prompt_ids))
+        seed = self.seed if params.seed is None else params.seed
+        sequences = [
+            Sequence(trajectory_id, stream_key(seed, stream), prompt_ids, params, limit, stop_ids, strings)
+            for trajectory_id, stream in zip(ids, streams, strict=True)
+        ]
+        self.scheduler.add(Group(sequences, list(prompt_ids)))
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
+        tokens = [t for c in chunks for t in c.group.tokens[c.start : c.stop]]
+        positions = [p for c in chunks for p in range(c.start, c.stop)]
+        device = self.policy.device
+        stretches = [Stretch(c.group.pages, c.start, c.stop) for c in chunks]
+        attention = PrefillAttention(self.cache, self.pool.page_size, stretches, device)
+        self.policy(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
+
+    def _decode(self) -> list[Completion]:
+        batch = self.batch
+        self._decode_attention.prepare(batch)
+        hidden = self.policy(batch.tokens, torch.from_numpy(batch.positions), self._decode_attention)
+        tokens, logprobs = sample(self.policy.logits(hidden), batch.sampling, batch.drawn)
+        batch.advance(tokens)
+        finished = []
+        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            sequence.num_cached += 1
+            sequence.append(token, logprob)
+            if sequence.stop_strings:
+                self._stop_at_string(sequence)
+            if sequence.finish_reason:
+                finished.append(sequence)
+        for sequence in finished:
+            self.scheduler.finish(sequence)
+        return [self._completion(sequence) for sequence in finished]
+
+    def _stop_at_string(self, sequence: Sequence) -> None:
+        window = max(len(s) for s in sequence.stop_strings) + 8
+        tail = self.tokenizer.decode(sequence.token_ids[-window:], skip_special_tokens=True)
+        if any(s in tail for s in sequence.stop_strings):
+            sequence.finish_reason = "stop"
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+            cuts = [text.find(s) for s in sequence.stop_strings if s in text]
+            sequence.text = text[: min(cuts)] if cuts else text
+        return sequence.completion()
+
+
+def _tokenizer_if_any(path: str | Path) -> Any:
+    try:
+        return load_tokenizer(path)
+    except SettingError:
+        return None
+
+
+def _num_pages(policy: Policy, page_size: int, max_running: int, kv_gb: float | None) -> int:
+    per_sequence = -(-policy.context // page_size)
+    page_bytes = 2 * policy.num_layers * page_size * policy.num_kv_heads * policy.head_dim * policy.dtype.itemsize
+    if kv_gb is None:
+        return max_running * per_sequence + 2
+    num_pages = int(kv_gb * 1e9 / page_bytes)
+    if num_pages < per_sequence + 2:
+        needed = (per_sequence + 2) * page_bytes / 1e9
+        raise SettingError(
+            f"generator.kv_gb: {kv_gb} GB do not hold one sequence of {policy.context} tokens; at least {needed:.3g} needed"
+        )
+    return num_pages

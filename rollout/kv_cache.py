@@ -1,0 +1,99 @@
+"""The paged KV cache: who owns which page, and the tensors that the pages are.
+
+Page 0 belongs to nobody and is never valid. Private pages are taken from the low end, pages that several samples share
+from the high end, so that both kinds lie in a range each that attention reads in place.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class PagePool:
+    """Reference counts of pages; no tensors. Every taken page is counted once per owner."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        assert num_pages >= 2, "page 0 is nobody's"
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_owners = np.zeros(num_pages, dtype=np.int32)
+        self._is_free = np.ones(num_pages, dtype=bool)
+        self._is_free[0] = False
+        self.num_free = num_pages - 1
+
+    def take(self, is_shared: bool = False) -> int:
+        """A free page with one owner: the lowest, or the highest for one that will be shared."""
+        assert self.num_free > 0, "the scheduler asks for no page that is not there"
+        order = self._is_free[::-1] if is_shared else self._is_free
+        first = int(order.argmax())
+        page = self.num_pages - 1 - first if is_shared else first
+        self._is_free[page] = False
+        self.num_free -= 1
+        self.num_owners[page] = 1
+        return page
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Each page has one owner more."""
+        for page in pages:
+            assert self.num_owners[page] > 0
+            self.num_owners[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Each page has one owner less; without an owner it is free."""
+        for page in pages:
+            assert self.num_owners[page] > 0
+            self.num_owners[page] -= 1
+            if self.num_owners[page] == 0:
+                self._is_free[page] = True
+                self.num_free += 1
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def check(self, owners: Iterable[list[int]]) -> None:
+        """Assert that every page has exactly the owners that claim it, and that the rest is free."""
+        claimed = np.zeros_like(self.num_owners)
+        for pages in owners:
+            for page in pages:
+                claimed[page] += 1
+        assert (claimed == self.num_owners).all(), "a page has other owners than it counts"
+        expected = claimed == 0
+        expected[0] = False
+        assert (self._is_free == expected).all() and self.num_free == int(expected.sum()), "a page leaked"
+
+
+class KVCache:
+    """Keys and values of all layers, one tensor each per layer: [pages, page_size, kv_heads, head_dim]."""
+
+    def __init__(
+        self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key and value [T, kv_heads, d] at slots [T], slot = page * page_size + offset."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every layer."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target].copy_(tensor[source])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pool."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on CPU of pages that the kernel hands out at first touch, so that an unused part of the pool costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,176 @@
+"""Who runs: groups wait in order of arrival, sequences run in rows, pages are the money.
+
+A step of the engine: `make_room` (every running sequence gets the page its next token needs; the newest give way),
+`next_chunks` (tokens of waiting prefixes to prefill), `fork_ready` (sequences whose prefix is cached enter free rows).
+State changes only; no tensors.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from .kv_cache import PagePool
+from .sequence import Group, Sequence
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, stop) of a group's prefix, to be prefilled now."""
+
+    group: Group
+    start: int
+    stop: int
+
+
+class Fork(NamedTuple):
+    """A sequence that enters a row; page `source` must first be copied to `target` (both -1: nothing to copy)."""
+
+    sequence: Sequence
+    source: int = -1
+    target: int = -1
+
+
+class Scheduler:
+    """Two lists decide everything: `waiting` (oldest first) and `running` (in order of entry)."""
+
+    def __init__(self, pool: PagePool, max_running: int, prefill_tokens: int) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.prefill_tokens = prefill_tokens
+        self.waiting: deque[Group] = deque()
+        self.running: list[Sequence] = []
+        self.num_preempted = 0
+
+    def add(self, group: Group) -> None:
+        """Put a new group at the end of the queue."""
+        self.waiting.append(group)
+
+    def make_room(self) -> list[Sequence]:
+        """Give every running sequence the page that its next token needs; returns those preempted for it."""
+        preempted: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence in preempted:
+                continue
+            while len(sequence.pages) * self.pool.page_size <= sequence.num_cached:
+                if self.pool.num_free > 0:
+                    sequence.pages.append(self.pool.take())
+                elif not self._drop_a_waiting_prefix():
+                    preempted.append(self._preempt())
+                    if preempted[-1] is sequence:
+                        break
+        return preempted
+
+    def next_chunks(self) -> list[Chunk]:
+        """Chunks of the oldest waiting prefixes, in order, within the token budget and the free pages and rows."""
+        chunks: list[Chunk] = []
+        budget = self.prefill_tokens
+        rows = self.max_running - len(self.running)
+        for group in self.waiting:
+            if rows <= 0 or budget <= 0:
+                break
+            rows -= len(group.sequences)
+            missing = group.prefix_length - group.num_cached
+            if missing == 0:
+                continue
+            stop = group.num_cached + min(missing, budget)
+            while not self._take_pages(group, stop):
+                if self.running or chunks or not self._drop_a_waiting_prefix(keep=group):
+                    return chunks
+            chunks.append(Chunk(group, group.num_cached, stop))
+            budget -= stop - group.num_cached
+            group.num_cached = stop
+        return chunks
+
+    def fork_ready(self) -> list[Fork]:
+        """Move sequences of cached groups into free rows, oldest first, while each can get its page."""
+        forks: list[Fork] = []
+        while self.waiting and len(self.running) < self.max_running:
+            group = self.waiting[0]
+            if group.num_cached < group.prefix_length:
+                break
+            while not self._can_fork(group):
+                if self.running or not self._drop_a_waiting_prefix(keep=group):
+                    return forks
+            forks.append(self._fork(group))
+            self.running.append(forks[-1].sequence)
+            if not group.sequences:
+                self.waiting.popleft()
+        return forks
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a running sequence out; its pages are free again."""
+        self.running.remove(sequence)
+        self._release(sequence)
+
+    def cancel(self, trajectory_id: int) -> Sequence | None:
+        """Forget a trajectory wherever it is; returns it if it was here."""
+        for sequence in self.running:
+            if sequence.trajectory_id == trajectory_id:
+                self.finish(sequence)
+                return sequence
+        for group in self.waiting:
+            for sequence in group.sequences:
+                if sequence.trajectory_id == trajectory_id:
+                    group.sequences.remove(sequence)
+                    if not group.sequences:
+                        self._forget_prefix(group)
+                        self.waiting.remove(group)
+                    return sequence
+        return None
+
+    def check(self) -> None:
+        """Assert that every page has exactly the owners it counts."""
+        self.pool.check([holder.pages for holder in (*self.running, *self.waiting)])
+
+    def _take_pages(self, group: Group, num_tokens: int) -> bool:
+        """Grow a group's pages to hold `num_tokens`. One page per running row stays in reserve while any runs."""
+        missing = self.pool.pages_for(num_tokens) - len(group.pages)
+        if missing + len(self.running) > self.pool.num_free:
+            return False
+        num_shared = group.prefix_length // self.pool.page_size if len(group.sequences) > 1 else 0
+        for _ in range(missing):
+            is_shared = len(group.pages) < num_shared
+            group.pages.append(self.pool.take(is_shared))
+            group.num_shared += is_shared
+        return True
+
+    def _can_fork(self, group: Group) -> bool:
+        needs_page = len(group.sequences) > 1 or group.prefix_length % self.pool.page_size == 0
+        return not needs_page or self.pool.num_free > 0
+
+    def _fork(self, group: Group) -> Fork:
+        sequence = group.sequences.pop(0)
+        sequence.num_cached = group.prefix_length
+        sequence.num_shared = group.num_shared
+        num_full, rest = divmod(group.prefix_length, self.pool.page_size)
+        if not group.sequences:
+            sequence.pages, group.pages = group.pages, []
+            if not rest:
+                sequence.pages.append(self.pool.take())
+            return Fork(sequence)
+        full = group.pages[:num_full]
+        self.pool.share(full)
+        sequence.pages = [*full, self.pool.take()]
+        return Fork(sequence, group.pages[num_full], sequence.pages[-1]) if rest else Fork(sequence)
+
+    def _preempt(self) -> Sequence:
+        """Stop the newest running sequence; it goes to the head of the queue and recomputes its cache later."""
+        sequence = self.running.pop()
+        self._release(sequence)
+        self.waiting.appendleft(Group([sequence], sequence.prompt_ids + sequence.token_ids))
+        self.num_preempted += 1
+        return sequence
+
+    def _drop_a_waiting_prefix(self, keep: Group | None = None) -> bool:
+        """Free the cached prefix of the newest waiting group that has one, other than `keep`."""
+        for group in reversed(self.waiting):
+            if group.pages and group is not keep:
+                self._forget_prefix(group)
+                return True
+        return False
+
+    def _forget_prefix(self, group: Group) -> None:
+        self.pool.give_back(group.pages)
+        group.pages, group.num_cached, group.num_shared = [], 0, 0
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.pages)
+        sequence.pages, sequence.num_cached, sequence.num_shared = [], 0, 0

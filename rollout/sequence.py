@@ -1,0 +1,82 @@
+"""A trajectory while it is generated, and what the engine gives back of it."""
+
+from dataclasses import dataclass, field
+
+from .sampler import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished trajectory. `token_ids` include the stop token; `logprobs` are one per token of the response."""
+
+    trajectory_id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """`stop` or `length`."""
+    text: str = ""
+    """The response decoded, without special tokens, up to a stop string; empty where the policy has no tokenizer."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One trajectory in the engine. Its KV cache holds `num_cached` tokens in `pages`; the newest token is never in it."""
+
+    trajectory_id: int
+    key: int
+    """Random stream of its sampling."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    limit: int
+    """Most new tokens: the smaller of max_new_tokens and what the context leaves."""
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    """Leading pages that lie in the shared range."""
+    num_cached: int = 0
+    finish_reason: str = ""
+    text: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def append(self, token: int, logprob: float) -> None:
+        """Take a sampled token; sets `finish_reason` when it ends the trajectory."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+
+    def completion(self) -> Completion:
+        """What the caller gets."""
+        return Completion(
+            self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, self.text
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sequences with the same tokens so far, waiting: their common prefix is prefilled once, then each one forks from it.
+
+    The prefix is every token but the last, which the first decode step of each sequence takes. While the group waits it
+    owns `pages`, which hold the first `num_cached` tokens.
+    """
+
+    sequences: list[Sequence]
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    num_cached: int = 0
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens that must be in the cache before a sequence may fork."""
+        return len(self.tokens) - 1

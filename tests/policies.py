@@ -1,0 +1,81 @@
+"""Tiny random policies in Hugging Face format, with a tokenizer of printable characters, for tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+STORIES = Path(__file__).parent.parent.parent / "shared/models/stories260k"
+"""A real pre-trained policy of 260K parameters, where it is at hand."""
+
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not there")
+
+CHARACTERS = [chr(code) for code in range(32, 127)]
+SPECIALS = ["<pad>", "<s>", "</s>", "\n"]
+VOCABULARY = 128
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0},
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+}
+
+
+def character_tokenizer():
+    """One token per printable character; 0 to 3 are pad, <s>, </s> and the line break."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+
+
+def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
+    """Save a random policy of a family under `folder`; returns the checkpoint's path."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    path = Path(folder) / family
+    model.save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+    return path
+
+
+def random_prompts(count, longest, seed=0) -> list[list[int]]:
+    """Prompts of mixed lengths 1 to `longest`, of ordinary tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(4, 99, (n,), generator=generator).tolist() for n in lengths]
+
+
+def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
+    """Log-probabilities [n] of a response by a plain transformers forward."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt_ids + token_ids])).logits[0].float()
+    rows = logits[len(prompt_ids) - 1 : -1] / temperature
+    return rows.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
