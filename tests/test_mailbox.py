@@ -1,0 +1,140 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from headrace.comm.errors import StoreGone
+from headrace.comm.mailbox import MemoryPost, Sealer, StorePost
+from headrace.comm.messages import CountRows, Stop, UnitCount
+from headrace.comm.store import connect_store, host_store
+
+SECRET = b"a secret of the run"
+
+
+class Town:
+    """A store and the posts that were opened on it."""
+
+    def __init__(self):
+        self.hosted = host_store("127.0.0.1")
+        self.posts = []
+
+    def post(self, secret=SECRET):
+        self.posts.append(StorePost(self.hosted.address, secret))
+        return self.posts[-1]
+
+    def close(self):
+        for post in self.posts:
+            post.close()
+
+
+@pytest.fixture
+def town():
+    town = Town()
+    yield town
+    town.close()
+
+
+@pytest.fixture(params=["store", "memory"])
+def post(request):
+    if request.param == "memory":
+        yield MemoryPost(SECRET)
+        return
+    town = request.getfixturevalue("town")
+    yield town.post()
+
+
+def test_letters_of_one_sender_arrive_in_order(post):
+    hub, relay = post.open("hub"), post.open("relay-0")
+    for count in range(200):
+        relay.send("hub", UnitCount(num_rows=count))
+    letters = [hub.receive(5) for _ in range(200)]
+    assert [letter.message.num_rows for letter in letters] == list(range(200))
+    assert {letter.sender for letter in letters} == {"relay-0"}
+
+
+def test_a_letter_may_be_sent_before_its_inbox_is_open(post):
+    post.open("hub").send("rollout-0", Stop(reason="done"))
+    assert post.open("rollout-0").receive(5).message == Stop(reason="done")
+
+
+def test_polling_an_empty_inbox_returns_at_once(post):
+    assert post.open("hub").receive(0) is None
+
+
+def test_what_was_sent_before_the_close_is_delivered(town):
+    sender = town.post()
+    relay = sender.open("relay-0")
+    for count in range(500):
+        relay.send("hub", UnitCount(num_rows=count))
+    sender.close()
+    hub = town.post().open("hub")
+    assert [hub.receive(5).message.num_rows for _ in range(500)] == list(range(500))
+
+
+def test_closing_twice_is_allowed_and_leaves_no_thread(town):
+    before = set(threading.enumerate())
+    post = town.post()
+    mailbox = post.open("hub")
+    mailbox.close()
+    mailbox.close()
+    post.close()
+    post.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_reopened_name_is_believed_and_its_letters_survive(town):
+    hub = town.post().open("hub")
+    first = town.post()
+    first.open("rollout-0").send("hub", UnitCount(num_rows=1))
+    first.close()
+    town.post().open("rollout-0").send("hub", UnitCount(num_rows=2))
+    assert [hub.receive(5).message.num_rows for _ in range(2)] == [1, 2]
+    assert hub.refused == 0
+
+
+def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(town):
+    hub, relay = town.post().open("hub"), town.post().open("relay-0")
+    town.post(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
+    raw = connect_store(town.hosted.address, 5)
+    sealer = Sealer(SECRET)
+    for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.seal("relay-1", "relay-0", 9, CountRows())):
+        raw.queue_push("inbox/hub", letter)
+    raw.queue_push("inbox/hub", sealer.seal("relay-9", "hub", 1, CountRows()).replace(b"CountRows", b"CountLies"))
+    raw.add("confirmed", 1)
+    relay.send("hub", CountRows())
+    letter = hub.receive(5)
+    while letter.sender == "relay-9":
+        letter = hub.receive(5)
+    assert letter.sender == "relay-0"
+    assert hub.receive(0.2) is None
+    assert hub.refused == 6
+
+
+def test_a_letter_is_believed_once(town):
+    hub = town.post().open("hub")
+    letter = Sealer(SECRET).seal("relay-0", "hub", 1, CountRows())
+    raw = connect_store(town.hosted.address, 5)
+    raw.queue_push("inbox/hub", letter)
+    raw.queue_push("inbox/hub", letter)
+    assert hub.receive(5).message == CountRows()
+    assert hub.receive(0.2) is None
+    assert hub.refused == 1
+
+
+def test_a_letter_too_large_for_the_store_is_refused_at_the_sender(post):
+    with pytest.raises(ValueError, match="at most"):
+        post.open("hub").send("relay-0", Stop(reason="x" * (5 << 20)))
+
+
+def test_a_mailbox_whose_store_is_gone_says_so():
+    store = subprocess.Popen([sys.executable, "-m", "headrace.comm.store"], stdout=subprocess.PIPE, text=True)
+    address = store.stdout.readline().split()[1]
+    post = StorePost(address, SECRET)
+    hub = post.open("hub")
+    store.kill()
+    store.wait()
+    store.stdout.close()
+    with pytest.raises(StoreGone, match="hub cannot read"):
+        hub.receive(5)
+    post.close()
