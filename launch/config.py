@@ -18,12 +18,13 @@ from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerS
 
 CONFIG_FILE = "config.yaml"
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),
     "comm.link": ("auto", "shm", "gloo", "nccl"),
 }
+"""Settings that take one of a few words."""
 
 _AT_LEAST: dict[str, float] = {
     "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "run.steps": 1, "run.seed": 0,
@@ -94,12 +95,17 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 def save_recipe(recipe: Recipe) -> Path:
     """Writes the resolved recipe into its run folder and returns the file."""
-    from omegaconf import OmegaConf
-
     path = Path(recipe.run.dir) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
+    path.write_text(recipe_yaml(recipe))
     return path
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `read_recipe` reads."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(recipe))
 
 
 def setting_names() -> list[str]:
@@ -165,11 +171,8 @@ def _first(section: str) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    by_leaf = {known_name.partition(".")[2]: known_name for known_name in reversed(known)}
     leaf = name.rpartition(".")[2]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75) or difflib.get_close_matches(name, known, n=1)
-    if leaf in by_leaf:
-        near = [by_leaf[leaf]]
+    near = [other for other in known if other.endswith(f".{leaf}")] or difflib.get_close_matches(name, known, n=1)
     return f"; the nearest is {near[0]!r}" if near else "; --help lists all settings"
 
 
@@ -194,8 +197,8 @@ def _refuse_values(recipe: Recipe) -> None:
     for name in setting_names():
         section, _, key = name.partition(".")
         value = getattr(getattr(recipe, section), key)
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise SettingError(f"{name}={value} is none of {', '.join(_CHOICES[name])}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise SettingError(f"{name}={value} is none of {', '.join(CHOICES[name])}")
         if value is None:
             continue
         if name in _AT_LEAST and not value >= _AT_LEAST[name]:

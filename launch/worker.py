@@ -118,7 +118,7 @@ def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str
     from ..comm.mailbox import StorePost
 
     post = StorePost(address, read_secret(Path(recipe.run.dir)))
-    report(post.open(f"{name}/seat"), recipe, role, error, exit_code=1)
+    report(post.open(name), recipe, role, error, exit_code=1)
     post.close()
     return 0
 

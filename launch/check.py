@@ -1,0 +1,136 @@
+"""What can be said about a recipe before anything is started: every check raises `SettingError` with the setting to change."""
+
+import ast
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..comm.errors import SettingError
+from ..relay.prompts import check_rows
+from .config import Recipe
+from .policy_files import PolicyFiles
+
+_SPECIAL_TOKENS = 16
+"""More than any tokenizer adds around a text."""
+
+
+def check_recipe(recipe: Recipe) -> list[str]:
+    """Check files, data and the reward function of a recipe; returns warnings."""
+    check_run_folder(recipe)
+    check_reward(recipe.reward.path)
+    data = check_data(recipe.data.path)
+    policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    return check_lengths(recipe, data, policy)
+
+
+def check_run_folder(recipe: Recipe) -> None:
+    """The run folder can be written, and what it holds already is wanted."""
+    folder = Path(_given("run.dir", recipe.run.dir, "a folder for what the run writes"))
+    if (folder / "journal.jsonl").exists() and recipe.run.resume != "auto":
+        raise SettingError(
+            f"run.dir: {folder} holds a run already; set run.resume=auto to go on with it, or another run.dir"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise SettingError(f"run.dir: no permission to write in {folder}")
+
+
+def check_reward(path: str) -> None:
+    """`FILE.py:FUNCTION` names a Python file that binds this name; the file is read but not run."""
+    file, colon, function = _given("reward.path", path, "FILE.py:FUNCTION").rpartition(":")
+    if not colon or not function.isidentifier():
+        raise SettingError(f"reward.path: {path!r} is not of the form FILE.py:FUNCTION")
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
+    except OSError as error:
+        raise SettingError(f"reward.path: cannot read {file}: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        place = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise SettingError(f"reward.path: {file} is not valid Python ({place})") from error
+    names = set(_bound_names(tree))
+    if function not in names and "*" not in names:
+        defined = ", ".join(sorted(n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)))
+        raise SettingError(f"reward.path: {file} has no function {function!r}; it defines {defined or 'none'}")
+
+
+def check_data(path: str) -> list[Any]:
+    """The prompts of a JSONL file, after each row was looked at."""
+    file = Path(_given("data.path", path, "a JSONL file with a `prompt` column"))
+    if not file.is_file():
+        raise SettingError(f"data.path: there is no file {file}")
+    try:
+        check_rows(file)
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SettingError(f"data.path: cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingError(f"data.path: {file} is not UTF-8 text: {error}") from error
+    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    if not prompts:
+        raise SettingError(f"data.path: {file} has no rows")
+    return prompts
+
+
+def check_lengths(recipe: Recipe, prompts: list[Any], policy: PolicyFiles) -> list[str]:
+    """Every prompt leaves room for a response in the policy's context, unless too long ones are to be dropped."""
+    context, wanted = policy.context, recipe.sampling.max_new_tokens
+    if not context:
+        return []
+    lengths = _long_lengths(prompts, policy, room=context - wanted)
+    too_long = [number for number, length in lengths.items() if length >= context]
+    if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
+        number = too_long[0]
+        raise SettingError(
+            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room for a"
+            f" response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
+            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are like it. Shorten them, take a model with"
+            " a longer context, or set data.too_long=drop to leave them out"
+        )
+    num_cut = sum(context - wanted < length < context for length in lengths.values())
+    warnings = [f"data.too_long=drop leaves out {len(too_long)} of {len(prompts)} prompts"] if too_long else []
+    if num_cut:
+        warnings.append(
+            f"{num_cut} of {len(prompts)} prompts leave less than sampling.max_new_tokens={wanted}"
+            f" of the context of {context} tokens; their responses are cut earlier"
+        )
+    return warnings
+
+
+def _long_lengths(prompts: list[Any], policy: PolicyFiles, room: int) -> dict[int, int]:
+    """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
+    doubtful = [
+        number
+        for number, prompt in enumerate(prompts)
+        if not isinstance(prompt, str) or len(prompt.encode()) + _SPECIAL_TOKENS > room
+    ]
+    if not doubtful:
+        return {}
+    from ..rollout.prompts import prompt_tokens
+    from ..trainer.model import load_tokenizer
+
+    tokenizer = load_tokenizer(policy.folder)
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer)) for number in doubtful}
+
+
+def _given(name: str, value: str, meaning: str) -> str:
+    if not value:
+        raise SettingError(f"{name} is not set; it names {meaning}")
+    return value
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in aliases)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.If() | ast.Try():
+                yield "*"

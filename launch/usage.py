@@ -1,0 +1,61 @@
+"""`--help`: how to call the program, and every setting with its type, default and meaning."""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from .config import CHOICES, kind_name, sections
+
+_USAGE = """\
+Trains a language model by asynchronous reinforcement learning.
+
+usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run]
+       torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
+
+  --dry-run   print roles, batch arithmetic, memory and the resolved recipe, and stop
+  --help      print this page
+
+The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It ends with 0 when the run is
+done, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
+
+Settings (of the recipe file, or as KEY=VALUE):
+"""
+
+
+def usage() -> str:
+    """The whole help page."""
+    lines = [_USAGE]
+    for section, kind in sections():
+        hints, docs = get_type_hints(kind), field_docs(kind)
+        title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
+        lines.append(f"{section}: {title}")
+        for entry in fields(kind):
+            name = f"{section}.{entry.name}"
+            takes = ", ".join(CHOICES[name]) if name in CHOICES else kind_name(hints[entry.name])
+            lines.append(f"  {name}={_show(entry.default)}  ({takes})")
+            lines += textwrap.wrap(
+                docs.get(entry.name, ""), width=100, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, read from its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field_node, text_node in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
+            match text_node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[field_node.target.id] = " ".join(text.split())
+    return docs
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
