@@ -89,10 +89,10 @@ class Hub:
         return True
 
     def serve(self) -> None:
-        """Meet the requests that can be met now."""
+        """Meet the requests that can be met now; handing out comes first, since it makes room."""
+        self._hand_out()
         for holder in list(self._requests):
             self._grant(holder)
-        self._hand_out()
 
     def lose(self, holder: str, reason: str) -> None:
         """A rollout died: what it held comes back."""

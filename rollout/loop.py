@@ -82,6 +82,7 @@ class Rollout:
         self.held: dict[int, Held] = {}
         self.is_stopped = False
         self.request = LeaseRequest(0, -1, 0)
+        self.answered = 0
         self.is_asking = False
         self.asked_at = 0.0
         self.taken = 0

@@ -5,6 +5,7 @@ A call that raises, hangs or crashes costs the reward of its trajectories, never
 """
 
 import json
+import os
 import queue
 import select
 import subprocess
@@ -155,7 +156,7 @@ class _RewardProcess:
         assert self.process is not None and self.process.stdout is not None
         while b"\n" not in self.unread:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            chunk = self.process.stdout.read1(1 << 16) if ready else b""
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
             if not chunk:
                 return b""
             self.unread += chunk

@@ -99,7 +99,7 @@ class Trainer:
             **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
             **self.stream.metrics,
         }
-        self.rewards.append(float(tally.metrics(0, 1)["reward/mean"]))  # pyright: ignore[reportArgumentType]
+        self.rewards.append(tally.mean_reward)
         self.num_tokens += tokens
         self.log.write(step, metrics)
         print(console_line(step, self.recipe.run.steps, metrics), flush=True)

@@ -1,6 +1,6 @@
 """Sums over the micro-batches of a step, and the metrics that they make."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class StepTally:
         self.group_stds: list[float] = []
         self.num_truncated = 0
         self.num_tokens = 0.0
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._max = {"ratio": 0.0, "prob": 0.0}
 
     def add_group(self, trajectories: list[Trajectory]) -> None:
@@ -46,6 +46,10 @@ class StepTally:
             self._sums["mismatch_kl"] += float(((ours - theirs).exp() - 1 - (ours - theirs)).sum())
             self._max["prob"] = max(self._max["prob"], float(prob_diff.max()))
 
+    @property
+    def mean_reward(self) -> float:
+        return sum(t.reward for t in self.trajectories) / len(self.trajectories)
+
     def metrics(self, version: int, max_new_tokens: int) -> dict[str, float | dict[str, int]]:
         """The data's and the loss's metrics of a step that trained `version`."""
         rewards = torch.tensor([t.reward for t in self.trajectories])
@@ -53,7 +57,7 @@ class StepTally:
         staleness = [version - t.version for t in self.trajectories]
         n, s = self.num_tokens, self._sums
         out: dict[str, float | dict[str, int]] = {
-            "reward/mean": float(rewards.mean()),
+            "reward/mean": self.mean_reward,
             "reward/std": float(rewards.std(unbiased=False)),
             "reward/min": float(rewards.min()),
             "reward/max": float(rewards.max()),

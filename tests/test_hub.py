@@ -1,0 +1,205 @@
+"""The hub decides by letters and journal alone: leases, fencing, hand-outs, and the account of what it decided."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.comm.mailbox import Letter, MemoryPost
+from headrace.comm.messages import (
+    DropRows,
+    HandOut,
+    LeaseGrant,
+    LeaseRequest,
+    LeaseReturn,
+    Message,
+    RowDone,
+    RowId,
+    StepTrained,
+    TakeGroups,
+    encode,
+)
+from headrace.relay import events as ev
+from headrace.relay.admission import Admission
+from headrace.relay.hub import Hub
+from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
+from headrace.relay.prompts import PromptPool
+from headrace.relay.settings import BatchSettings, QueueSettings
+from headrace.relay.state import HubState
+
+
+class Scene:
+    """A hub with its journal, and mailboxes for those it talks to."""
+
+    def __init__(self, folder: Path, samples: int = 2, per_step: int = 2, **queue: int | bool) -> None:
+        data = folder / "data.jsonl"
+        data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
+        self.path = folder / "journal.jsonl"
+        self.post = MemoryPost()
+        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
+        settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
+        admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
+        pool = PromptPool(data, shuffle=True, seed=3)
+        self.hub = Hub(self.post.open("hub"), HubState(), Journal(self.path), pool, admission, settings)
+        self.hub.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
+
+    def say(self, sender: str, message: Message) -> None:
+        assert self.hub.handle(Letter(sender, message))
+
+    def heard(self, name: str) -> list[Message]:
+        letters = []
+        while (letter := self.boxes[name].receive(0.05)) is not None:
+            letters.append(letter.message)
+        return letters
+
+    def lease(self, holder: str = "rollout-0", request: int = 1, version: int = 0, num_groups: int = 1) -> LeaseGrant:
+        self.say(holder, LeaseRequest(request, version, num_groups))
+        (grant,) = self.heard(holder)
+        assert isinstance(grant, LeaseGrant)
+        return grant
+
+    def finish(self, grant: LeaseGrant, holder: str = "rollout-0", reward: Callable[[int], float] = float) -> None:
+        for lease in grant.leases:
+            for sample in lease.samples:
+                row = RowId(lease.group.epoch, lease.group.prompt, sample)
+                self.say(holder, RowDone(row, lease.attempt, grant.version, "relay-0", 5, reward(sample)))
+
+
+@pytest.fixture
+def scene(tmp_path: Path):
+    scenes: list[Scene] = []
+
+    def make(**settings: int | bool) -> Scene:
+        scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
+        return scenes[-1]
+
+    yield make
+    for each in scenes:
+        each.hub.journal.close()
+        each.post.close()
+
+
+MakeScene = Callable[..., Scene]
+
+
+def test_a_question_asked_twice_is_answered_the_same(scene: MakeScene):
+    s = scene()
+    first = s.lease(num_groups=2)
+    again = s.lease(num_groups=2)
+    assert encode(first) == encode(again)
+    assert s.hub.state.account.leased == 4
+
+
+def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScene):
+    s = scene(capacity=1)
+    grant = s.lease()
+    s.say("rollout-1", LeaseRequest(1, 0, 1))
+    assert s.heard("rollout-1") == []
+    s.say("actor-0", TakeGroups(0, 0))
+    s.finish(grant)
+    assert isinstance(s.heard("rollout-1")[0], LeaseGrant)
+
+
+def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
+    s = scene()
+    s.finish(s.lease(num_groups=2))
+    for _ in range(2):
+        s.say("actor-0", TakeGroups(0, 0))
+        (answer,) = s.heard("actor-0")
+        assert isinstance(answer, HandOut)
+        assert (answer.first, answer.total, len(answer.groups)) == (0, 2, 2)
+    assert sum(isinstance(event, ev.Handed) for _, event in read_events(s.path)) == 2
+
+
+def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
+    s = scene()
+    s.finish(s.lease(num_groups=2))
+    s.say("actor-0", TakeGroups(0, 0))
+    s.say("actor-0", StepTrained(0))
+    (drop,) = s.heard("relay-0")
+    assert isinstance(drop, DropRows) and len(drop.rows) == 4
+    assert s.hub.state.account.trained == 4
+    s.say("actor-0", StepTrained(0))
+    assert s.hub.state.account.trained == 4
+
+
+def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fenced_off(scene: MakeScene):
+    s = scene()
+    old = s.lease()
+    s.hub.lose("rollout-0", "dead")
+    new = s.lease("rollout-1", version=1)
+    assert new.leases[0].group == old.leases[0].group
+    assert new.leases[0].attempt == 2
+    s.finish(old)
+    assert s.hub.num_fenced == 2
+    assert not s.hub.state.groups[old.leases[0].group].is_complete
+    s.finish(new, "rollout-1")
+    assert s.hub.state.groups[old.leases[0].group].is_complete
+
+
+def test_leases_given_back_are_leased_again_first(scene: MakeScene):
+    s = scene()
+    grant = s.lease()
+    s.say("rollout-0", LeaseReturn([grant.leases[0].group], [1]))
+    assert s.lease("rollout-1").leases[0].group == grant.leases[0].group
+
+
+def test_groups_without_signal_are_replaced_when_asked_for(scene: MakeScene):
+    s = scene(filter_zero_std=True)
+    s.finish(s.lease(), reward=lambda sample: 1.0)
+    assert s.hub.state.account.filtered == 2
+    assert s.hub.state.queued() == []
+    (drop,) = s.heard("relay-0")
+    assert isinstance(drop, DropRows) and len(drop.rows) == 2
+
+
+def test_the_journal_tells_the_same_state(scene: MakeScene):
+    s = scene()
+    s.finish(s.lease(num_groups=2))
+    s.say("actor-0", TakeGroups(0, 0))
+    s.say("actor-0", StepTrained(0))
+    s.lease(request=2, version=1)
+    assert replay(s.path) == s.hub.state
+
+
+def test_a_line_that_the_writer_did_not_finish_is_left_out(scene: MakeScene):
+    s = scene()
+    s.lease()
+    with s.path.open("ab") as file:
+        file.write(b'{"event":"Train')
+    assert replay(s.path) == s.hub.state
+
+
+def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene, capsys: pytest.CaptureFixture[str]):
+    s = scene()
+    with s.path.open("ab") as file:
+        file.write(b'{"event":"Trained","step":4}\n')
+    with pytest.raises(JournalError, match=r"journal.jsonl:2: step 4"):
+        replay(s.path)
+    assert main([str(s.path.parent)]) == 1
+    assert "journal.jsonl:2" in capsys.readouterr().err
+
+
+def test_resuming_cuts_what_came_after_the_checkpoint_and_keeps_it_beside(scene: MakeScene):
+    s = scene()
+    s.hub.decide(ev.Checkpointed(step=0, path="x"))
+    s.lease()
+    cut_after_checkpoint(s.path, 0)
+    assert len(list(read_events(s.path))) == 2
+    assert len(list(s.path.parent.glob("journal.jsonl.discarded-*"))) == 1
+
+
+def test_the_account_of_a_run_is_printed(scene: MakeScene, capsys: pytest.CaptureFixture[str]):
+    s = scene()
+    s.finish(s.lease())
+    assert main([str(s.path.parent)]) == 0
+    assert "leased=2 trained=0 evicted=0 filtered=0 failed=0 in_flight=2 holds=True" in capsys.readouterr().out
+
+
+def test_the_data_is_dealt_out_once_per_epoch_in_a_seeded_order(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(7)))
+    deals = [[PromptPool(data, shuffle=True, seed=s).group_at(c) for c in range(14)] for s in (1, 1, 2)]
+    assert deals[0] == deals[1] != deals[2]
+    assert sorted(g.prompt for g in deals[0][:7]) == list(range(7))
+    assert [g.prompt for g in deals[0][:7]] != [g.prompt for g in deals[0][7:]]
