@@ -134,14 +134,23 @@ class Engine:
             self.batch.extend()
         return self._decode() if len(self.batch) else []
 
+    def pause(self, trajectory_id: int) -> bool:
+        """Hold a running trajectory; it keeps its pages until others need them. False if it does not run."""
+        return self.scheduler.pause(trajectory_id)
+
+    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
+        """Let a paused trajectory go on, after tokens that its environment says (their log-probability counts as 0)."""
+        self.scheduler.resume(trajectory_id, token_ids)
+
     def cancel(self, trajectory_id: int) -> bool:
         """Forget a trajectory; False if it is not here."""
         return self.scheduler.cancel(trajectory_id) is not None
 
     def live(self) -> list[Live]:
-        """Every trajectory that is queued or running."""
+        """Every trajectory that is queued, running or paused."""
         waiting = [s for group in self.scheduler.waiting for s in group.sequences]
-        return [Live(s.trajectory_id, s.num_tokens) for s in (*self.scheduler.running, *waiting)]
+        held = (*self.scheduler.running, *self.scheduler.paused, *waiting)
+        return [Live(s.trajectory_id, s.num_tokens) for s in held]
 
     @property
     def num_running(self) -> int:
@@ -155,8 +164,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued or running."""
-        return not self.scheduler.running and not self.scheduler.waiting
+        """Nothing is queued, running or paused."""
+        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused)
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Make these tensors (by parameter name) the weights, without a copy; overwriting them later is a new version."""

@@ -6,6 +6,7 @@ State changes only; no tensors.
 """
 
 from collections import deque
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from .kv_cache import PagePool
@@ -29,7 +30,11 @@ class Fork(NamedTuple):
 
 
 class Scheduler:
-    """Two lists decide everything: `waiting` (oldest first) and `running` (in order of entry)."""
+    """`waiting` groups (oldest first) become `running` sequences (in order of entry); `paused` ones wait for a `resume`.
+
+    Who gives way when pages run out: the newest paused, then the newest waiting prefix, then the newest running sequence.
+    So the oldest always gets on, provided that the pool holds one sequence of full context and a page more.
+    """
 
     def __init__(self, pool: PagePool, max_running: int, prefill_tokens: int) -> None:
         self.pool = pool
@@ -37,6 +42,7 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[Group] = deque()
         self.running: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self.num_preempted = 0
 
     def add(self, group: Group) -> None:
@@ -52,7 +58,7 @@ class Scheduler:
             while len(sequence.pages) * self.pool.page_size <= sequence.num_cached:
                 if self.pool.num_free > 0:
                     sequence.pages.append(self.pool.take())
-                elif not self._drop_a_waiting_prefix():
+                elif not self._drop_something():
                     preempted.append(self._preempt())
                     if preempted[-1] is sequence:
                         break
@@ -72,7 +78,7 @@ class Scheduler:
                 continue
             stop = group.num_cached + min(missing, budget)
             while not self._take_pages(group, stop):
-                if self.running or chunks or not self._drop_a_waiting_prefix(keep=group):
+                if self.running or chunks or not self._drop_something(keep=group):
                     return chunks
             chunks.append(Chunk(group, group.num_cached, stop))
             budget -= stop - group.num_cached
@@ -87,7 +93,7 @@ class Scheduler:
             if group.num_cached < group.prefix_length:
                 break
             while not self._can_fork(group):
-                if self.running or not self._drop_a_waiting_prefix(keep=group):
+                if self.running or not self._drop_something(keep=group):
                     return forks
             forks.append(self._fork(group))
             self.running.append(forks[-1].sequence)
@@ -100,12 +106,32 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
 
-    def cancel(self, trajectory_id: int) -> Sequence | None:
-        """Forget a trajectory wherever it is; returns it if it was here."""
+    def pause(self, trajectory_id: int) -> bool:
+        """Take a running sequence out of its row; it keeps its pages until others need them. False if it does not run."""
         for sequence in self.running:
             if sequence.trajectory_id == trajectory_id:
-                self.finish(sequence)
-                return sequence
+                self.running.remove(sequence)
+                self.paused.append(sequence)
+                return True
+        return False
+
+    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
+        """Queue a paused sequence again, with tokens that its environment says."""
+        sequence = next(s for s in self.paused if s.trajectory_id == trajectory_id)
+        self.paused.remove(sequence)
+        sequence.insert(token_ids)
+        group = Group([sequence], sequence.prompt_ids + sequence.token_ids)
+        group.pages, group.num_cached, group.num_shared = sequence.pages, sequence.num_cached, sequence.num_shared
+        self.waiting.append(group)
+
+    def cancel(self, trajectory_id: int) -> Sequence | None:
+        """Forget a trajectory wherever it is; returns it if it was here."""
+        for home in (self.running, self.paused):
+            for sequence in home:
+                if sequence.trajectory_id == trajectory_id:
+                    home.remove(sequence)
+                    self._release(sequence)
+                    return sequence
         for group in self.waiting:
             for sequence in group.sequences:
                 if sequence.trajectory_id == trajectory_id:
@@ -118,7 +144,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every page has exactly the owners it counts."""
-        self.pool.check([holder.pages for holder in (*self.running, *self.waiting)])
+        self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
 
     def _take_pages(self, group: Group, num_tokens: int) -> bool:
         """Grow a group's pages to hold `num_tokens`. One page per running row stays in reserve while any runs."""
@@ -159,8 +185,12 @@ class Scheduler:
         self.num_preempted += 1
         return sequence
 
-    def _drop_a_waiting_prefix(self, keep: Group | None = None) -> bool:
-        """Free the cached prefix of the newest waiting group that has one, other than `keep`."""
+    def _drop_something(self, keep: Group | None = None) -> bool:
+        """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`."""
+        for sequence in reversed(self.paused):
+            if sequence.pages:
+                self._release(sequence)
+                return True
         for group in reversed(self.waiting):
             if group.pages and group is not keep:
                 self._forget_prefix(group)

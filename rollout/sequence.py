@@ -1,5 +1,6 @@
 """A trajectory while it is generated, and what the engine gives back of it."""
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from .sampler import SamplingParams
@@ -54,6 +55,11 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
+
+    def insert(self, token_ids: Many[int]) -> None:
+        """Take tokens that were not sampled; their log-probability counts as 0."""
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend([0.0] * len(token_ids))
 
     def completion(self) -> Completion:
         """What the caller gets."""
