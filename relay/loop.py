@@ -1,7 +1,7 @@
 """The relay's process: a storage unit for rows and a keeper of weight versions.
 
-Consumes its mailbox; waits for letters only; woken by the hub (rows to drop or count, the end). Weights and rows come and
-go on threads and stores of their own.
+Consumes its mailbox; waits for letters only; woken by the hub (rows to drop or count, the end). Weights and rows themselves
+come and go on threads and a store of their own, never through this loop.
 """
 
 import time
@@ -12,7 +12,7 @@ from ..comm.messages import CountRows, DropRows, Load, Stop, UnitCount
 from ..comm.rows import RowUnit
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
-from .weights_keeper import WeightKeeper
+from .keeper import WeightKeeper
 
 REPORT_S = 1.0
 
@@ -25,3 +25,29 @@ class RelayRecipe(Protocol):
 
 def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     """The relay's process, until the hub's `Stop`."""
+    mailbox = fleet.post.open(fleet.name)
+    unit = RowUnit(recipe.comm.interface)
+    keeper = WeightKeeper(fleet, Segment.inherited(), recipe.comm)
+    fleet.announce(unit=unit.address)
+    started, reported = time.monotonic(), 0.0
+    while True:
+        letter = mailbox.receive(REPORT_S)
+        match letter.message if letter else None:
+            case DropRows(rows=rows):
+                unit.drop([str(row) for row in rows])
+            case CountRows():
+                mailbox.send("hub", UnitCount(unit.count()))
+            case Stop():
+                break
+        if time.monotonic() - reported >= REPORT_S:
+            reported = time.monotonic()
+            mailbox.send("hub", busy_report(reported - started))
+    keeper.close()
+    unit.close()
+    mailbox.close()
+
+
+def busy_report(elapsed_s: float) -> Load:
+    """A relay is busy while its process computes or copies: CPU seconds against seconds passed."""
+    busy_s = min(time.process_time(), elapsed_s)
+    return Load(-1, 0, 0, 0.0, 0, busy_s, elapsed_s - busy_s, 0.0)
