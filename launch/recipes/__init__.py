@@ -1,0 +1,1 @@
+"""Recipes that come with the project, and the tasks they train on."""

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up .venv where needed, then checks everything: format, lint, types, tests.
+#   bash tests/run.sh [PYTEST ARGUMENTS]        e.g. -m slow
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh test
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
+ruff format --check .
+ruff check .
+pyright
+python -m pytest -m "not slow" "$@"
