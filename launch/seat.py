@@ -25,6 +25,8 @@ LAST_LEAVE_S = 30.0
 MAX_RESTARTS = 5
 """Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
+STORE_GONE_EXIT = 69
+"""Exit code of a child whose watchdog found the fleet's store gone, as `comm.fleet` has it (which loads torch)."""
 SUMMARY_FILE = "summary.json"
 """What the hub writes into the run folder when the run has ended."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
@@ -50,6 +52,8 @@ def judge(role: str, code: int, restarts: Sequence[float], now: float, is_ending
     if code == 0:
         return Verdict.DONE
     if is_ending:
+        return Verdict.TOLD
+    if code == STORE_GONE_EXIT:
         return Verdict.TOLD
     if role == "rollout" and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
@@ -78,11 +82,13 @@ class Seat:
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
     programs: Programs = Programs()
+    shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
     restarts: list[float] = field(default_factory=list)
     exit_code: int = 0
     stopped_by: int = 0
     deadline: float | None = None
+    is_late: bool = False
     segment: int | None = None
 
     def run(self) -> int:
@@ -153,7 +159,7 @@ class Seat:
     def _fail(self, child: Child, code: int, *, is_told: bool) -> None:
         is_first = not (self.stopped_by or self.exit_code)
         self.exit_code = self.exit_code or (2 if code == 2 else 1)
-        self._set_deadline()
+        self._set_deadline(self.shutdown_s)
         if not is_first:
             return
         if code == 2:
@@ -171,12 +177,12 @@ class Seat:
         """Hand the first SIGINT or SIGTERM to the roles; the store stays until they have left."""
         if not self.stopped_by:
             self.stopped_by = number
-            self._set_deadline()
+            self._set_deadline(self.shutdown_s)
             for name, child in self.children.items():
                 if name != "store":
                     child.send(number)
 
-    def _set_deadline(self, seconds: float = SHUTDOWN_S) -> None:
+    def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
@@ -187,11 +193,13 @@ class Seat:
         if self.deadline is None or time.monotonic() < self.deadline or not self.children:
             return
         for name, child in self.children.items():
-            if name != "store":
-                say(f"{name} did not end within {SHUTDOWN_S:g} s and is killed; its log is {child.log}")
-                self.exit_code = self.exit_code or 1
+            if name == "store" and not self.is_late:
+                child.send(signal.SIGTERM)
+                continue
+            say(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
+            self.exit_code = self.exit_code or 1
             child.send(signal.SIGKILL)
-        self.deadline = time.monotonic() + SHUTDOWN_S
+        self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
 
 
 def take_seat(recipe: Recipe) -> int:

@@ -1,0 +1,84 @@
+"""What every test gets: folders of its own, and a look at what it leaves behind."""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MARK = "HEADRACE_TEST"
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run folder that does not exist yet."""
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def stories260k() -> Path:
+    """A real pre-trained checkpoint, where the material beside the checkout has one."""
+    path = SHARED / "models" / "stories260k"
+    if not path.is_dir():
+        pytest.skip("needs the checkpoint ../shared/models/stories260k, which is not here")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that leaves a process, a thread or a shared-memory segment behind.
+
+    Its processes are known by a mark in the environment that they inherit, so orphans are found as well.
+    """
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    threads, segments = set(threading.enumerate()), _segments()
+    yield
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := _left_over(mark, threads, segments)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"the test left behind: {'; '.join(left)}"
+
+
+def _left_over(mark: str, threads: set[threading.Thread], segments: set[str]) -> list[str]:
+    new_threads = [t for t in threading.enumerate() if t not in threads and not _is_library_thread(t)]
+    return [
+        *(f"process {pid} ({command})" for pid, command in marked_processes(mark)),
+        *(f"thread {thread.name}" for thread in new_threads),
+        *(f"segment {name}" for name in _segments() - segments),
+    ]
+
+
+def marked_processes(mark: str) -> list[tuple[int, str]]:
+    """Process id and command line of each process that was started with this mark in its environment."""
+    found: list[tuple[int, str]] = []
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
+        except OSError:
+            continue  # it has ended meanwhile, or belongs to somebody else
+    return found
+
+
+def _is_library_thread(thread: threading.Thread) -> bool:
+    return type(thread).__module__.partition(".")[0] == "tqdm"
+
+
+def _segments() -> set[str]:
+    """Shared-memory files of the machine that bear our name, and anonymous ones that this process holds."""
+    named = {path.name for path in Path("/dev/shm").glob("*headrace*")}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if "memfd:" in target:
+            named.add(f"{descriptor.name} -> {target}")
+    return named

@@ -1,0 +1,60 @@
+"""A role's process for tests of the seat: does what the test's script says, incarnation by incarnation.
+
+The script is a JSON object in HEADRACE_SCRIPT, such as {"rollout-0": ["die", "end"]}; each process appends a line to the
+file `events` of the run folder.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--role", default="store")
+    parser.add_argument("--index", default="0")
+    parser.add_argument("--run", type=Path, default=None)
+    parser.add_argument("--failed")
+    arguments, _ = parser.parse_known_args()
+    name = arguments.role if arguments.role in ("hub", "store") else f"{arguments.role}-{arguments.index}"
+    run = arguments.run or Path(os.environ["HEADRACE_EVENTS"])
+
+    def note(event: str) -> None:
+        with (run / "events").open("a") as stream:
+            stream.write(f"{name} {event}\n")
+
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _frame: signals.append(received))
+    if arguments.failed is not None:
+        note(f"told {arguments.failed}")
+        return 0
+    incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
+    note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
+    actions = json.loads(os.environ["HEADRACE_SCRIPT"]).get(name, ["end"])
+    action = actions[min(incarnation, len(actions) - 1)]
+    match action:
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            sys.exit(1)
+        case "mistake":
+            sys.stderr.write("some.setting is wrong\n")
+            return 2
+        case "wait" | "ignore":
+            while not signals or action == "ignore":
+                time.sleep(0.01)
+            note(f"signal {signals[0]}")
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
