@@ -16,6 +16,13 @@ from .settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
 from .tally import StepTally
 
 
+class Sampling(Protocol):
+    """What training needs to know of how trajectories are drawn: how the ratios are tempered, which ones were cut."""
+
+    temperature: float
+    max_new_tokens: int
+
+
 class ActorRecipe(Protocol):
     """The sections of a recipe that an actor reads."""
 
@@ -24,6 +31,11 @@ class ActorRecipe(Protocol):
     algorithm: AlgorithmSettings
     optimizer: OptimizerSettings
     checkpoint: CheckpointSettings
+
+    @property
+    def sampling(self) -> Sampling:
+        """`sampling.*`"""
+        ...
 
 
 class Actor:
@@ -68,9 +80,10 @@ class Actor:
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        parameters = [p for p in self.policy.parameters() if p.grad is not None]
-        torch._foreach_div_([p.grad for p in parameters], max(tally.num_tokens, 1.0))
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optimizer.max_grad_norm)
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= max(tally.num_tokens, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
@@ -100,7 +113,9 @@ class Actor:
         batch = pack(part, self.version, self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.model.dtype == "bfloat16"):
             hidden = self.policy.forward_packed(batch.token_ids, batch.cu_seqlens)
-        logprobs, entropy = self.policy.token_logprobs(hidden[batch.predictors], batch.targets)
+        logprobs, entropy = self.policy.token_logprobs(
+            hidden[batch.predictors], batch.targets, self.recipe.sampling.temperature or 1.0
+        )
         terms = grpo_loss(
             logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, self.recipe.algorithm
         )

@@ -5,13 +5,17 @@ A folder that `latest` does not name may be incomplete and is never resumed from
 
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 
@@ -61,7 +65,8 @@ class Checkpoints:
     def save(self, state: TrainingState) -> Path:
         """Write the training state after `state.step` steps; the caller has written `hf` beside it."""
         path = self.path(state.step)
-        dcp.save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=True)
+        with _alone():
+            save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=True)
         pointer = self.folder / "latest.new"
         pointer.write_text(path.name)
         os.replace(pointer, self.folder / "latest")
@@ -70,9 +75,18 @@ class Checkpoints:
 
     def load(self, state: TrainingState, step: int) -> None:
         """Put model, optimizer, generators and step of a checkpoint into `state`."""
-        dcp.load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=True)
+        with _alone():
+            load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=True)
 
     def _prune(self) -> None:
         steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
         for step in steps[: -self.keep]:
             shutil.rmtree(self.path(step))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns that it works in a single process; with one actor rank that is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -24,19 +24,10 @@ from .model import load_tokenizer, save_policy
 from .tally import StepTally
 
 
-class _Sampling(Protocol):
-    max_new_tokens: int
-
-
 class TrainerRecipe(ActorRecipe, Protocol):
     """The sections of a recipe that the trainer's loop reads."""
 
     comm: CommSettings
-
-    @property
-    def sampling(self) -> _Sampling:
-        """Only the longest response is needed here: to tell which ones were cut."""
-        ...
 
 
 class Trainer:

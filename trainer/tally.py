@@ -31,7 +31,7 @@ class StepTally:
         mask = batch.mask.bool()
         self.num_tokens += float(batch.mask.sum())
         for name, value in terms._asdict().items():
-            self._sums[name] += float(value)
+            self._sums[name] += float(value.detach())
         ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
         self._sums["ratio"] += float(ratio.sum())
         self._sums["ratio_squared"] += float(ratio.square().sum())

@@ -1,0 +1,115 @@
+"""A checkpoint holds all that training needs to go on as if it had never stopped."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from policies import tiny_policy
+from transformers import AutoModelForCausalLM
+
+from headrace.comm.messages import GroupId
+from headrace.comm.settings import ModelSettings, RunSettings
+from headrace.relay.stream import FetchedGroup
+from headrace.rollout.settings import SamplingSettings
+from headrace.trainer.actor import Actor
+from headrace.trainer.checkpoint import Checkpoints
+from headrace.trainer.model import load_tokenizer, save_policy
+from headrace.trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
+from headrace.trainer.tally import StepTally
+
+
+@dataclass
+class ActorSections:
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-3, warmup_steps=3))
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"), "qwen3")
+
+
+def actor_of(policy_dir: Path) -> Actor:
+    torch.manual_seed(0)
+    return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), torch.device("cpu"))
+
+
+def group(step: int) -> FetchedGroup:
+    """Two made-up trajectories of a prompt."""
+    rng = np.random.default_rng(step)
+    rows = [
+        {
+            "prompt_ids": rng.integers(4, 99, 5).astype(np.int32),
+            "response_ids": rng.integers(4, 99, 7).astype(np.int32),
+            "rollout_logprobs": -4 * np.ones(7, dtype=np.float32),
+            "loss_mask": np.ones(7, dtype=np.uint8),
+        }
+        for _ in range(2)
+    ]
+    return FetchedGroup(GroupId(0, step), rows, [0.0, 1.0], [step, step])
+
+
+def train(actor: Actor, num_steps: int) -> list[float]:
+    norms = []
+    for step in range(actor.version, actor.version + num_steps):
+        tally = StepTally()
+        actor.accumulate([group(step)], tally)
+        norms.append(actor.step(tally)["actor/grad_norm"])
+    return norms
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(policy_dir: Path, tmp_path: Path):
+    unbroken = actor_of(policy_dir)
+    train(unbroken, 4)
+    expected = train(unbroken, 3)
+    broken = actor_of(policy_dir)
+    train(broken, 4)
+    random_number = torch.get_rng_state()
+    Checkpoints(tmp_path, keep=2).save(broken.state)
+    resumed = actor_of(policy_dir)
+    torch.manual_seed(99)
+    Checkpoints(tmp_path, keep=2).load(resumed.state, 4)
+    assert resumed.version == 4
+    assert torch.equal(torch.get_rng_state(), random_number)
+    assert train(resumed, 3) == expected
+    for name, weight in unbroken.policy.weights().items():
+        assert torch.equal(weight, resumed.policy.weights()[name]), name
+
+
+def test_the_pointer_names_only_complete_checkpoints_and_old_ones_go(policy_dir: Path, tmp_path: Path):
+    actor = actor_of(policy_dir)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for _ in range(3):
+        train(actor, 1)
+        checkpoints.save(actor.state)
+    (checkpoints.folder / "step_9").mkdir()
+    assert checkpoints.latest() == 3
+    assert not checkpoints.path(1).exists()
+
+
+def test_the_export_gives_the_trained_policys_logits_in_plain_transformers(policy_dir: Path, tmp_path: Path):
+    actor = actor_of(policy_dir)
+    train(actor, 2)
+    save_policy(actor.policy, tmp_path, load_tokenizer(policy_dir))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(4, 40)
+    with torch.no_grad():
+        hidden = actor.policy.forward_packed(tokens, torch.tensor([0, len(tokens)], dtype=torch.int32))
+        ours, theirs = actor.policy.logits(hidden), plain(tokens[None]).logits[0]
+    assert (ours - theirs).abs().max() < 2e-5
+
+
+def test_the_learning_rate_warms_up_and_stays(policy_dir: Path):
+    actor = actor_of(policy_dir)
+    rates = []
+    for _ in range(6):
+        rates.append(actor.lr())
+        train(actor, 1)
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
