@@ -133,7 +133,7 @@ class StorePost:
         with self._lock:
             assert name not in self._open, f"the inbox {name} is open already"
             epoch = self._store.add(f"post/epoch/{name}", 1)
-            self._open[name] = StoreMailbox(self, name, epoch, self._store.clone(), self._store.clone())
+            self._open[name] = StoreMailbox(self, name, epoch, self._store.clone())
             return self._open[name]
 
     def close(self) -> None:
@@ -152,10 +152,14 @@ class StorePost:
         """Queue a sealed letter for delivery."""
         self._outbox.put(_Outgoing(to, letter))
 
-    def forget(self, name: str) -> None:
-        """An inbox was closed."""
+    def close_inbox(self, name: str) -> None:
+        """Wake the thread that collects an inbox: an empty letter tells it to look whether it is to end."""
         with self._lock:
             self._open.pop(name, None)
+            try:
+                self._store.queue_push(f"inbox/{name}", b"")
+            except DistError as error:
+                _log.debug("%s closes without its store: %s", name, error)
 
     def open_letter(self, to: str, letter: bytes) -> Letter:
         """Check a letter's seal; raises `MessageRefused`."""
@@ -188,13 +192,12 @@ def _confirm(store: TCPStore) -> None:
 class StoreMailbox:
     """A mailbox of a `StorePost`."""
 
-    def __init__(self, post: StorePost, name: str, epoch: int, incoming: TCPStore, waker: TCPStore) -> None:
+    def __init__(self, post: StorePost, name: str, epoch: int, incoming: TCPStore) -> None:
         self.name = name
         self.refused = 0
         self._post = post
         self._sequence = epoch << 32  # a later opening of the same name always counts on from above
         self._lock = threading.Lock()
-        self._waker = waker
         self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._closing = False
         self._gone: DistError | None = None
@@ -227,12 +230,8 @@ class StoreMailbox:
         if self._closing:
             return
         self._closing = True
-        try:
-            self._waker.queue_push(f"inbox/{self.name}", b"")
-        except DistError as error:
-            _log.debug("%s closes without its store: %s", self.name, error)
+        self._post.close_inbox(self.name)
         self._thread.join(_FLUSH_S)
-        self._post.forget(self.name)
 
     def _collect(self, store: TCPStore) -> None:
         """Move letters from the store to this process. Waits for the inbox's queue; woken by letters and by `close`."""

@@ -27,6 +27,10 @@ from torch.distributed import DistError, TCPStore
 from .errors import SettingError, StoreGone
 from .waits import waiting
 
+# A TCPStore client looks up the name of the address it connects to. Where the name server does not answer, the resolver
+# would wait 5 s before it asks again.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 _ADDRESS_KEY = "headrace/store"
 ROSTER = "fleet/roster"
 """Key of the names of all seats that ever joined, one a line, in order of their first joining."""

@@ -1,0 +1,149 @@
+"""Links: one interface, two ends, raw bytes in both directions, a deadline on every operation.
+
+What one end sends in pieces, the other end receives in the same pieces. A link that fails raises `LinkBroken` and is of no
+more use; whoever needs to go on opens another and agrees on the byte to go on from. Back ends:
+
+    tcp     plain sockets: a dead neighbour is noticed at once
+    gloo    a process group of two ranks, torch's own way on CPU: a dead neighbour may be noticed at the deadline only
+    nccl    a process group of two ranks on two different GPUs, through a bucket on each
+    memory  the twin within one process
+
+Both ends prove that they know the run's secret before the link is handed over.
+"""
+
+import threading
+import time
+from collections import deque
+
+import numpy as np
+
+from .errors import LinkBroken, SettingError
+from .group_link import GroupLink
+from .handshake import Link, prove
+from .store import connect_store
+from .tcp_link import TcpLink
+from .waits import waiting
+
+_PIPE_BYTES = 64 << 20
+
+
+def open_link(
+    backend: str,
+    store_address: str,
+    name: str,
+    end: int,
+    deadline_s: float,
+    *,
+    secret: bytes = b"",
+    interface: str = "127.0.0.1",
+) -> Link:
+    """Open end 0 or 1 of the link `name`; returns once both ends are there and each has proved to know `secret`.
+
+    A name is good for one link. Raises `LinkBroken` if the other end does not come within `deadline_s`.
+    """
+    assert end in (0, 1), end
+    store = connect_store(store_address, deadline_s)
+    with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
+        if backend == "tcp":
+            return TcpLink.open(store, name, end, deadline_s, secret, interface)
+        if backend in ("gloo", "nccl"):
+            link = GroupLink.open(backend, store, name, end, deadline_s, interface)
+            prove(link, name, end, secret, deadline_s)
+            return link
+    raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, gloo, nccl")
+
+
+class _Pipe:
+    """Bytes on their way in one direction of a memory link."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.pieces: deque[np.ndarray] = deque()
+        self.num_bytes = 0
+        self.closed = False
+
+
+class MemoryLink:
+    """The twin within one process. The pieces need not match; at most 64 MiB are under way before `send` waits."""
+
+    backend = "memory"
+
+    def __init__(self, out: _Pipe, into: _Pipe) -> None:
+        self._out = out
+        self._into = into
+
+    @staticmethod
+    def pair() -> "tuple[MemoryLink, MemoryLink]":
+        """Both ends of a new link."""
+        there, back = _Pipe(), _Pipe()
+        return MemoryLink(there, back), MemoryLink(back, there)
+
+    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Send a copy of all bytes."""
+        pipe, until = self._out, time.monotonic() + deadline_s
+        with pipe.changed:
+            while pipe.num_bytes > _PIPE_BYTES and not pipe.closed:
+                _await(pipe, until, "send")
+            if pipe.closed:
+                raise LinkBroken("send: the link is closed")
+            pipe.pieces.append(buffer.copy())
+            pipe.num_bytes += buffer.nbytes
+            pipe.changed.notify_all()
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Fill the buffer."""
+        pipe, until, filled = self._into, time.monotonic() + deadline_s, 0
+        with pipe.changed:
+            while filled < buffer.nbytes:
+                if not pipe.pieces:
+                    if pipe.closed:
+                        raise LinkBroken(f"receive: the link is closed after {filled} of {buffer.nbytes} bytes")
+                    _await(pipe, until, "receive")
+                    continue
+                piece = pipe.pieces.popleft()
+                taken = min(piece.nbytes, buffer.nbytes - filled)
+                buffer[filled : filled + taken] = piece[:taken]
+                if taken < piece.nbytes:
+                    pipe.pieces.appendleft(piece[taken:])
+                filled += taken
+                pipe.num_bytes -= taken
+                pipe.changed.notify_all()
+
+    def close(self) -> None:
+        """End both directions; what was sent before can still be received."""
+        for pipe in (self._out, self._into):
+            with pipe.changed:
+                pipe.closed = True
+                pipe.changed.notify_all()
+
+
+def _await(pipe: _Pipe, until: float, what: str) -> None:
+    if not pipe.changed.wait(until - time.monotonic()):
+        raise LinkBroken(f"{what}: the other end did nothing before the deadline")
+
+
+class PacedLink:
+    """A link held to `bytes_per_s` on its way out, by a token bucket: a slow network on a fast machine."""
+
+    def __init__(self, link: Link, bytes_per_s: float, piece_bytes: int = 64 << 10) -> None:
+        self.backend = link.backend
+        self._link = link
+        self._bytes_per_s = bytes_per_s
+        self._piece_bytes = piece_bytes
+        self._free_at = 0.0
+
+    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Send all bytes, no faster than the pace."""
+        self._link.send(buffer, deadline_s)
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + buffer.nbytes / self._bytes_per_s
+        # Sleeping overshoots by up to a tenth of a millisecond; the bucket carries that over to the next piece.
+        time.sleep(max(0.0, self._free_at - now - 5e-4))
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Fill the buffer."""
+        self._link.receive(buffer, deadline_s)
+
+    def close(self) -> None:
+        """End the link."""
+        self._link.close()

@@ -1,0 +1,244 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from headrace.comm.errors import WaitTimeout
+from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemoryFleet, MemoryTown, StoreFleet, Table
+from headrace.comm.messages import CountRows
+from headrace.comm.settings import CommSettings
+from headrace.comm.store import host_store
+from headrace.comm.waits import waiting
+
+SECRET = b"a secret of the run"
+QUICK = CommSettings(heartbeat_s=0.02, expiry_s=0.5, deadline_s=10)
+
+
+class StoreCity:
+    """Members of one test on a store."""
+
+    def __init__(self):
+        self.hosted = host_store("127.0.0.1")
+        self.fleets = []
+
+    def join(self, role, index=0, info=None):
+        self.fleets.append(Fleet.join(self.hosted.address, role, index, SECRET, info or {}, QUICK))
+        return self.fleets[-1]
+
+    def close(self):
+        for fleet in self.fleets:
+            fleet.leave()
+
+
+class MemoryCity:
+    """Members of one test in memory."""
+
+    def __init__(self):
+        self.town = MemoryTown()
+
+    def join(self, role, index=0, info=None):
+        return MemoryFleet.enter(self.town, role, index, info, QUICK)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(params=[StoreCity, MemoryCity])
+def city(request):
+    city = request.param()
+    yield city
+    city.close()
+
+
+def until(ready):
+    with waiting("the fleet", "a change", deadline_s=10) as wait:
+        return wait.until(ready)
+
+
+def names(fleet, role=None):
+    return [member.name for member in fleet.members(role)]
+
+
+def test_members_see_each_other_by_role_and_index(city):
+    hub = city.join("hub")
+    city.join("rollout", 1, {"unit": "here"})
+    city.join("rollout", 0)
+    assert [m.name for m in hub.wait_for("rollout", 2, 5)] == ["rollout-0", "rollout-1"]
+    assert hub.name == "hub"
+    assert hub.members("rollout")[1].info == {"unit": "here"}
+
+
+def test_waiting_for_members_that_do_not_come_names_them(city):
+    with pytest.raises(WaitTimeout, match="2 x relay"):
+        city.join("hub").wait_for("relay", 2, deadline_s=0.1)
+
+
+def test_what_a_member_announces_later_is_seen(city):
+    rollout, relay = city.join("rollout"), city.join("relay")
+    assert rollout.living("relay", having="unit") == []
+    relay.announce(unit="127.0.0.1:1")
+    assert rollout.nearest("relay", having="unit").info["unit"] == "127.0.0.1:1"
+
+
+def test_several_nearest_members_are_dealt_out_by_index(city):
+    rollouts = [city.join("rollout", index) for index in range(4)]
+    for index in range(2):
+        city.join("relay", index)
+    rollouts[-1].wait_for("relay", 2, 5)
+    assert until(lambda: [r.nearest("relay").index for r in rollouts] == [0, 1, 0, 1])
+
+
+def test_a_member_that_left_is_no_member(city):
+    hub, relay = city.join("hub"), city.join("relay")
+    hub.wait_for("relay", 1, 5)
+    relay.leave()
+    relay.leave()
+    assert until(lambda: names(hub) == ["hub"])
+
+
+def test_a_member_that_joins_again_is_the_next_incarnation(city):
+    hub, first = city.join("hub"), city.join("relay")
+    assert first.incarnation == 1
+    first.leave()
+    second = city.join("relay")
+    assert second.incarnation == 2
+    assert until(lambda: [m.incarnation for m in hub.members("relay")] == [2])
+
+
+def test_leaving_delivers_what_was_sent_and_leaves_no_thread():
+    city = StoreCity()
+    hub = city.join("hub").post.open("hub")
+    before = set(threading.enumerate())
+    relay = city.join("relay")
+    mailbox = relay.post.open("relay-0")
+    for _ in range(100):
+        mailbox.send("hub", CountRows())
+    relay.leave()
+    assert set(threading.enumerate()) == before
+    assert all(hub.receive(5) is not None for _ in range(100))
+    city.close()
+
+
+def test_links_are_opened_by_name(city):
+    import numpy as np
+
+    relay, rollout = city.join("relay"), city.join("rollout")
+    ends = {}
+    other = threading.Thread(target=lambda: ends.setdefault(1, rollout.open_link("weights", 1, 5)))
+    other.start()
+    ends[0] = relay.open_link("weights", 0, 5)
+    other.join()
+    received = np.zeros(3, np.uint8)
+    ends[0].send(np.arange(3, dtype=np.uint8), 5)
+    ends[1].receive(received, 5)
+    assert received.tolist() == [0, 1, 2]
+    for link in ends.values():
+        link.close()
+
+
+def test_a_counter_that_stands_still_past_the_expiry_is_a_dead_member():
+    table = Table(expiry_s=1.0)
+    member = Member("rollout-0", "rollout", 0, 1, "here", 1, {})
+    table.hear(member, b"1", now=0.0)
+    table.hear(member, b"1", now=0.9)
+    assert table.listed("rollout")[0].alive
+    table.hear(member, b"1", now=1.1)
+    assert not table.listed("rollout")[0].alive
+    table.hear(member, b"2", now=1.2)
+    assert table.listed("rollout")[0].alive
+
+
+MEMBER = """
+import sys, time
+from headrace.comm.fleet import Fleet
+from headrace.comm.settings import CommSettings
+fleet = Fleet.join(sys.argv[1], "rollout", 3, b"s", {}, CommSettings(heartbeat_s=0.02, expiry_s=0.5))
+print("joined", flush=True)
+sys.stdin.readline()
+if sys.argv[2] == "leave":
+    fleet.leave()
+time.sleep(60 if sys.argv[2] == "stay" else 0)
+"""
+
+
+class Processes:
+    """A store and members in processes of their own."""
+
+    def __init__(self):
+        self.started = []
+        self.store = self.start("-m", "headrace.comm.store", "--silence-s", "1")
+        self.address = self.store.stdout.readline().split()[1]
+
+    def start(self, *arguments):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.started.append(subprocess.Popen([sys.executable, *arguments], text=True, **pipes))
+        return self.started[-1]
+
+    def member(self, ending):
+        member = self.start("-c", MEMBER, self.address, ending)
+        assert member.stdout.readline() == "joined\n"
+        return member
+
+    def close(self):
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def processes():
+    processes = Processes()
+    yield processes
+    processes.close()
+
+
+def test_a_process_whose_store_dies_ends_with_a_named_error(processes):
+    member = processes.member("stay")
+    processes.store.kill()
+    assert member.wait(10) == STORE_GONE_EXIT
+    assert "StoreGone: rollout-3: the fleet's store at 127.0.0.1:" in member.stderr.read()
+
+
+def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
+    member = processes.member("stay")
+    os.kill(processes.store.pid, signal.SIGSTOP)
+    assert member.wait(10) == STORE_GONE_EXIT
+    assert "has not answered" in member.stderr.read()
+
+
+def test_the_store_ends_in_silence_after_the_last_member_left(processes):
+    member = processes.member("leave")
+    member.stdin.write("\n")
+    member.stdin.flush()
+    assert member.wait(10) == 0
+    assert processes.store.wait(10) == 0
+    assert processes.store.stderr.read() == member.stderr.read() == ""
+
+
+def test_the_store_does_not_wait_for_the_dead_and_ignores_ctrl_c(processes):
+    member = processes.member("stay")
+    processes.store.send_signal(signal.SIGINT)
+    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, QUICK)
+    hub.wait_for("rollout", 1, 5)
+    member.kill()
+    assert until(lambda: not hub.members("rollout")[0].alive)
+    hub.leave()
+    assert processes.store.wait(10) == 0
+
+
+def test_a_store_told_to_end_ends(processes):
+    processes.store.terminate()
+    assert processes.store.wait(10) == 0
+
+
+def test_the_watchdog_tells_its_owner_once():
+    told = []
+    hosted = host_store("127.0.0.1")
+    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append)
+    del hosted.store
+    assert until(lambda: told)
+    assert "relay-0" in str(told[0])
+    fleet.leave()
