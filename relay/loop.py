@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..comm.fleet import Fleet
 from ..comm.messages import CountRows, DropRows, Load, Stop, UnitCount
-from ..comm.rows import RowUnit
+from ..comm.rows import RowClient, RowUnit
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .keeper import WeightKeeper
@@ -28,15 +28,16 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     mailbox = fleet.post.open(fleet.name)
     unit = RowUnit(recipe.comm.interface)
     keeper = WeightKeeper(fleet, Segment.inherited(), recipe.comm)
+    rows = RowClient(unit.address)
     fleet.announce(unit=unit.address)
     started, reported = time.monotonic(), 0.0
     while True:
         letter = mailbox.receive(REPORT_S)
         match letter.message if letter else None:
-            case DropRows(rows=rows):
-                unit.drop([str(row) for row in rows])
+            case DropRows(rows=dropped):
+                rows.drop([str(row) for row in dropped])
             case CountRows():
-                mailbox.send("hub", UnitCount(unit.count()))
+                mailbox.send("hub", UnitCount(rows.count()))
             case Stop():
                 break
         if time.monotonic() - reported >= REPORT_S:

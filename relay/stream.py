@@ -9,7 +9,7 @@ from ..comm.errors import HeadraceError
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import GroupId, HandOut, RowId, Stop, TakeGroups
-from ..comm.rows import RowClient
+from ..comm.rows import RowClient, Rows
 from ..comm.waits import waiting
 
 REPEAT_S = 2.0  # a question is asked again after this long: the hub answers the same again
@@ -32,13 +32,13 @@ class FetchedGroup:
 class GroupStream:
     """Iterates over the groups of one step as they become ready. Raises `RunStopped` when the hub ends the run."""
 
-    def __init__(self, mailbox: Mailbox, connect: Callable[[str], RowClient], deadline_s: float) -> None:
+    def __init__(self, mailbox: Mailbox, connect: Callable[[str], Rows], deadline_s: float) -> None:
         self.mailbox = mailbox
         self.metrics: dict[str, float] = {}
         self.waited_s = 0.0
         self._connect = connect
         self._deadline_s = deadline_s
-        self._units: dict[str, RowClient] = {}
+        self._units: dict[str, Rows] = {}
 
     def take(self, step: int, received: int) -> tuple[list[FetchedGroup], int]:
         """The groups of `step` that are ready beyond the `received` first, at least one; and how many the step has.
@@ -81,16 +81,16 @@ class GroupStream:
         ]
         return FetchedGroup(ref.group, rows, ref.rewards, ref.versions)
 
-    def _unit(self, name: str) -> RowClient:
+    def _unit(self, name: str) -> Rows:
         if name not in self._units:
             self._units[name] = self._connect(name)
         return self._units[name]
 
 
-def unit_connector(fleet: Fleet) -> Callable[[str], RowClient]:
+def unit_connector(fleet: Fleet) -> Callable[[str], Rows]:
     """How to reach the storage unit of a relay by the relay's name."""
 
-    def connect(name: str) -> RowClient:
+    def connect(name: str) -> Rows:
         (relay,) = [member for member in fleet.members("relay") if member.name == name]
         return RowClient(relay.info["unit"])
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RowDone, RowId
-from ..comm.rows import RowClient
+from ..comm.rows import Rows
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Parcel:
 class Courier:
     """One thread that writes rows to the unit of `relay`; `ship` never blocks."""
 
-    def __init__(self, mailbox: Mailbox, unit: RowClient, relay: str) -> None:
+    def __init__(self, mailbox: Mailbox, unit: Rows, relay: str) -> None:
         self._mailbox = mailbox
         self._unit = unit
         self._relay = relay
@@ -59,7 +59,6 @@ class Courier:
         """Deliver what was handed over, then end."""
         self._outgoing.put(None)
         self._thread.join()
-        self._unit.close()
         if self._error is not None:
             raise self._error
 
