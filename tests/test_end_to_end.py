@@ -1,0 +1,277 @@
+"""The whole program with all roles real, as a user starts it: small runs of a tiny policy."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policies import needs_stories, tiny_policy
+from transformers import AutoModelForCausalLM
+
+from headrace.relay.journal import account_of, read_events, replay
+from headrace.trainer.model import load_policy
+
+DEADLINE_S = 150
+RATIO_OF_As = """
+def reward(prompts, completions, completion_ids, **columns):
+    return [(c.count("a") + c.count("e")) / max(len(c), 1) for c in completions]
+"""
+METRICS = (
+    "step", "time_s", "reward/mean", "reward/std", "reward/min", "reward/max", "response_length/mean",
+    "response_length/max", "response_length/clip_ratio", "group/zero_std_frac", "actor/entropy", "actor/pg_loss",
+    "actor/pg_clipfrac", "actor/ppo_kl", "actor/kl_loss", "actor/grad_norm", "actor/lr", "is/mean", "is/max",
+    "is/clip_frac", "is/ess", "staleness/mean", "staleness/max", "staleness/hist", "timing_s/step", "idle/actor",
+    "perf/throughput", "weights/push_s", "weights/bytes",
+)  # fmt: skip
+
+
+class Job:
+    """One run through the launcher, in a folder of its own."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder = folder
+        self.dir = folder / "run"
+        (folder / "rewards.py").write_text(RATIO_OF_As)
+        data = folder / "prompts.jsonl"
+        data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(40)))
+        self.settings: dict[str, object] = {
+            "run.dir": self.dir,
+            "run.steps": 4,
+            "model.path": folder / "llama",
+            "data.path": data,
+            "reward.path": f"{folder / 'rewards.py'}:reward",
+            "batch.prompts_per_step": 4,
+            "batch.samples_per_prompt": 4,
+            "sampling.max_new_tokens": 12,
+            "optimizer.lr": 1e-3,
+            "roles.rollout": 2,
+        } | settings
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, **settings: object) -> "Job":
+        self.settings |= settings
+        recipe = self.folder / "recipe.yaml"
+        recipe.write_text("{}\n")
+        words = [f"{key}={value}" for key, value in self.settings.items()]
+        command = [sys.executable, "-m", "headrace.launch.run", str(recipe), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return self
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and everything printed."""
+        assert self.process is not None
+        output, _ = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, output
+
+    def run(self, **settings: object) -> str:
+        code, output = self.start(**settings).end()
+        assert code == 0, output + self.logs()
+        return output
+
+    def logs(self) -> str:
+        return "".join(f"\n--- {log.name}\n{log.read_text()[-3000:]}" for log in self.dir.glob("logs/*.log"))
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.dir / "summary.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(self, step: int) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while len(self.metrics()) <= step:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    tiny_policy(tmp_path, "llama")
+    jobs: list[Job] = []
+
+    def make(**settings: object) -> Job:
+        jobs.append(Job(tmp_path, **{key.replace("__", "."): value for key, value in settings.items()}))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        if each.process is not None and each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
+MakeJob = Callable[..., Job]
+
+
+def assert_account_adds_up(job: Job) -> dict[str, Any]:
+    """The identity holds, in the summary and in a replay of the journal, and both say the same."""
+    account = job.summary()["accounting"]
+    ends = ("trained", "evicted", "filtered", "failed", "in_flight")
+    assert account["holds"] is True, job.logs()
+    assert account["leased"] == sum(account[name] for name in ends)
+    assert account_of(replay(job.dir / "journal.jsonl")) == account
+    return account
+
+
+def child_of(run: Job, name: str) -> int:
+    """Process id of a role's process, found by its command line."""
+    role, _, index = name.partition("-")
+    wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run.dir}".encode()
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if wanted in cmdline.read_bytes():
+                return int(cmdline.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of {name}")
+
+
+def test_a_run_trains_and_leaves_a_folder_that_tells_all_about_it(job: MakeJob):
+    run = job()
+    output = run.run()
+    summary = run.summary()
+    assert summary["status"] == "finished" and summary["steps"] == 4
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 4 * 16 and account["in_flight"] == 0
+    assert summary["versions_per_trajectory"] == {"1": 64}
+    assert sum(summary["staleness"].values()) == 64
+    assert summary["tokens_per_s"] > 0
+    metrics = run.metrics()
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3]
+    assert not [name for name in METRICS if name not in metrics[-1]]
+    assert sum(line.startswith("step ") for line in output.splitlines()) == 4
+    assert list((run.dir / "tensorboard").iterdir()) and (run.dir / "config.yaml").exists()
+    exported = AutoModelForCausalLM.from_pretrained(summary["export"])
+    trained = load_policy(summary["export"])
+    tokens = torch.arange(4, 60)
+    with torch.no_grad():
+        hidden = trained.forward_packed(tokens, torch.tensor([0, 56], dtype=torch.int32))
+        assert (exported(tokens[None]).logits[0] - trained.logits(hidden)).abs().max() < 2e-5
+
+
+def test_generator_and_trainer_agree_at_equal_version(job: MakeJob):
+    run = job(queue__max_staleness=0)
+    run.run()
+    for metrics in run.metrics():
+        assert metrics["staleness/max"] == 0
+        assert metrics["mismatch/logprob_abs_diff"] < 2e-6
+        assert abs(metrics["is/mean"] - 1) < 1e-5
+
+
+def test_a_staleness_bound_is_kept(job: MakeJob):
+    run = job(queue__max_staleness=1, run__steps=6)
+    run.run()
+    assert max(int(lag) for lag in run.summary()["staleness"]) <= 1
+    assert_account_adds_up(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_in_order(job: MakeJob, number: signal.Signals):
+    run = job(run__steps=10_000).start()
+    run.wait_for_step(1)
+    assert run.process is not None
+    run.process.send_signal(number)
+    code, output = run.end()
+    assert code == 128 + number, output
+    assert "Traceback" not in output
+    assert run.summary()["status"] == "interrupted"
+    assert_account_adds_up(run)
+    AutoModelForCausalLM.from_pretrained(run.summary()["export"])
+
+
+def test_a_rollout_that_is_killed_costs_nothing(job: MakeJob):
+    run = job(run__steps=40).start()
+    run.wait_for_step(1)
+    os.kill(child_of(run, "rollout-1"), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert "started again" in output
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 40 * 16 and account["failed"] == 0
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: MakeJob):
+    run = job(checkpoint__every=2)
+    run.run(**{"run.steps": 5})
+    (run.dir / "checkpoints" / "latest").write_text("step_2")
+    code, output = run.start(**{"run.steps": 6}).end()
+    assert code == 2 and "run.resume" in output
+    run.run(**{"run.resume": "auto", "run.steps": 6})
+    summary = run.summary()
+    assert summary["steps"] == 6
+    assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 6 * 16
+    assert summary["export"].endswith("step_6/hf")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"roles__relay": 2}, {"comm__link": "gloo"}, {"roles__relay": 2, "comm__link": "gloo"}]
+)
+def test_weights_travel_over_every_wire(job: MakeJob, settings: dict[str, object]):
+    run = job(**settings)
+    run.run()
+    assert_account_adds_up(run)
+    digests = {}
+    for _, event in read_events(run.dir / "journal.jsonl"):
+        kind = type(event).__name__
+        if kind in ("Published", "Received"):
+            digests.setdefault(event.version, set()).add(event.digest)  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(digests) >= 2
+    assert all(len(found) == 1 for found in digests.values())
+
+
+def test_a_reward_function_that_raises_is_told_by_its_setting(job: MakeJob):
+    run = job()
+    (run.folder / "rewards.py").write_text("def reward(prompts, **rest):\n    raise KeyError('answer')\n")
+    code, output = run.start().end()
+    assert code == 2
+    assert "reward.path" in output and "KeyError" in output and "rewards.py:2" in output
+    assert "Traceback" not in output
+    assert_account_adds_up(run)
+
+
+def test_torchrun_alone_runs_the_same_program(job: MakeJob):
+    run = job()
+    words = [f"{key}={value}" for key, value in run.settings.items()]
+    (run.folder / "recipe.yaml").write_text("{}\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*torchrun, "-m", "headrace.launch.run", str(run.folder / "recipe.yaml"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr + run.logs()
+    assert_account_adds_up(run)
+
+
+@needs_stories
+def test_a_real_checkpoint_learns_a_users_reward(job: MakeJob, stories260k: Path):
+    run = job()
+    (run.folder / "rewards.py").write_text(
+        "def reward(prompts, completions, completion_ids, **columns):\n"
+        "    return [-abs(len(ids) - 20) / 40 for ids in completion_ids]\n"
+    )
+    data = run.folder / "prompts.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{name} went to"}) + "\n" for name in ("Tom", "Lily", "Sam", "Anna"))
+    )
+    run.run(
+        **{
+            "model.path": stories260k,
+            "run.steps": 60,
+            "batch.prompts_per_step": 8,
+            "batch.samples_per_prompt": 8,
+            "sampling.max_new_tokens": 64,
+            "optimizer.lr": 5e-4,
+        }
+    )
+    rewards = [m["reward/mean"] for m in run.metrics()]
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.2
+    assert_account_adds_up(run)
