@@ -77,7 +77,7 @@ class Rollout:
         )
         self.mailbox = fleet.post.open(fleet.name)
         self.rewards = RewardPool(recipe.reward)
-        relay = fleet.nearest("relay")
+        relay = fleet.nearest("relay", having="unit")
         self.courier = Courier(self.mailbox, RowClient(relay.info["unit"]), relay.name)
         self.held: dict[int, Held] = {}
         self.is_stopped = False
@@ -225,9 +225,8 @@ class Rollout:
             return
         self.meter.reported_at = now
         m, e = self.meter, self.engine
-        load = Load(
-            self.weights.version, e.num_running, e.num_waiting, e.kv_util, m.tokens, m.busy_s, m.idle_s, m.pull_s
-        )
+        kv_util = 1 - e.pool.num_free / e.pool.num_pages
+        load = Load(self.weights.version, e.num_running, e.num_waiting, kv_util, m.tokens, m.busy_s, m.idle_s, m.pull_s)
         self.mailbox.send("hub", load)
 
     def leave(self) -> None:
