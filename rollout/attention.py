@@ -29,9 +29,8 @@ class PrefillAttention:
     def __init__(self, cache: KVCache, page_size: int, stretches: Sequence[Stretch], device: torch.device) -> None:
         self.cache = cache
         starts = np.cumsum([0, *(s.stop - s.start for s in stretches)])
-        self.slots = torch.from_numpy(
-            np.concatenate([self._slots(s, s.start, s.stop, page_size) for s in stretches])
-        ).to(device)
+        slots = np.concatenate([self._slots(s, s.start, s.stop, page_size) for s in stretches])
+        self.lines = cache.lines(torch.from_numpy(slots).to(device))
         self.num_fresh = 0
         self._fresh: PackedAttention | None = None
         self._continued: list[tuple[slice, Tensor]] = []
@@ -43,18 +42,17 @@ class PrefillAttention:
         for index in range(len(fresh), len(stretches)):
             stretch = stretches[index]
             slots = torch.from_numpy(self._slots(stretch, 0, stretch.stop, page_size)).to(device)
-            self._continued.append((slice(int(starts[index]), int(starts[index + 1])), slots))
+            self._continued.append((slice(int(starts[index]), int(starts[index + 1])), cache.lines(slots)))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """See `trainer.attention.Attention`; also writes key and value into the cache."""
-        self.cache.write(layer, self.slots, key, value)
+        self.cache.write(layer, self.lines, key, value)
         parts = []
         if self._fresh is not None:
             count = self.num_fresh
             parts.append(self._fresh(layer, query[:count], key[:count], value[:count], rule))
-        for tokens, slots in self._continued:
-            keys = self.cache.keys[layer].flatten(0, 1).index_select(0, slots)
-            values = self.cache.values[layer].flatten(0, 1).index_select(0, slots)
+        for tokens, lines in self._continued:
+            keys, values = self.cache.read(layer, lines)
             q, k, v = (x.transpose(0, 1)[None] for x in (query[tokens], keys, values))
             sees = band(q.shape[2], k.shape[2], rule.window, q.device)
             parts.append(masked_attention(q, k, v, sees, rule)[0].transpose(0, 1))
@@ -81,7 +79,7 @@ class PoolAttention:
 
     def prepare(self, batch: DecodeBatch) -> None:
         """Bring the plan up to the batch's positions."""
-        self.slots = batch.slots
+        self.lines = self.cache.lines(batch.slots)
         if self._generation != batch.generation:
             self._generation = batch.generation
             self._plan(batch)
@@ -125,8 +123,8 @@ class PoolAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
-        self.cache.write(layer, self.slots, key, value)
-        keys, values = self.cache.keys[layer].transpose(1, 2), self.cache.values[layer].transpose(1, 2)
+        self.cache.write(layer, self.lines, key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_kv_heads, head_dim = key.shape[1:]
         num_grouped = query.shape[1] // num_kv_heads
         q = query.index_select(0, self._owner).unflatten(1, (num_kv_heads, num_grouped))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.errors import SettingError
+from ..trainer.decoder import LeanDecoder
 from ..trainer.model import Policy, load_policy, load_tokenizer
 from .attention import PoolAttention, PrefillAttention, Stretch
 from .batch import DecodeBatch
@@ -62,10 +63,11 @@ class Engine:
         pages_per_sequence = -(-policy.context // page_size)
         num_pages = _num_pages(policy, page_size, max_running, kv_gb)
         self.pool = PagePool(num_pages, page_size)
-        shape = (num_pages, page_size, policy.num_kv_heads, policy.head_dim)
+        shape = (num_pages, policy.num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.batch = DecodeBatch(self.pool, pages_per_sequence)
+        self._forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
         self._decode_attention = PoolAttention(self.cache, page_size)
         self._next_id = 0
         self._completions: dict[int, Completion] = {}
@@ -174,7 +176,8 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Announce that the parameters were overwritten in place."""
-        assert self.idle, "a trajectory belongs to one version: drain before the switch"
+        if isinstance(self._forward, LeanDecoder):
+            self._forward.refresh()
 
     def check(self) -> None:
         """Assert that no page is lost or owned twice; free when idle."""
@@ -221,12 +224,12 @@ class Engine:
         device = self.policy.device
         stretches = [Stretch(c.group.pages, c.start, c.stop) for c in chunks]
         attention = PrefillAttention(self.cache, self.pool.page_size, stretches, device)
-        self.policy(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
+        self._forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
 
     def _decode(self) -> list[Completion]:
         batch = self.batch
         self._decode_attention.prepare(batch)
-        hidden = self.policy(batch.tokens, torch.from_numpy(batch.positions), self._decode_attention)
+        hidden = self._forward(batch.tokens, torch.from_numpy(batch.positions), self._decode_attention)
         tokens, logprobs = sample(self.policy.logits(hidden), batch.sampling, batch.drawn)
         batch.advance(tokens)
         finished = []

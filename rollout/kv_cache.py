@@ -67,18 +67,31 @@ class PagePool:
 
 
 class KVCache:
-    """Keys and values of all layers, one tensor each per layer: [pages, page_size, kv_heads, head_dim]."""
+    """Keys and values of all layers, one tensor each per layer: [pages, kv_heads, page_size, head_dim]."""
 
     def __init__(
         self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
     ) -> None:
+        self.num_kv_heads, self.page_size = shape[1:3]
+        self._heads = torch.arange(self.num_kv_heads, device=device) * self.page_size
         self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
         self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key and value [T, kv_heads, d] at slots [T], slot = page * page_size + offset."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+    def lines(self, slots: Tensor) -> Tensor:
+        """Where the heads' vectors of slots [T] lie: [T * kv_heads]. A slot is page * page_size + offset."""
+        offsets = slots % self.page_size
+        return (((slots - offsets) * self.num_kv_heads + offsets)[:, None] + self._heads).flatten()
+
+    def write(self, layer: int, lines: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key and value [T, kv_heads, d] at lines [T * kv_heads]."""
+        self.keys[layer].flatten(0, 2).index_copy_(0, lines, key.flatten(0, 1))
+        self.values[layer].flatten(0, 2).index_copy_(0, lines, value.flatten(0, 1))
+
+    def read(self, layer: int, lines: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, kv_heads, d] at lines [T * kv_heads]."""
+        both = (self.keys[layer], self.values[layer])
+        keys, values = (t.flatten(0, 2).index_select(0, lines).unflatten(0, (-1, self.num_kv_heads)) for t in both)
+        return keys, values
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of every layer."""

@@ -63,8 +63,13 @@ class Policy(nn.Module):
         return self.head.weight.device
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter once, by transformers' name."""
-        return dict(self.model.named_parameters())
+        """Every parameter once, by transformers' name; those that a fused projection joins follow one another."""
+        named = list(self.model.named_parameters())
+        first: dict[str, int] = {}
+        for place, (name, _) in enumerate(named):
+            first.setdefault(_block(name), place)
+        named.sort(key=lambda item: (first[_block(item[0])], item[0].endswith(".bias")))
+        return dict(named)
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Make tensors of the same names and shapes the parameters, without copying: e.g. views of one flat buffer."""
@@ -156,6 +161,11 @@ def save_policy(policy: Policy, folder: str | Path, tokenizer: Any = None) -> No
     policy.model.save_pretrained(folder, safe_serialization=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _block(name: str) -> str:
+    """The attention or MLP that a parameter belongs to."""
+    return name.rsplit(".", 2)[0]
 
 
 def _first_line(error: Exception) -> str:
