@@ -1,0 +1,117 @@
+"""A small policy made on the spot: a Qwen3-shaped transformer and a tokenizer of single characters, in Hugging Face form.
+
+It is warmed up by imitation until it answers in the right form and is often wrong, which leaves something to gain.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+PAD, EOS = "<pad>", "<eos>"
+CONTEXT = 64
+BATCH, BATCHES_AT_ONCE = 64, 25
+LR, LR_WARMUP = 3e-3, 20
+_IGNORED = -100
+
+Example = tuple[str, str]
+"""A prompt and a response."""
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token for each of `characters`, and nothing added around a text."""
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def small_transformer(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """0.6 million parameters: 3 layers of width 128, 4 heads on 2 key-value heads, tied embeddings."""
+    pad, eos = tokenizer.convert_tokens_to_ids([PAD, EOS])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=pad,
+        eos_token_id=eos,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def build_policy(
+    folder: Path, characters: str, example: Callable[[Random], Example], *, seed: int, num_steps: int
+) -> float:
+    """Make, warm up and save a policy in `folder`; returns the last loss of the warm-up."""
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer(characters)
+    model = small_transformer(tokenizer)
+    loss = warm_up(model, tokenizer, example, Random(f"warm-up {seed}"), num_steps)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)
+    return loss
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    example: Callable[[Random], Example],
+    random: Random,
+    num_steps: int,
+) -> float:
+    """Imitate examples for `num_steps` of AdamW (short rise, then linear to a tenth); returns the last loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    loss = torch.zeros(())
+    for step, (inputs, targets) in zip(range(num_steps), _batches(tokenizer, example, random), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min((step + 1) / LR_WARMUP, 1.0 - 0.9 * step / num_steps)
+        logits = model(inputs).logits
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, example: Callable[[Random], Example], random: Random
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, each [B, T], of examples of like lengths (padding would double the time)."""
+    while True:
+        pairs = [example(random) for _ in range(BATCH * BATCHES_AT_ONCE)]
+        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+        starts = list(range(0, len(pairs), BATCH))
+        random.shuffle(starts)
+        for start in starts:
+            yield _pad(tokenizer, pairs[start : start + BATCH])
+
+
+def _pad(tokenizer: PreTrainedTokenizerFast, pairs: list[Example]) -> tuple[Tensor, Tensor]:
+    pad, eos = tokenizer.convert_tokens_to_ids([PAD, EOS])
+    rows = [(tokenizer.encode(prompt), [*tokenizer.encode(response), eos]) for prompt, response in pairs]
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
+    inputs = torch.full((len(rows), longest), pad)
+    targets = torch.full((len(rows), longest), _IGNORED)
+    for index, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        inputs[index, :end] = torch.tensor(prompt + response)
+        targets[index, len(prompt) - 1 : end - 1] = torch.tensor(response)
+    return inputs, targets
