@@ -1,0 +1,149 @@
+"""A relay's shared memory: a header page and equal slots in a memfd that the relay's seat holds.
+
+The seat creates the memfd and hands it to its child in `HEADRACE_SEGMENT_FD`; everybody else on the host opens it as
+/proc/<seat>/fd/<number>. So it has no name that could be left over, it survives the relay's process, and it ends with the
+seat. Slots are held by byte-range locks of the kernel, which frees those of a dead reader: shared ones are leases of
+readers, an exclusive one belongs to the writer. A lock only keeps a slot from being chosen for the next version; what
+makes a reading true is the slot's generation, which the reader looks at again after its copy.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections import defaultdict
+from enum import Enum
+
+import numpy as np
+
+from .errors import PeerGone
+
+SEGMENT_FD = "HEADRACE_SEGMENT_FD"
+HEADER_BYTES = 4096
+_PAGE = 4096
+_SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the owner's
+
+
+class Hold(Enum):
+    """What a lock on a slot means."""
+
+    NONE = fcntl.F_UNLCK
+    LEASE = fcntl.F_RDLCK
+    OWN = fcntl.F_WRLCK
+
+
+class Segment:
+    """One opening of the memfd: its own locks, its own mapping."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.path = path
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._leases: dict[int, int] = defaultdict(int)
+        if os.fstat(fd).st_size < HEADER_BYTES:
+            os.ftruncate(fd, HEADER_BYTES)
+        words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64)
+        self._shape = words[:_SHAPE_WORDS]
+        self.words = words[_SHAPE_WORDS:]
+        """The header's int64 words, for whoever gives the slots a meaning; all 0 in a new segment."""
+        self._slots: list[np.ndarray] = []
+        self._mapped_shape = (0, 0)
+
+    @staticmethod
+    def create_anonymous(name: str = "headrace") -> "Segment":
+        """A segment that this process holds itself, for processes without a seat."""
+        fd = os.memfd_create(name)
+        return Segment(fd, f"/proc/{os.getpid()}/fd/{fd}")
+
+    @staticmethod
+    def inherited() -> "Segment":
+        """The segment that the seat handed down in the environment; one of its own where there is none."""
+        if (number := os.environ.get(SEGMENT_FD)) is None:
+            return Segment.create_anonymous()
+        return Segment(os.dup(int(number)), f"/proc/{os.getppid()}/fd/{number}")
+
+    @staticmethod
+    def open(path: str) -> "Segment":
+        """Another process's segment; raises `PeerGone` when its holder is gone."""
+        try:
+            return Segment(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
+        except OSError as error:
+            raise PeerGone(f"no segment at {path}: {error}") from error
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot; 0 before `shape`."""
+        return int(self._shape[0])
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots; 0 before `shape`."""
+        return int(self._shape[1])
+
+    def shape(self, num_slots: int, slot_bytes: int) -> None:
+        """Give the segment its slots, all pages in place; the owner does this once."""
+        assert self.slot_bytes in (0, slot_bytes), f"a segment of {self.slot_bytes} byte slots cannot change its shape"
+        os.ftruncate(self._fd, HEADER_BYTES + num_slots * _round_up(slot_bytes))
+        self._shape[1] = num_slots
+        self._shape[0] = slot_bytes
+
+    def slot(self, index: int) -> np.ndarray:
+        """The bytes of a slot, uint8 [slot_bytes]; mapped with all pages in place, so that no copy waits for the kernel."""
+        with self._lock:
+            if self._mapped_shape != (self.num_slots, self.slot_bytes):
+                self._map()
+            return self._slots[index]
+
+    def take(self, slot: int, hold: Hold) -> bool:
+        """Try to lease or to own a slot; False if another opening of the segment stands against it."""
+        with self._lock:
+            if hold is Hold.LEASE and self._leases[slot]:
+                self._leases[slot] += 1
+                return True
+            if not self._try_lock(slot, hold):
+                return False
+            self._leases[slot] += hold is Hold.LEASE
+            return True
+
+    def give_back(self, slot: int, hold: Hold) -> None:
+        """End what `take` began."""
+        with self._lock:
+            if hold is Hold.LEASE:
+                self._leases[slot] -= 1
+                if self._leases[slot]:
+                    return
+            self._try_lock(slot, Hold.NONE)
+
+    def close(self) -> None:
+        """Close this opening; views of its slots stay valid as long as somebody holds them."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            # A mapping holds a descriptor of its own, and a view holds the mapping.
+            self._slots, self._mapped_shape = [], (0, 0)
+            self._shape = self._shape.copy()
+            self.words = self.words.copy()
+
+    def _map(self) -> None:
+        stride, num_bytes = _round_up(self.slot_bytes), self.slot_bytes
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        whole = np.frombuffer(
+            mmap.mmap(self._fd, HEADER_BYTES + self.num_slots * stride, flags=flags),
+            dtype=np.uint8,
+            offset=HEADER_BYTES,
+        )
+        self._slots = [whole[i * stride : i * stride + num_bytes] for i in range(self.num_slots)]
+        self._mapped_shape = (self.num_slots, num_bytes)
+
+    def _try_lock(self, slot: int, hold: Hold) -> bool:
+        # Locks of the open file description, since those of the process would not tell two openings in it apart.
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", hold.value, os.SEEK_SET, slot, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE

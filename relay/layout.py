@@ -1,0 +1,130 @@
+"""The flat layout of a model's weights: where in one byte buffer each tensor lies, the same on all sides.
+
+Tensors stand in the order given, aligned to 64 bytes, zero padded, tied weights once. Floating tensors take the layout's
+dtype, others keep theirs. Digests run over a fixed grid of chunks, so that pieces can be checked as they arrive.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ..comm.errors import WrongDigest
+
+ALIGNMENT = 64
+GRID_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's place."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor, padding excluded."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of a model in one buffer of `num_bytes` bytes; `aliases` are further names of tied weights."""
+
+    entries: tuple[Entry, ...]
+    aliases: Mapping[str, str]
+    num_bytes: int
+
+    @staticmethod
+    def of(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dtype: torch.dtype | str) -> "Layout":
+        """The layout of these tensors; their values do not matter and they may live on any device, meta included."""
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        entries, aliases, first_names, offset = [], {}, {}, 0
+        for name, tensor in pairs:
+            identity = _identity(tensor)
+            if identity in first_names:
+                aliases[name] = first_names[identity]
+                continue
+            first_names[identity] = name
+            entry = Entry(name, dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape), offset)
+            entries.append(entry)
+            offset += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
+        return Layout(tuple(entries), aliases, offset)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """What two processes compare to know that they mean the same layout: 63 bits over the manifest."""
+        manifest = [f"{e.name} {e.dtype} {e.shape} {e.offset}" for e in self.entries]
+        return xxhash.xxh3_64_intdigest("\n".join(manifest).encode()) >> 1
+
+    @property
+    def grid(self) -> range:
+        """The offsets at which the chunks of the digest begin."""
+        return grid(self.num_bytes)
+
+    def digest(self, buffer: np.ndarray) -> str:
+        """The digest of a whole buffer, uint8 [num_bytes]: 32 hex digits."""
+        return digest(buffer)
+
+    def views(self, buffer: np.ndarray | Tensor) -> dict[str, Tensor]:
+        """Each tensor as a view into the buffer (uint8 [num_bytes], on any device), tied weights under all their names."""
+        flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+        assert flat.dtype == torch.uint8 and flat.shape == (self.num_bytes,), (flat.dtype, flat.shape)
+        views = {e.name: flat[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape) for e in self.entries}
+        return views | {alias: views[name] for alias, name in self.aliases.items()}
+
+    @torch.no_grad()
+    def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
+        """Cast and copy all tensors to their places in the buffer. Raises `KeyError` for a missing one."""
+        views = self.views(buffer)
+        for entry in self.entries:
+            tensor = tensors[entry.name].detach()
+            if tensor.dtype == entry.dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
+                source = tensor.reshape(-1).view(torch.uint8).numpy()
+                np.copyto(buffer[entry.offset : entry.offset + entry.num_bytes], source)  # twice as fast as `copy_`
+            else:
+                views[entry.name].copy_(tensor, non_blocking=True)
+        if any(tensors[entry.name].is_cuda for entry in self.entries):
+            torch.cuda.synchronize()
+
+    def check(self, fingerprint: int, whom: str) -> None:
+        """Raise `WrongDigest` unless `whom` means this layout."""
+        if fingerprint != self.fingerprint:
+            raise WrongDigest(
+                f"{whom} serves weights of another layout: is `model.path` or `model.dtype` not the same?"
+            )
+
+
+def grid(num_bytes: int) -> range:
+    """The offsets at which the chunks of a buffer's digest begin."""
+    return range(0, num_bytes, GRID_BYTES)
+
+
+def chunk_digest(buffer: np.ndarray, start: int) -> bytes:
+    """The digest of the chunk that begins at `start`, 8 bytes."""
+    return xxhash.xxh3_64_digest(buffer[start : start + GRID_BYTES])
+
+
+def digest(buffer: np.ndarray) -> str:
+    """The digest of a buffer: xxh3 over the xxh3 of its chunks, 32 hex digits."""
+    return join_digests(chunk_digest(buffer, start) for start in grid(buffer.nbytes))
+
+
+def join_digests(chunks: Iterable[bytes]) -> str:
+    """The digest of a buffer from those of its chunks, in order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(chunks))
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return (id(tensor),)
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
