@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from transformers.utils.logging import disable_progress_bar
 
 PAD, EOS = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1
 CONTEXT = 64
 BATCH, BATCHES_AT_ONCE = 64, 25
 LR, LR_WARMUP = 3e-3, 20
@@ -35,7 +36,6 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 def small_transformer(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """0.6 million parameters: 3 layers of width 128, 4 heads on 2 key-value heads, tied embeddings."""
-    pad, eos = tokenizer.convert_tokens_to_ids([PAD, EOS])
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -47,8 +47,8 @@ def small_transformer(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
-        pad_token_id=pad,
-        eos_token_id=eos,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
     )
     return Qwen3ForCausalLM(config)
 
@@ -105,10 +105,9 @@ def _batches(
 
 
 def _pad(tokenizer: PreTrainedTokenizerFast, pairs: list[Example]) -> tuple[Tensor, Tensor]:
-    pad, eos = tokenizer.convert_tokens_to_ids([PAD, EOS])
-    rows = [(tokenizer.encode(prompt), [*tokenizer.encode(response), eos]) for prompt, response in pairs]
+    rows = [(tokenizer.encode(prompt), [*tokenizer.encode(response), EOS_ID]) for prompt, response in pairs]
     longest = max(len(prompt) + len(response) for prompt, response in rows)
-    inputs = torch.full((len(rows), longest), pad)
+    inputs = torch.full((len(rows), longest), PAD_ID)
     targets = torch.full((len(rows), longest), _IGNORED)
     for index, (prompt, response) in enumerate(rows):
         end = len(prompt) + len(response)

@@ -1,0 +1,143 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from policies import tiny_policy
+
+REWARD = "def reward(prompts, completions, completion_ids, **columns):\n    return [1.0] * len(completions)\n"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"), "llama")
+
+
+@pytest.fixture
+def words(tmp_path: Path, run_dir: Path, policy: Path) -> dict[str, str]:
+    """A sound command line, as settings."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say a"}\n{"prompt": "say b"}\n')
+    (tmp_path / "recipe.yaml").write_text("run: {steps: 2}\n")
+    return {
+        "run.dir": str(run_dir),
+        "model.path": str(policy),
+        "data.path": str(tmp_path / "prompts.jsonl"),
+        "reward.path": f"{tmp_path / 'rewards.py'}:reward",
+    }
+
+
+class Answer(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+    imports: str
+
+
+def call(*words: str, **environment: str) -> "Answer":
+    command = [sys.executable, "-X", "importtime", "-m", "headrace.launch.run", *words]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+    )
+    return Answer(done.returncode, done.stdout, *_split(done.stderr))
+
+
+def _split(errors: str) -> tuple[str, str]:
+    """What was said, and the report of imports."""
+    lines = errors.splitlines(keepends=True)
+    imports = [line for line in lines if line.startswith("import time:")]
+    return "".join(line for line in lines if line not in imports), "".join(imports)
+
+
+def as_words(settings: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def broken(file: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(text)
+
+
+MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]] = [
+    ("an unknown key", {"run.stpes": "3"}, None, "the nearest is 'run.steps'"),
+    ("no model", {"model.path": ""}, None, "model.path is not set"),
+    ("a missing model", {"model.path": "/no/such/folder"}, None, "model.path: there is no folder /no/such/folder"),
+    ("a missing data file", {"data.path": "/no/such.jsonl"}, None, "data.path: there is no file /no/such.jsonl"),
+    ("no prompt column", {}, broken("prompts.jsonl", '{"question": "x"}\n'), "has no `prompt` column; it has question"),
+    ("data that is no JSON", {}, broken("prompts.jsonl", '{"prompt": "x"}\nhello\n'), "data.path: {folder}/prompts.jsonl:2"),
+    ("an empty data file", {}, broken("prompts.jsonl", "\n"), "data.path: {folder}/prompts.jsonl has no rows"),
+    ("a prompt that is too long", {}, broken("prompts.jsonl", json.dumps({"prompt": "ab " * 999})), "data.too_long: prompt 1"),
+    ("a missing reward file", {"reward.path": "/no/such.py:f"}, None, "reward.path: cannot read /no/such.py"),
+    ("a missing reward function", {"reward.path": "{folder}/rewards.py:f"}, None, "has no function 'f'; it defines reward"),
+    ("a reward without a function", {"reward.path": "x.py"}, None, "reward.path: 'x.py' is not of the form FILE.py:FUNCTION"),
+    ("a reward file that is no Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
+    ("an unwritable run folder", {"run.dir": "/proc/run"}, None, "run.dir: cannot create /proc/run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "spoil", "message"), [case[1:] for case in MISTAKES], ids=[c[0] for c in MISTAKES]
+)
+def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, settings, spoil, message):
+    if spoil is not None:
+        spoil(tmp_path)
+    changed = words | {key: value.format(folder=tmp_path) for key, value in settings.items()}
+    done = call(str(tmp_path / "recipe.yaml"), *as_words(changed))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("headrace: error: ") and done.stderr.count("\n") == 1
+    assert message.format(folder=tmp_path) in done.stderr
+
+
+def test_a_missing_recipe_file_is_a_mistake():
+    done = call("nowhere.yaml")
+    assert (done.returncode, done.stderr) == (2, "headrace: error: no recipe file 'nowhere.yaml'\n")
+
+
+def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir: Path):
+    run_dir.mkdir()
+    (run_dir / "journal.jsonl").touch()
+    done = call(*as_words(words))
+    assert done.returncode == 2
+    assert f"run.dir: {run_dir} holds a run already; set run.resume=auto" in done.stderr
+
+
+def test_help_answers_within_a_second_and_without_torch():
+    started = time.monotonic()
+    done = call("--help")
+    elapsed_s = time.monotonic() - started
+    assert done.returncode == 0 and "optimizer.lr=" in done.stdout
+    assert "torch" not in done.imports
+    assert elapsed_s < 1.0
+
+
+def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_dir: Path):
+    done = call(*as_words(words), "roles.rollout=2", "--dry-run")
+    assert done.returncode == 0
+    for part in (
+        "rank 3  host 0  relay-0 + hub",
+        "128 trajectories a step",
+        "epochs of 2 prompts",
+        "parameters",
+        "rollout: 2",
+    ):
+        assert part in done.stdout
+    assert "torch" not in done.imports
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_only_the_first_rank_prints_the_plan(words, rank: str):
+    done = call(*as_words(words), "--dry-run", RANK=rank, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    assert done.returncode == 0
+    assert bool(done.stdout) is (rank == "0")
+
+
+def test_a_wrong_number_of_ranks_is_told_once(words):
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    first, second = (call(*as_words(words), RANK=rank, **ranks) for rank in "01")
+    assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
+    assert "torchrun started 2 ranks" in first.stderr
