@@ -210,9 +210,60 @@ class Stop(Message):
     reason: str
 
 
+# --------------------------------------------------------------------- the weights plane, between sub-inboxes "<name>/weights"
+
+
+class SlotWanted(Message):
+    """An actor rank on the relay's host asks for the slot to write its part of `version` into; repeated until answered."""
+
+    version: int
+    step: int
+    num_bytes: int
+    fingerprint: int
+    num_parts: int
+
+
+class SlotGranted(Message):
+    """The relay's answer: `version` is to be written into `slot` of its segment."""
+
+    version: int
+    slot: int
+
+
+class PartFilled(Message):
+    """An actor rank has written its byte ranges [start, end) of `version`; `digest` is over them alone."""
+
+    version: int
+    part: int
+    ranges: list[tuple[int, int]]
+    digest: str
+
+
+class PushEnded(Message):
+    """The relay has taken the part of `version`, or `refusal` says why it wants none of it."""
+
+    version: int
+    refusal: str = ""
+
+
+class LinkOffered(Message):
+    """Somebody will send versions over the link named; the relay is to open end 0 of it."""
+
+    link: str
+    backend: str
+
+
+class FeedWanted(Message):
+    """Somebody wants each new version over the link named; the relay is to open end 1 of it."""
+
+    link: str
+    backend: str
+
+
 MESSAGES: Sequence[type[Message]] = (
     LeaseRequest, LeaseReturn, RowDone, Load, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
     ActorDone, UnitCount, Failed, Interrupt, LeaseGrant, HandOut, DropRows, CountRows, Stop,
+    SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, FeedWanted,
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()

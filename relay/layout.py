@@ -124,6 +124,11 @@ def join_digests(chunks: Iterable[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(chunks))
 
 
+def digest_of_ranges(buffer: np.ndarray, ranges: Iterable[tuple[int, int]]) -> str:
+    """The digest of byte ranges [start, end) of a buffer, taken together."""
+    return join_digests(chunk_digest(buffer[start:end], at) for start, end in ranges for at in grid(end - start))
+
+
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return (id(tensor),)

@@ -158,7 +158,11 @@ class Shelf:
 
     def is_still(self, held: Held) -> bool:
         """True while the slot holds what it held."""
-        return int(self._slot(held.slot)[_GENERATION]) == held.generation
+        return self.generation(held.slot) == held.generation
+
+    def generation(self, slot: int) -> int:
+        """The slot's generation: odd while it is written."""
+        return int(self._slot(slot)[_GENERATION])
 
     def read(self, into: np.ndarray, version: int | None = None) -> Held:
         """Copy a version (the newest for None) into a buffer, uint8 [num_bytes]. Raises `NothingReadable`.

@@ -1,0 +1,93 @@
+"""Carrying versions between a link and a desk: taking in what the other side offers, sending on what arrives here."""
+
+import threading
+from collections.abc import Callable
+
+from ..comm.errors import LinkBroken
+from ..comm.links import Link
+from ..comm.segment import Segment
+from .desk import Arrival, Desk
+from .wire import (
+    IDLE_S,
+    SILENCE_S,
+    Answer,
+    Kind,
+    Offer,
+    Trailer,
+    Verdict,
+    receive_header,
+    receive_struct,
+    send_cargo,
+    send_frame,
+    send_idle,
+)  # fmt: skip
+
+
+def take_versions(
+    link: Link, desk: Desk, upstream: str, is_closing: Callable[[], bool], on_complete: Callable[[Arrival], None]
+) -> None:
+    """Take in whatever `upstream` offers, until the link breaks or this process closes.
+
+    Consumes offers and their bytes; waits for the link alone; woken by frames, idle ones included.
+    """
+    while not is_closing():
+        kind, num_bytes = receive_header(link, SILENCE_S)
+        if kind is Kind.IDLE:
+            continue
+        offer = receive_struct(link, num_bytes, SILENCE_S)
+        if not isinstance(offer, Offer):
+            raise LinkBroken(f"{type(offer).__name__} from {upstream} where an offer was due")
+        arrival = desk.open(offer, upstream)
+        send_frame(link, Answer(-1 if arrival is None else arrival.arrived), SILENCE_S)
+        if arrival is not None and _take(link, desk, arrival, upstream):
+            on_complete(arrival)
+
+
+def _take(link: Link, desk: Desk, arrival: Arrival, upstream: str) -> bool:
+    """Fill an arrival; True once it is complete, False if it was given up or has to come again."""
+    at = arrival.arrived
+    while True:
+        kind, num_bytes = receive_header(link, SILENCE_S)
+        if kind is Kind.DATA:
+            if at + num_bytes > arrival.offer.num_bytes:
+                raise LinkBroken(f"{upstream} sends more than version {arrival.offer.version} has")
+            link.receive(arrival.buffer[at : at + num_bytes], SILENCE_S)
+            at += num_bytes
+            if not desk.advance(arrival, upstream, at):
+                raise LinkBroken(f"version {arrival.offer.version} is no longer taken from {upstream}")
+        elif kind is Kind.STRUCT:
+            trailer = receive_struct(link, num_bytes, SILENCE_S)
+            if not isinstance(trailer, Trailer):
+                raise LinkBroken(f"{type(trailer).__name__} from {upstream} where a trailer was due")
+            if not trailer.digest:
+                desk.abandon(arrival, upstream)
+                return False
+            is_right = desk.finish(arrival, trailer.digest)
+            send_frame(link, Verdict(is_right), SILENCE_S)
+            return is_right
+
+
+class Feeder:
+    """Sends each new version of a desk over one link, until the link breaks or `stop` is set."""
+
+    def __init__(self, desk: Desk, segment_path: str, stop: threading.Event) -> None:
+        self._desk = desk
+        self._path = segment_path
+        self._stop = stop
+
+    def feed(self, link: Link, is_wanted: Callable[[], bool]) -> None:
+        """Send on. Consumes versions of the desk; waits for the next; woken by its arrival. Raises `LinkBroken`."""
+        segment, sent = Segment.open(self._path), -1
+        try:
+            while not self._stop.is_set() and is_wanted():
+                cargo = self._desk.cargo(segment, sent, IDLE_S / 2)
+                if cargo is None:
+                    send_idle(link, SILENCE_S)
+                    continue
+                try:
+                    if send_cargo(link, cargo, SILENCE_S):
+                        sent = cargo.offer.version
+                finally:
+                    cargo.close()
+        finally:
+            segment.close()

@@ -1,0 +1,155 @@
+"""The relay's side of the weights: takes versions in, makes them visible, sends them on.
+
+Versions come from actors, which write into the segment where they share the host and send over a link elsewhere, or from
+the relay before this one in the chain. They leave to the next relay, and to readers on hosts without a relay. A version is
+visible here once its bytes have the digest that its actor announced; the relay that took it from an actor tells the hub.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ..comm.errors import HeadraceError, LinkBroken, WrongDigest
+from ..comm.fleet import Fleet
+from ..comm.links import Link
+from ..comm.messages import (
+    FeedWanted,
+    LinkOffered,
+    Message,
+    PartFilled,
+    PushEnded,
+    SlotGranted,
+    SlotWanted,
+    VersionComplete,
+)  # fmt: skip
+from ..comm.segment import Segment
+from ..comm.settings import CommSettings
+from .carrier import Feeder, take_versions
+from .chain import Chain
+from .desk import Arrival, Desk
+from .layout import digest_of_ranges
+from .wire import SILENCE_S, Offer
+
+_log = logging.getLogger(__name__)
+_PUSH = "actor"  # all ranks of the trainer bring one version together
+
+
+def remote_backend(settings: CommSettings) -> str:
+    """The back end of links between hosts under these settings."""
+    return settings.link if settings.link in ("gloo", "nccl") else "tcp"
+
+
+class WeightKeeper:
+    """The keeper of one relay: its threads run from construction to `close`."""
+
+    def __init__(self, fleet: Fleet, segment: Segment, settings: CommSettings) -> None:
+        self.desk = Desk(segment)
+        self._fleet = fleet
+        self._segment = segment
+        self._mailbox = fleet.post.open(f"{fleet.name}/weights")
+        self._stop = threading.Event()
+        self._feeder = Feeder(self.desk, segment.path, self._stop)
+        self._carriers: list[threading.Thread] = []
+        self._links: list[Link] = []
+        self._answer_to: dict[int, set[str]] = {}
+        self._letters = threading.Thread(target=self._read_letters, name=f"{fleet.name} keeper", daemon=True)
+        self._letters.start()
+        self._chain = Chain(fleet, self.desk, segment.path, remote_backend(settings))
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that is visible here."""
+        return self.desk.shelf.newest()
+
+    def close(self) -> None:
+        """End all threads; what is complete stays readable in the segment. Closing twice is allowed."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self.desk.close()
+        self._chain.close()
+        for link in list(self._links):
+            link.close()
+        self._letters.join(2 * SILENCE_S)
+        for thread in self._carriers:
+            thread.join(2 * SILENCE_S)
+        self._mailbox.close()
+
+    def _read_letters(self) -> None:
+        """Answer letters. Consumes the inbox "relay-N/weights"; waits for it alone; woken by letters and the clock."""
+        while not self._stop.is_set():
+            if (letter := self._mailbox.receive(0.1)) is not None:
+                self._answer(letter.sender, letter.message)
+
+    def _answer(self, sender: str, message: Message) -> None:
+        match message:
+            case SlotWanted():
+                self._grant(sender, message)
+            case PartFilled():
+                self._start("check", lambda: self._check(sender, message))
+            case LinkOffered(link=name, backend=backend):
+                self._start("take", lambda: self._carry(name, 0, backend, lambda link: self._take(link, sender)))
+            case FeedWanted(link=name, backend=backend):
+                self._start(
+                    "feed", lambda: self._carry(name, 1, backend, lambda link: self._feeder.feed(link, lambda: True))
+                )
+            case _:
+                _log.warning("%s does not understand %s from %s", self._fleet.name, type(message).__name__, sender)
+
+    # ---------------------------------------------------------------------------------- pushes through shared memory
+
+    def _grant(self, sender: str, wanted: SlotWanted) -> None:
+        offer = Offer(wanted.version, wanted.step, wanted.num_bytes, wanted.fingerprint, wanted.num_parts)
+        try:
+            arrival = self.desk.open(offer, _PUSH)
+        except WrongDigest as error:
+            self._mailbox.send(sender, PushEnded(wanted.version, str(error)))
+            return
+        if arrival is None:
+            self._mailbox.send(sender, PushEnded(wanted.version, "a newer version is here or on its way"))
+        else:
+            self._mailbox.send(sender, SlotGranted(wanted.version, arrival.slot.slot))
+
+    def _check(self, sender: str, filled: PartFilled) -> None:
+        """Check one part's digest; the last part makes the version visible."""
+        arrival = self.desk.current(filled.version)
+        if arrival is None:
+            self._mailbox.send(sender, PushEnded(filled.version, "it was superseded"))
+            return
+        if digest_of_ranges(arrival.buffer, filled.ranges) != filled.digest:
+            self.desk.num_wrong += 1
+            self._mailbox.send(sender, PushEnded(filled.version, "its digest is wrong"))
+            return
+        if self.desk.add_part(arrival, filled.part):
+            self._told(arrival)
+        self._mailbox.send(sender, PushEnded(filled.version))
+
+    def _told(self, arrival: Arrival) -> None:
+        self._mailbox.send("hub", VersionComplete(arrival.offer.version, arrival.offer.step, arrival.digest))
+
+    # ------------------------------------------------------------------------------------------- transfers over links
+
+    def _take(self, link: Link, sender: str) -> None:
+        comes_from_actor = sender.startswith("actor")
+        take_versions(link, self.desk, sender, self._stop.is_set, self._told if comes_from_actor else lambda _: None)
+
+    def _carry(self, name: str, end: int, backend: str, work: Callable[[Link], None]) -> None:
+        try:
+            link = self._fleet.open_link(name, end, SILENCE_S, backend)
+        except LinkBroken as error:
+            _log.info("%s: link %s did not come about: %s", self._fleet.name, name, error)
+            return
+        self._links.append(link)
+        try:
+            work(link)
+        except HeadraceError as error:
+            _log.info("%s: link %s ended: %s", self._fleet.name, name, error)
+        finally:
+            link.close()
+            self._links.remove(link)
+
+    def _start(self, what: str, work: Callable[[], None]) -> None:
+        self._carriers = [thread for thread in self._carriers if thread.is_alive()]
+        thread = threading.Thread(target=work, name=f"{self._fleet.name} {what}", daemon=True)
+        self._carriers.append(thread)
+        thread.start()

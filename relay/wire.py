@@ -1,0 +1,170 @@
+"""Versions over a link: one side offers, the other says from which byte on it wants them.
+
+    sender                                  receiver
+    Offer(version, step, bytes, layout)  ->
+                                         <- Answer(offset to go on from, or -1: not wanted)
+    data, as it becomes available        ->
+    Trailer(digest, "" if given up)      ->
+                                         <- Verdict(are the bytes those of the digest?)
+
+A frame is a header of two int64 (kind, bytes) and its bytes. In pauses the sender sends idle frames, so that silence means
+that it is gone. The offset makes a transfer that broke go on where it was, over whatever link comes next.
+"""
+
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from ..comm.errors import LinkBroken
+from ..comm.links import Link
+
+IDLE_S = 1.0
+SILENCE_S = 5.0
+PIECE_BYTES = 1 << 20
+"""Most bytes of a data frame: the chunk by which a chain of relays is pipelined."""
+_MAX_STRUCT_BYTES = 1 << 16
+_MAX_ATTEMPTS = 3
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    IDLE = 0
+    STRUCT = 1
+    DATA = 2
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """The sender has this version or is receiving it."""
+
+    version: int
+    step: int
+    num_bytes: int
+    fingerprint: int
+    num_parts: int = 1
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The receiver wants the bytes from `offset` on; -1 if it wants none."""
+
+    offset: int
+
+
+class Trailer(msgspec.Struct, frozen=True, tag=True):
+    """All bytes were sent and this is their digest; empty if the sender gave the version up."""
+
+    digest: str
+
+
+class Verdict(msgspec.Struct, frozen=True, tag=True):
+    """Whether the receiver's bytes have the announced digest."""
+
+    is_right: bool
+
+
+Frame = Offer | Answer | Trailer | Verdict
+F = TypeVar("F", Offer, Answer, Trailer, Verdict)
+_decoder = msgspec.json.Decoder(Frame)
+
+
+class Cargo(Protocol):
+    """A version to be sent, which may still be arriving."""
+
+    offer: Offer
+    buffer: np.ndarray
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
+        ...
+
+    def digest(self, timeout_s: float) -> str | None:
+        """The digest, or None if it was not known within `timeout_s`."""
+        ...
+
+    def is_still(self) -> bool:
+        """False once the version was given up or its bytes were overwritten."""
+        ...
+
+
+def send_cargo(link: Link, cargo: Cargo, deadline_s: float) -> bool:
+    """Offer a version and send what the receiver lacks; False if the version was given up on the way.
+
+    Raises `LinkBroken`; `deadline_s` bounds each piece.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        send_frame(link, cargo.offer, deadline_s)
+        at = receive_frame(link, Answer, deadline_s).offset
+        if at < 0:
+            return True
+        while at < cargo.offer.num_bytes:
+            ready = cargo.arrived(at, IDLE_S)
+            if not cargo.is_still():
+                send_frame(link, Trailer(""), deadline_s)
+                return False
+            if ready > at:
+                piece = cargo.buffer[at : min(ready, at + PIECE_BYTES)]
+                _send_header(link, Kind.DATA, piece.nbytes, deadline_s)
+                link.send(piece, deadline_s)
+                at += piece.nbytes
+            else:
+                send_idle(link, deadline_s)
+        while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
+            send_idle(link, deadline_s)
+        digest = digest if cargo.is_still() else ""
+        send_frame(link, Trailer(digest or ""), deadline_s)
+        if not digest:
+            return False
+        if receive_frame(link, Verdict, deadline_s).is_right:
+            return True
+    raise LinkBroken(f"version {cargo.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
+
+
+def send_idle(link: Link, deadline_s: float) -> None:
+    """Show that this end is there."""
+    _send_header(link, Kind.IDLE, 0, deadline_s)
+
+
+def send_frame(link: Link, frame: Frame, deadline_s: float) -> None:
+    """Send one struct."""
+    body = np.frombuffer(msgspec.json.encode(frame), dtype=np.uint8)
+    _send_header(link, Kind.STRUCT, body.nbytes, deadline_s)
+    link.send(body, deadline_s)
+
+
+def receive_header(link: Link, deadline_s: float) -> tuple[Kind, int]:
+    """What comes next and how many bytes it has. Raises `LinkBroken`."""
+    header = np.empty(16, np.uint8)
+    link.receive(header, deadline_s)
+    kind, num_bytes = header.view(np.int64).tolist()
+    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else PIECE_BYTES):
+        raise LinkBroken(f"no frame begins with {kind}, {num_bytes}")
+    return Kind(kind), num_bytes
+
+
+def receive_frame(link: Link, expected: type[F], deadline_s: float) -> F:
+    """The next struct, idle frames skipped. Raises `LinkBroken` for anything else."""
+    kind, num_bytes = receive_header(link, deadline_s)
+    while kind is Kind.IDLE:
+        kind, num_bytes = receive_header(link, deadline_s)
+    if kind is not Kind.STRUCT:
+        raise LinkBroken(f"data where {expected.__name__} was due")
+    frame = receive_struct(link, num_bytes, deadline_s)
+    if not isinstance(frame, expected):
+        raise LinkBroken(f"{type(frame).__name__} where {expected.__name__} was due")
+    return frame
+
+
+def receive_struct(link: Link, num_bytes: int, deadline_s: float) -> Frame:
+    """The struct that a header announced."""
+    body = np.empty(num_bytes, np.uint8)
+    link.receive(body, deadline_s)
+    try:
+        return _decoder.decode(body.tobytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LinkBroken(f"no frame of this protocol: {error}") from error
+
+
+def _send_header(link: Link, kind: Kind, num_bytes: int, deadline_s: float) -> None:
+    link.send(np.array([kind, num_bytes], dtype=np.int64).view(np.uint8), deadline_s)

@@ -1,0 +1,235 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.comm.errors import WaitTimeout, WrongDigest
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.messages import VersionComplete
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.comm.waits import waiting
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.weights import WeightPublisher, WeightReader
+
+SHAPES = {"embed": (1000, 64), "norm": (64,), "head": (1000, 64)}
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Town:
+    """Relays, an actor and readers of one test, in one process; everything is closed at its end."""
+
+    def __init__(self, link="auto", num_relays=1, dtype="float32"):
+        self.settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=10)
+        self.town = MemoryTown()
+        self.layout = Layout.of(weights(0), dtype)
+        self.open = []
+        self.hub = self.join("hub").post.open("hub")
+        self.relays = [self.relay(index) for index in range(num_relays)]
+
+    def join(self, role, index=0, info=None, host="here"):
+        return MemoryFleet.enter(self.town, role, index, info, self.settings, host)
+
+    def relay(self, index, host="here"):
+        segment = Segment.create_anonymous()
+        fleet = self.join("relay", index, {"segment": segment.path}, host)
+        keeper = WeightKeeper(fleet, segment, self.settings)
+        self.open += [segment, keeper]
+        keeper.fleet = fleet
+        return keeper
+
+    def publisher(self):
+        self.open.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
+        return self.open[-1]
+
+    def reader(self, index=0, layout=None):
+        self.open.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
+        return self.open[-1]
+
+    def close(self):
+        for thing in reversed(self.open):
+            thing.close()
+
+
+@pytest.fixture(params=["auto", "tcp"])
+def town(request):
+    with_links = Town(request.param)
+    yield with_links
+    with_links.close()
+
+
+def until(ready):
+    with waiting("the relays", "a change", deadline_s=10) as wait:
+        return wait.until(ready)
+
+
+def pulled(reader):
+    into = np.zeros(reader.layout.num_bytes, np.uint8)
+    receipt = reader.pull(into, deadline_s=10)
+    return receipt, reader.layout.views(into)
+
+
+def assert_is(views, version, dtype=torch.float32):
+    assert all(torch.equal(views[name], tensor.to(dtype)) for name, tensor in weights(version).items())
+
+
+def test_a_reader_gets_what_was_published(town):
+    publisher, reader = town.publisher(), town.reader()
+    assert reader.newest() is None
+    publisher.publish(0, 0, weights(0))
+    receipt, views = pulled(reader)
+    assert (receipt.version, receipt.step) == (0, 0)
+    assert len(receipt.digest) == 32
+    assert_is(views, 0)
+
+
+def test_the_newest_version_follows_each_publish(town):
+    publisher, reader = town.publisher(), town.reader()
+    for version in range(1, 6):
+        publisher.publish(version, version * 2, weights(version))
+        until(lambda version=version: reader.newest() == version)
+        receipt, views = pulled(reader)
+        assert (receipt.version, receipt.step) == (version, version * 2)
+        assert_is(views, version)
+
+
+def test_the_hub_is_told_of_each_complete_version_with_its_digest(town):
+    publisher, reader = town.publisher(), town.reader()
+    publisher.publish(3, 30, weights(3))
+    receipt, _ = pulled(reader)
+    assert town.hub.receive(5).message == VersionComplete(3, 30, receipt.digest)
+    assert town.hub.receive(0.05) is None
+
+
+def test_tensors_may_change_once_publish_has_returned(town):
+    publisher, reader = town.publisher(), town.reader()
+    tensors = weights(1)
+    publisher.publish(1, 1, tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert_is(pulled(reader)[1], 1)
+
+
+def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(town):
+    publisher, reader = town.publisher(), town.reader()
+    seen = set()
+    for version in range(60):
+        publisher.publish(version, version, weights(version))
+        if reader.newest() is not None:
+            receipt, views = pulled(reader)
+            assert_is(views, receipt.version)
+            seen.add(receipt.version)
+    until(lambda: reader.newest() == 59)
+    assert_is(pulled(reader)[1], 59)
+    assert publisher.num_superseded < 60
+
+
+def test_what_was_published_before_the_close_arrives(town):
+    reader, publisher = town.reader(), town.publisher()
+    publisher.publish(8, 8, weights(8))
+    publisher.close()
+    until(lambda: reader.newest() == 8)
+    assert_is(pulled(reader)[1], 8)
+
+
+def test_weights_are_cast_on_the_way():
+    town = Town(dtype="bfloat16")
+    publisher, reader = town.publisher(), town.reader()
+    publisher.publish(1, 1, weights(1))
+    assert_is(pulled(reader)[1], 1, torch.bfloat16)
+    town.close()
+
+
+@pytest.mark.parametrize("link", ["auto", "tcp"])
+def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
+    town = Town(link, num_relays=3)
+    publisher, readers = town.publisher(), [town.reader(index) for index in range(3)]
+    assert len({reader._relay.name for reader in readers}) == 3
+    for version in (1, 2, 3):
+        publisher.publish(version, version, weights(version))
+    for reader in readers:
+        until(lambda reader=reader: reader.newest() == 3)
+        assert_is(pulled(reader)[1], 3)
+    town.close()
+
+
+def test_a_relay_that_joins_late_catches_up():
+    town = Town(num_relays=1)
+    publisher = town.publisher()
+    publisher.publish(5, 50, weights(5))
+    late = town.relay(1)
+    assert until(lambda: late.newest == 5)
+    town.close()
+
+
+def test_a_dead_relay_in_the_middle_is_passed_over():
+    town = Town(num_relays=3)
+    publisher = town.publisher()
+    publisher.publish(1, 1, weights(1))
+    assert until(lambda: [relay.newest for relay in town.relays] == [1, 1, 1])
+    town.relays[1].fleet.vanish()
+    town.relays[1].close()
+    publisher.publish(2, 2, weights(2))
+    assert until(lambda: town.relays[2].newest == 2)
+    assert town.relays[1].newest == 1
+    town.close()
+
+
+def test_without_its_head_the_chain_begins_at_the_next_relay():
+    town = Town(num_relays=2)
+    publisher = town.publisher()
+    town.relays[0].fleet.vanish()
+    town.relays[0].close()
+    publisher.publish(1, 1, weights(1))
+    assert until(lambda: town.relays[1].newest == 1)
+    town.close()
+
+
+def test_another_layout_is_refused_by_name():
+    town = Town()
+    town.publisher().publish(1, 1, weights(1))
+    other = Layout.of({"embed": torch.zeros(1)}, "float32")
+    with pytest.raises(WrongDigest, match="relay-0.*model.path"):
+        town.reader(layout=other).pull(np.zeros(64, np.uint8), 5)
+    town.close()
+
+
+def test_waiting_for_a_first_version_names_the_relay():
+    town = Town()
+    with pytest.raises(WaitTimeout, match="relay-0, a first version"):
+        town.reader().pull(np.zeros(town.layout.num_bytes, np.uint8), 0.05)
+    town.close()
+
+
+def test_pulls_of_many_threads_during_pushes_are_whole():
+    town = Town()
+    publisher = town.publisher()
+    publisher.publish(0, 0, weights(0))
+    failures, pulls, stop = [], [], threading.Event()
+
+    def pull(index):
+        reader = town.reader(index)
+        while not stop.is_set():
+            receipt, views = pulled(reader)
+            pulls.append(receipt.version)
+            if not torch.equal(views["head"], weights(receipt.version)["head"]):
+                failures.append(receipt)
+
+    threads = [threading.Thread(target=pull, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for version in range(1, 40):
+        publisher.publish(version, version, weights(version))
+        until(lambda version=version: town.relays[0].newest == version)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(set(pulls)) > 5
+    town.close()
