@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from .errors import StoreGone
 from .links import Link, MemoryLink, open_link
 from .mailbox import MemoryPost, Post, StorePost
 from .settings import CommSettings
-from .store import ROSTER, connect_store
+from .store import ROSTER, Store, connect_store
 from .waits import waiting
 
 STORE_GONE_EXIT = 69
@@ -207,7 +207,7 @@ class StoreFleet(Fleet):
             self._store.append(ROSTER, f"{self.name}\n")
         self._store.check([ROSTER])
 
-    def _refresh(self, store: TCPStore) -> None:
+    def _refresh(self, store: Store) -> None:
         names = store.get(ROSTER).decode().split()
         values = store.multi_get([f"fleet/{kind}/{name}" for name in names for kind in ("member", "beat")])
         gone = [name for name in names if store.check([f"fleet/left/{name}"])]
@@ -219,7 +219,7 @@ class StoreFleet(Fleet):
                 else:
                     self._table.hear(msgspec.json.decode(member, type=Member), beat, now)
 
-    def _beat(self, store: TCPStore) -> None:
+    def _beat(self, store: Store) -> None:
         """Beat and refresh the table. Waits for its own clock; woken early by `leave`."""
         try:
             while not self._leaving.wait(self.settings.heartbeat_s):

@@ -6,12 +6,14 @@ one GPU (before NCCL 2.30).
 """
 
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
+from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import LinkBroken
+from .store import Store
 
 _BUCKET_BYTES = 32 << 20
 
@@ -26,9 +28,9 @@ class GroupLink:
         self._bucket = torch.empty(_BUCKET_BYTES, dtype=torch.uint8, device="cuda") if backend == "nccl" else None
 
     @staticmethod
-    def open(backend: str, store: TCPStore, name: str, end: int, deadline_s: float, interface: str) -> "GroupLink":
+    def open(backend: str, store: Store, name: str, end: int, deadline_s: float, interface: str) -> "GroupLink":
         """Build the group on a prefix of its own; returns once both ends are there."""
-        prefix = PrefixStore(f"link/{name}", store)
+        prefix = PrefixStore(f"link/{name}", store)  # pyright: ignore[reportArgumentType]
         prefix.set_timeout(timedelta(seconds=deadline_s))
         try:
             group = _gloo(prefix, end, deadline_s, interface) if backend == "gloo" else _nccl(prefix, end, deadline_s)
@@ -75,7 +77,7 @@ class GroupLink:
 def _gloo(prefix: PrefixStore, end: int, deadline_s: float, interface: str) -> ProcessGroup:
     from torch.distributed import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
     options._timeout = timedelta(seconds=deadline_s)
     return ProcessGroupGloo(prefix, end, 2, options)  # pyright: ignore[reportReturnType]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import msgspec
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from .errors import MessageRefused, StoreGone
 from .messages import Message, decode, encode
-from .store import connect_store
+from .store import Store, connect_store
 
 _log = logging.getLogger(__name__)
 _MAX_LETTER_BYTES = 4 << 20  # a store takes 8 MiB a value; above that it resets the connection
@@ -169,7 +169,7 @@ class StorePost:
         """The bytes of a letter."""
         return self._sealer.seal(sender, to, sequence, message)
 
-    def _deliver(self, store: TCPStore) -> None:
+    def _deliver(self, store: Store) -> None:
         """Deliver letters in the order they were sent. Waits for the outbox; woken by `put` and `close`."""
         while (outgoing := self._outbox.get()) is not None:
             try:
@@ -181,7 +181,7 @@ class StorePost:
             _confirm(store)
 
 
-def _confirm(store: TCPStore) -> None:
+def _confirm(store: Store) -> None:
     """A round trip: whatever this client pushed before has reached the store once it returns."""
     try:
         store.add("post/flushed", 0)
@@ -192,7 +192,7 @@ def _confirm(store: TCPStore) -> None:
 class StoreMailbox:
     """A mailbox of a `StorePost`."""
 
-    def __init__(self, post: StorePost, name: str, epoch: int, incoming: TCPStore) -> None:
+    def __init__(self, post: StorePost, name: str, epoch: int, incoming: Store) -> None:
         self.name = name
         self.refused = 0
         self._post = post
@@ -233,7 +233,7 @@ class StoreMailbox:
         self._post.close_inbox(self.name)
         self._thread.join(_FLUSH_S)
 
-    def _collect(self, store: TCPStore) -> None:
+    def _collect(self, store: Store) -> None:
         """Move letters from the store to this process. Waits for the inbox's queue; woken by letters and by `close`."""
         while True:
             try:

@@ -20,9 +20,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol, cast
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import SettingError, StoreGone
 from .waits import waiting
@@ -36,6 +38,24 @@ ROSTER = "fleet/roster"
 """Key of the names of all seats that ever joined, one a line, in order of their first joining."""
 
 
+class Store(Protocol):
+    """What is used of a `TCPStore`, whose own type stubs lack half of it. Every method may raise `DistError`."""
+
+    def clone(self) -> "Store": ...
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
+    def set(self, key: str, value: bytes | str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def append(self, key: str, value: bytes | str, /) -> None: ...
+    def check(self, keys: Sequence[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def multi_get(self, keys: Sequence[str], /) -> list[bytes]: ...
+    def list_keys(self) -> list[str]: ...
+    def num_keys(self) -> int: ...
+    def queue_push(self, key: str, value: bytes, /) -> None: ...
+    def queue_pop(self, key: str, block: bool, /) -> bytes: ...
+
+
 class HostedStore:
     """A TCPStore server in this process; `address` is "host:port"."""
 
@@ -43,10 +63,11 @@ class HostedStore:
         with socket.create_server((interface, port), backlog=1024) as listener:
             bound_port = listener.getsockname()[1]
             # Binding by the store itself would listen on every interface of the machine.
-            self.store = TCPStore(
+            server = TCPStore(
                 interface, bound_port, is_master=True, wait_for_workers=False, multi_tenant=False,
                 master_listen_fd=listener.detach(), use_libuv=True, timeout=timedelta(days=1),
             )  # fmt: skip
+        self.store = cast(Store, server)
         self.address = f"{interface}:{bound_port}"
 
 
@@ -55,18 +76,19 @@ def host_store(interface: str, port: int = 0) -> HostedStore:
     return HostedStore(interface, port)
 
 
-def connect_store(address: str, deadline_s: float) -> TCPStore:
+def connect_store(address: str, deadline_s: float) -> Store:
     """A client of the store at "host:port"; one thread may use it, others `clone()` it. Raises `StoreGone`."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         raise SettingError(f"{address!r} is no store address: HOST:PORT is expected (HEADRACE_STORE, join=)")
     with waiting(f"store {address}", "a connection", deadline_s):
         try:
-            store = TCPStore(
+            client = TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
             )
         except DistError as error:
             raise StoreGone(f"no store answers at {address}: {error}") from error
+    store = cast(Store, client)
     store.set_timeout(timedelta(days=1))
     return store
 
@@ -88,7 +110,7 @@ def find_address(deadline_s: float) -> str:
     return store.get(_ADDRESS_KEY).decode()
 
 
-def _torchrun_store(deadline_s: float) -> TCPStore:
+def _torchrun_store(deadline_s: float) -> Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise SettingError("no torchrun store here: start by torchrun, or set HEADRACE_STORE=HOST:PORT")
     return connect_store(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", deadline_s)
@@ -101,7 +123,7 @@ class _Attendance:
         self._silence_s = silence_s
         self._beats: dict[str, tuple[bytes, float]] = {}
 
-    def present(self, store: TCPStore, now: float) -> tuple[int, int]:
+    def present(self, store: Store, now: float) -> tuple[int, int]:
         """How many members have joined so far, and how many of them are present."""
         names = store.get(ROSTER).decode().split() if store.check([ROSTER]) else []
         num_present = 0

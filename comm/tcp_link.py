@@ -5,10 +5,10 @@ import socket
 import time
 
 import numpy as np
-from torch.distributed import TCPStore
 
 from .errors import LinkBroken
 from .handshake import prove
+from .store import Store
 from .waits import waiting
 
 _BUFFER_BYTES = 4 << 20
@@ -28,7 +28,7 @@ class TcpLink:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @staticmethod
-    def open(store: TCPStore, name: str, end: int, deadline_s: float, secret: bytes, interface: str) -> "TcpLink":
+    def open(store: Store, name: str, end: int, deadline_s: float, secret: bytes, interface: str) -> "TcpLink":
         """End 0 listens and says where; end 1 connects. A stranger who connects first is turned away."""
         key = f"link/{name}"
         return _listen(store, key, name, deadline_s, secret, interface) if end == 0 else _connect(
@@ -37,7 +37,7 @@ class TcpLink:
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes."""
-        view, until = memoryview(buffer), time.monotonic() + deadline_s
+        view, until = buffer.data, time.monotonic() + deadline_s
         try:
             while view:
                 self._socket.settimeout(max(until - time.monotonic(), 1e-3))
@@ -47,7 +47,7 @@ class TcpLink:
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Fill the buffer."""
-        view, until = memoryview(buffer), time.monotonic() + deadline_s
+        view, until = buffer.data, time.monotonic() + deadline_s
         try:
             while view:
                 self._socket.settimeout(max(until - time.monotonic(), 1e-3))
@@ -68,7 +68,7 @@ class TcpLink:
         return LinkBroken(f"{what}: {error or type(error).__name__}")
 
 
-def _listen(store: TCPStore, key: str, name: str, deadline_s: float, secret: bytes, interface: str) -> TcpLink:
+def _listen(store: Store, key: str, name: str, deadline_s: float, secret: bytes, interface: str) -> TcpLink:
     until = time.monotonic() + deadline_s
     with socket.create_server((interface, 0), backlog=8) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
@@ -89,7 +89,7 @@ def _listen(store: TCPStore, key: str, name: str, deadline_s: float, secret: byt
             store.delete_key(key)
 
 
-def _connect(store: TCPStore, key: str, name: str, deadline_s: float, secret: bytes) -> TcpLink:
+def _connect(store: Store, key: str, name: str, deadline_s: float, secret: bytes) -> TcpLink:
     with waiting(f"end 0 of link {name}", "its address", deadline_s) as wait:
         wait.until(lambda: store.check([key]), interval_s=0.001)
         host, _, port = store.get(key).decode().rpartition(":")

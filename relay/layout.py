@@ -44,18 +44,17 @@ class Layout:
     num_bytes: int
 
     @staticmethod
-    def of(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dtype: torch.dtype | str) -> "Layout":
+    def of(named_tensors: Mapping[str, Tensor], dtype: torch.dtype | str) -> "Layout":
         """The layout of these tensors; their values do not matter and they may live on any device, meta included."""
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         entries, aliases, first_names, offset = [], {}, {}, 0
-        for name, tensor in pairs:
+        for name, tensor in named_tensors.items():
             identity = _identity(tensor)
             if identity in first_names:
                 aliases[name] = first_names[identity]
                 continue
             first_names[identity] = name
-            entry = Entry(name, dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape), offset)
+            entry = Entry(name, wanted if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape), offset)
             entries.append(entry)
             offset += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
         return Layout(tuple(entries), aliases, offset)
@@ -111,7 +110,7 @@ def grid(num_bytes: int) -> range:
 
 def chunk_digest(buffer: np.ndarray, start: int) -> bytes:
     """The digest of the chunk that begins at `start`, 8 bytes."""
-    return xxhash.xxh3_64_digest(buffer[start : start + GRID_BYTES])
+    return xxhash.xxh3_64_digest(buffer[start : start + GRID_BYTES].data)
 
 
 def digest(buffer: np.ndarray) -> str:

@@ -173,8 +173,10 @@ class Processes:
         self.address = self.store.stdout.readline().split()[1]
 
     def start(self, *arguments):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.started.append(subprocess.Popen([sys.executable, *arguments], text=True, **pipes))
+        pipe = subprocess.PIPE
+        self.started.append(
+            subprocess.Popen([sys.executable, *arguments], text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+        )
         return self.started[-1]
 
     def member(self, ending):

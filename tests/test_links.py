@@ -10,6 +10,7 @@ import pytest
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links import MemoryLink, PacedLink, open_link
 from headrace.comm.store import connect_store, host_store
+from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
 
@@ -92,7 +93,8 @@ def test_a_stranger_on_the_port_does_not_keep_the_neighbour_out(store):
     with ThreadPoolExecutor(1) as pool:
         listening = pool.submit(open_link, "tcp", store.address, "busy", 0, 10, secret=SECRET)
         client = connect_store(store.address, 5)
-        client.wait(["link/busy"])
+        with waiting("the listening end", "its address", 5) as wait:
+            wait.until(lambda: client.check(["link/busy"]))
         host, port = client.get("link/busy").decode().split(":")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(b"x" * 48)
@@ -120,7 +122,7 @@ def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store)
     command = [sys.executable, "-c", KILLED, store.address]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     link = open_link("tcp", store.address, "killed", 0, 20)
-    assert child.stdout.readline() == b"sent\n"
+    assert child.stdout and child.stdout.readline() == b"sent\n"
     killed_at = [0.0]
 
     def kill():

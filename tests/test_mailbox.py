@@ -129,6 +129,7 @@ def test_a_letter_too_large_for_the_store_is_refused_at_the_sender(post):
 
 def test_a_mailbox_whose_store_is_gone_says_so():
     store = subprocess.Popen([sys.executable, "-m", "headrace.comm.store"], stdout=subprocess.PIPE, text=True)
+    assert store.stdout
     address = store.stdout.readline().split()[1]
     post = StorePost(address, SECRET)
     hub = post.open("hub")

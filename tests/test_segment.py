@@ -70,7 +70,7 @@ sys.stdin.read()
 def test_the_lease_of_a_killed_reader_is_free_again(segment):
     command = [sys.executable, "-c", LEASEHOLDER, segment.path]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert reader.stdout.readline() == b"True\n"
+    assert reader.stdout and reader.stdout.readline() == b"True\n"
     assert not segment.take(2, Hold.OWN)
     reader.kill()
     reader.communicate()

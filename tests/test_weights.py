@@ -30,6 +30,7 @@ class Town:
         self.town = MemoryTown()
         self.layout = Layout.of(weights(0), dtype)
         self.open = []
+        self.fleets = []
         self.hub = self.join("hub").post.open("hub")
         self.relays = [self.relay(index) for index in range(num_relays)]
 
@@ -41,7 +42,7 @@ class Town:
         fleet = self.join("relay", index, {"segment": segment.path}, host)
         keeper = WeightKeeper(fleet, segment, self.settings)
         self.open += [segment, keeper]
-        keeper.fleet = fleet
+        self.fleets.append(fleet)
         return keeper
 
     def publisher(self):
@@ -173,7 +174,7 @@ def test_a_dead_relay_in_the_middle_is_passed_over():
     publisher = town.publisher()
     publisher.publish(1, 1, weights(1))
     assert until(lambda: [relay.newest for relay in town.relays] == [1, 1, 1])
-    town.relays[1].fleet.vanish()
+    town.fleets[1].vanish()
     town.relays[1].close()
     publisher.publish(2, 2, weights(2))
     assert until(lambda: town.relays[2].newest == 2)
@@ -184,7 +185,7 @@ def test_a_dead_relay_in_the_middle_is_passed_over():
 def test_without_its_head_the_chain_begins_at_the_next_relay():
     town = Town(num_relays=2)
     publisher = town.publisher()
-    town.relays[0].fleet.vanish()
+    town.fleets[0].vanish()
     town.relays[0].close()
     publisher.publish(1, 1, weights(1))
     assert until(lambda: town.relays[1].newest == 1)
