@@ -1,0 +1,126 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.comm.fleet import Fleet
+from headrace.comm.segment import SEGMENT_FD
+from headrace.comm.settings import CommSettings
+from headrace.comm.store import host_store
+from headrace.comm.waits import waiting
+from headrace.relay.layout import Layout
+from headrace.relay.weights import WeightPublisher, WeightReader
+
+RELAY = """
+import os, sys
+from headrace.comm.fleet import Fleet
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.relay.keeper import WeightKeeper
+segment = Segment.inherited()
+settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=0.5)
+fleet = Fleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
+keeper = WeightKeeper(fleet, segment, settings)
+print("ready", flush=True)
+sys.stdin.readline()
+keeper.close()
+fleet.leave()
+"""
+
+
+class Processes:
+    """A store here, relays in processes of their own, each with a segment that this process holds as its seat."""
+
+    def __init__(self, link):
+        self.hosted = host_store("127.0.0.1")
+        self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=0.5, deadline_s=20)
+        self.layout = Layout.of(weights(0), "float32")
+        self.relays, self.segments, self.open = [], [], []
+
+    def relay(self, index):
+        if index == len(self.segments):
+            self.segments.append(os.memfd_create("headrace-test"))
+            self.relays.append(None)
+        fd = self.segments[index]
+        command = [sys.executable, "-c", RELAY, self.hosted.address, str(index), self.settings.link]
+        environment = {**os.environ, SEGMENT_FD: str(fd)}
+        pipe = subprocess.PIPE
+        relay = subprocess.Popen(command, env=environment, pass_fds=[fd], stdin=pipe, stdout=pipe, text=True)
+        assert relay.stdout and relay.stdout.readline() == "ready\n"
+        self.relays[index] = relay
+
+    def kill(self, index):
+        self.relays[index].kill()
+        self.relays[index].communicate()
+
+    def join(self, role, index=0):
+        fleet = Fleet.join(self.hosted.address, role, index, b"s", {}, self.settings)
+        self.open.append(fleet.leave)
+        return fleet
+
+    def publisher(self):
+        publisher = WeightPublisher(self.join("actor"), self.layout, self.settings)
+        self.open.append(publisher.close)
+        return publisher
+
+    def reader(self, index=0):
+        reader = WeightReader(self.join("rollout", index), self.layout, self.settings)
+        self.open.append(reader.close)
+        return reader
+
+    def close(self):
+        for close in reversed(self.open):
+            close()
+        for relay in self.relays:
+            relay.communicate("\n", timeout=20)
+        for fd in self.segments:
+            os.close(fd)
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    return {"embed": torch.randn(500, 300, generator=generator), "norm": torch.full((300,), float(version))}
+
+
+def pulled(processes, reader, version):
+    with waiting("the relays", f"version {version}", 20) as wait:
+        wait.until(lambda: reader.newest() == version)
+    into = np.zeros(processes.layout.num_bytes, np.uint8)
+    receipt = reader.pull(into, 10)
+    assert all(torch.equal(processes.layout.views(into)[name], tensor) for name, tensor in weights(version).items())
+    return receipt.version
+
+
+@pytest.fixture(params=["auto", "tcp", "gloo"])
+def processes(request):
+    processes = Processes(request.param)
+    yield processes
+    processes.close()
+
+
+def test_versions_travel_between_processes_over_each_kind_of_link(processes):
+    processes.relay(0)
+    processes.relay(1)
+    publisher = processes.publisher()
+    readers = [processes.reader(index) for index in (0, 1)]
+    for version in (1, 2):
+        publisher.publish(version, version, weights(version))
+        assert [pulled(processes, reader, version) for reader in readers] == [version, version]
+    publisher.close()
+
+
+def test_versions_outlive_the_relays_process_and_its_heir_takes_the_next():
+    processes = Processes("auto")
+    processes.relay(0)
+    publisher, reader = processes.publisher(), processes.reader()
+    publisher.publish(1, 1, weights(1))
+    assert pulled(processes, reader, 1) == 1
+    processes.kill(0)
+    assert pulled(processes, reader, 1) == 1
+    publisher.publish(2, 2, weights(2))
+    processes.relay(0)
+    assert pulled(processes, reader, 2) == 2
+    processes.close()
