@@ -128,7 +128,7 @@ class PoolAttention:
         num_kv_heads, head_dim = key.shape[1:]
         num_grouped = query.shape[1] // num_kv_heads
         q = query.index_select(0, self._owner).unflatten(1, (num_kv_heads, num_grouped))
-        out, lse = _flash(q, keys[: self._num_low], values[: self._num_low], self._bias, rule.scale)
+        out, lse = attend_pages(q, keys[: self._num_low], values[: self._num_low], self._bias, rule.scale)
         out, lse = out.transpose(1, 2).flatten(1, 2), lse.transpose(1, 2).flatten(1, 2)
         if self._num_high:
             num_places = self._sharers.shape[1]
@@ -136,7 +136,7 @@ class PoolAttention:
                 self._num_high, num_places, num_kv_heads, num_grouped, head_dim
             )
             q = q.transpose(1, 2).flatten(2, 3)
-            more, more_lse = _flash(q, keys[-self._num_high :], values[-self._num_high :], None, rule.scale)
+            more, more_lse = attend_pages(q, keys[-self._num_high :], values[-self._num_high :], None, rule.scale)
             more = more.transpose(1, 2).reshape(-1, query.shape[1], head_dim)
             out = torch.cat((out, more))
             lse = torch.cat((lse, more_lse.transpose(1, 2).reshape(-1, query.shape[1])))
@@ -144,7 +144,7 @@ class PoolAttention:
         return merged.unflatten(1, (num_grouped, num_kv_heads)).transpose(1, 2).flatten(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend_pages(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.errors import SettingError
-from ..trainer.decoder import LeanDecoder
+from ..trainer.decoder import Head, LeanDecoder
 from ..trainer.model import Policy, load_policy, load_tokenizer
 from .attention import PoolAttention, PrefillAttention, Stretch
 from .batch import DecodeBatch
@@ -68,6 +68,9 @@ class Engine:
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.batch = DecodeBatch(self.pool, pages_per_sequence)
         self._forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
+        self._head = Head(policy)
+        self._logits = torch.empty(max_running, policy.vocab_size, device=policy.device)
+        self._scratch = torch.empty_like(self._logits)
         self._decode_attention = PoolAttention(self.cache, page_size)
         self._next_id = 0
         self._completions: dict[int, Completion] = {}
@@ -111,10 +114,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ step by step
 
-    def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Many[int]) -> None:
+    def add_group(
+        self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], trajectory_ids: Many[int]
+    ) -> None:
         """Queue one sample per trajectory id (64-bit numbers of the caller's) of a prompt; `params.n` is not used.
 
-        Raises SettingError for a prompt that the policy cannot take.
+        params: of all samples, or of each. Raises SettingError for a prompt that the policy cannot take.
         """
         self._add(prompt_ids, params, trajectory_ids, trajectory_ids)
 
@@ -131,6 +136,8 @@ class Engine:
             if fork.source >= 0:
                 self.cache.copy_page(fork.source, fork.target)
         if has_changed or self.batch.sequences != scheduler.running:
+            for source, target in (*scheduler.compact(is_shared=False), *scheduler.compact(is_shared=True)):
+                self.cache.copy_page(source, target)
             self.batch.refill(scheduler.running)
         elif len(self.batch):
             self.batch.extend()
@@ -178,6 +185,7 @@ class Engine:
         """Announce that the parameters were overwritten in place."""
         if isinstance(self._forward, LeanDecoder):
             self._forward.refresh()
+        self._head.refresh()
 
     def check(self) -> None:
         """Assert that no page is lost or owned twice; free when idle."""
@@ -192,7 +200,16 @@ class Engine:
             raise SettingError("prompts are text, but the policy has no tokenizer: give token ids")
         return self.tokenizer.encode(prompt)
 
-    def _add(self, prompt_ids: list[int], params: SamplingParams, ids: Many[int], streams: Many[int]) -> None:
+    def _add(
+        self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
+    ) -> None:
+        each = [params] * len(ids) if isinstance(params, SamplingParams) else params
+        self._check_prompt(prompt_ids)
+        samples = zip(ids, each, streams, strict=True)
+        sequences = [self._sequence(prompt_ids, wanted, sample, stream) for sample, wanted, stream in samples]
+        self.scheduler.add(Group(sequences, list(prompt_ids)))
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
         policy = self.policy
         if not prompt_ids:
             raise SettingError("a prompt has no tokens: remove it from data.path")
@@ -203,19 +220,17 @@ class Engine:
             )
         if max(prompt_ids) >= policy.vocab_size or min(prompt_ids) < 0:
             raise SettingError(f"a prompt has token ids outside the policy's vocabulary of {policy.vocab_size}")
+
+    def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
         strings = tuple(s for s in params.stops if isinstance(s, str))
         if strings and self.tokenizer is None:
             raise SettingError("sampling.stop has strings, but the policy has no tokenizer: give token ids")
         stop_ids = frozenset(s for s in params.stops if isinstance(s, int))
         if not params.ignore_eos:
-            stop_ids |= policy.stop_ids
-        limit = min(params.max_new_tokens, policy.context - len(prompt_ids))
-        seed = self.seed if params.seed is None else params.seed
-        sequences = [
-            Sequence(trajectory_id, stream_key(seed, stream), prompt_ids, params, limit, stop_ids, strings)
-            for trajectory_id, stream in zip(ids, streams, strict=True)
-        ]
-        self.scheduler.add(Group(sequences, list(prompt_ids)))
+            stop_ids |= self.policy.stop_ids
+        limit = min(params.max_new_tokens, self.policy.context - len(prompt_ids))
+        key = stream_key(self.seed if params.seed is None else params.seed, stream)
+        return Sequence(trajectory_id, key, prompt_ids, params, limit, stop_ids, strings)
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
@@ -230,7 +245,8 @@ class Engine:
         batch = self.batch
         self._decode_attention.prepare(batch)
         hidden = self._forward(batch.tokens, torch.from_numpy(batch.positions), self._decode_attention)
-        tokens, logprobs = sample(self.policy.logits(hidden), batch.sampling, batch.drawn)
+        logits = self._head(hidden, out=self._logits[: len(batch)])
+        tokens, logprobs = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
         batch.advance(tokens)
         finished = []
         for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):

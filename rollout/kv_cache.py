@@ -26,10 +26,8 @@ class PagePool:
 
     def take(self, is_shared: bool = False) -> int:
         """A free page with one owner: the lowest, or the highest for one that will be shared."""
-        assert self.num_free > 0, "the scheduler asks for no page that is not there"
-        order = self._is_free[::-1] if is_shared else self._is_free
-        first = int(order.argmax())
-        page = self.num_pages - 1 - first if is_shared else first
+        page = self._first_free(is_shared)
+        assert page is not None, "the scheduler asks for no page that is not there"
         self._is_free[page] = False
         self.num_free -= 1
         self.num_owners[page] = 1
@@ -49,6 +47,22 @@ class PagePool:
             if self.num_owners[page] == 0:
                 self._is_free[page] = True
                 self.num_free += 1
+
+    def move(self, page: int, is_shared: bool = False) -> int:
+        """Move a page and its owners towards the end it belongs to; returns the new page, or the same if none is better."""
+        target = self._first_free(is_shared)
+        if target is None or (target < page) == is_shared:
+            return page
+        self._is_free[target], self._is_free[page] = False, True
+        self.num_owners[target], self.num_owners[page] = self.num_owners[page], 0
+        return target
+
+    def _first_free(self, is_shared: bool) -> int | None:
+        if self.num_free == 0:
+            return None
+        order = self._is_free[::-1] if is_shared else self._is_free
+        first = int(order.argmax())
+        return self.num_pages - 1 - first if is_shared else first
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""

@@ -104,18 +104,21 @@ class SamplingRows:
             self.top_k = torch.tensor([k or (1 << 30) for k in top_k], device=device)[:, None]
 
 
-def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probabilities, fp32 [B], under the distribution they were drawn from.
 
-    logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw.
-    Greedy rows report the log-probability at temperature 1.
+    logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: space
+    of the logits' shape. Greedy rows report the log-probability at temperature 1.
     """
+    scratch = torch.empty_like(logits) if scratch is None else scratch
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
     if not rows.is_plain:
         scaled = _filtered(scaled, rows)
-    logprobs = torch.log_softmax(scaled, dim=-1)
+    logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
     if rows.has_random:
-        cdf = logprobs.exp().cumsum_(-1)
+        cdf = torch.exp(logprobs, out=scaled).cumsum_(-1)
         total = cdf[:, -1:]
         aim = torch.minimum(uniforms(rows.keys, positions)[:, None] * total, torch.nextafter(total, -total))
         tokens = torch.searchsorted(cdf, aim, right=True)[:, 0]

@@ -7,10 +7,15 @@ State changes only; no tensors.
 
 from collections import deque
 from collections.abc import Sequence as Many
+from itertools import islice
 from typing import NamedTuple
 
 from .kv_cache import PagePool
 from .sequence import Group, Sequence
+
+
+HOLES_CLOSED_ABOVE = 0.85
+"""Pages are moved together when less than this share of their range is in use."""
 
 
 class Chunk(NamedTuple):
@@ -105,6 +110,32 @@ class Scheduler:
         """Take a running sequence out; its pages are free again."""
         self.running.remove(sequence)
         self._release(sequence)
+
+    def compact(self, is_shared: bool) -> list[tuple[int, int]]:
+        """Close the holes between the private (or the shared) pages in use; returns the moves, (from, to) in order.
+
+        Attention reads the whole range of pages in use, holes included, so holes cost time. A few are left alone.
+        """
+        places: dict[int, list[tuple[Sequence | Group, int]]] = {}
+        for holder in (*self.running, *self.paused, *self.waiting):
+            pages = enumerate(holder.pages)
+            for index, page in islice(pages, holder.num_shared) if is_shared else islice(pages, holder.num_shared, None):
+                places.setdefault(page, []).append((holder, index))
+        used = sorted(places, reverse=is_shared)
+        if not used:
+            return []
+        width = self.pool.num_pages - used[-1] if is_shared else used[-1]
+        moves: list[tuple[int, int]] = []
+        if len(used) > HOLES_CLOSED_ABOVE * width:
+            return moves
+        for page in reversed(used):
+            target = self.pool.move(page, is_shared)
+            if target == page:
+                break
+            moves.append((page, target))
+            for holder, index in places[page]:
+                holder.pages[index] = target
+        return moves
 
     def pause(self, trajectory_id: int) -> bool:
         """Take a running sequence out of its row; it keeps its pages until others need them. False if it does not run."""

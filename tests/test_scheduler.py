@@ -23,6 +23,11 @@ def step(scheduler) -> list[Sequence]:
     chunks = scheduler.next_chunks()
     assert sum(c.stop - c.start for c in chunks) <= scheduler.prefill_tokens
     scheduler.fork_ready()
+    for is_shared in (False, True):
+        moves = scheduler.compact(is_shared)
+        assert all((target > source) == is_shared for source, target in moves)
+        assert len({target for _, target in moves}) == len(moves)
+    scheduler.check()
     assert len(scheduler.running) <= scheduler.max_running
     finished = []
     for sequence in scheduler.running:
@@ -85,7 +90,9 @@ def test_a_paused_sequence_goes_on_with_what_its_environment_said():
     assert sequence.token_ids == [1, 3, 3, 3, *[1] * 8] and len(sequence.logprobs) == 12
 
 
-arrivals = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 23), st.integers(1, 23)), max_size=12)
+arrivals = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 23), st.integers(1, 23)), max_size=12
+)
 troubles = st.lists(st.tuples(st.sampled_from(["cancel", "pause", "resume"]), st.integers(0, 11)), max_size=30)
 
 

@@ -4,6 +4,8 @@ The modules spend more on small operators than small policies spend on arithmeti
 `LeanDecoder.supports` the policy. Inference only: it works in place.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +135,56 @@ class LeanDecoder:
             gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
             hidden.addmm_(F.silu(gate, inplace=True).mul_(up), layer.down)
         return F.rms_norm(hidden, shape, self._norm, self._eps)
+
+
+class Head:
+    """The LM head of the generator: logits in fp32 whatever the weights' type, as `Policy.logits` gives them.
+
+    On CPU a bfloat16 head is kept in fp32 too and multiplied by bfloat16 products with fp32 sums: inputs and weights are
+    bfloat16 numbers, so the products are exact. `refresh` must follow every change of the weights.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._is_wide = policy.dtype == torch.float32
+        self._wide: Tensor | None = None
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the policy's present weights."""
+        weight = self.policy.head.weight
+        if self._is_wide or weight.device.type != "cpu":
+            self._wide = weight
+        elif self._wide is None:
+            self._wide = weight.float()
+        else:
+            self._wide.copy_(weight)
+
+    def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`."""
+        head, softcap = self.policy.head, self.policy.logit_softcap
+        assert self._wide is not None and head.bias is None
+        if self._is_wide:
+            torch.mm(hidden, self._wide.t(), out=out)
+        elif hidden.device.type == "cpu":
+            with _bfloat16_products():
+                torch.mm(hidden.float(), self._wide.t(), out=out)
+        else:
+            torch.mm(hidden, self._wide.t(), out_dtype=torch.float32, out=out)
+        return out if softcap is None else out.div_(softcap).tanh_().mul_(softcap)
+
+
+@contextmanager
+def _bfloat16_products() -> Iterator[None]:
+    """Multiply fp32 matrices on CPU by bfloat16 products."""
+    settings = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def window_of(config: Any, layer: int) -> int | None:

@@ -43,7 +43,7 @@ class Policy(nn.Module):
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.vocab_size: int = self.config.vocab_size
-        self._logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
 
     @property
     def head(self) -> nn.Linear:
@@ -98,8 +98,8 @@ class Policy(nn.Module):
         head = self.head
         bias = None if head.bias is None else head.bias.float()
         logits = F.linear(hidden.float(), head.weight.float(), bias)
-        if self._logit_softcap is not None:
-            logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
 
     def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
