@@ -205,11 +205,12 @@ class Seat:
 def take_seat(recipe: Recipe) -> int:
     """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
 
-    Under the launcher (its variable is set) a user's mistake found by a role ends the seat with 0: torchrun, which knows
-    only failure and success, would print a traceback of its own, and the launcher reads the run's summary instead.
+    Under the launcher (its variable is set) an interrupt, and a user's mistake found by a role, end the seat with 0:
+    torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))[rank]
     device = visible_devices(place, count_gpus())
-    exit_code = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device).run()
-    return 0 if exit_code == 2 and LAUNCHER in os.environ else exit_code
+    seat = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device)
+    exit_code = seat.run()
+    return 0 if LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2) else exit_code

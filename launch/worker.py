@@ -4,9 +4,11 @@
 
 SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second ends
 the process at once. With `--failed TEXT` the process only reports that the role of that name died, on its seat's behalf.
+SIGUSR1 writes the stacks of all threads into the log.
 """
 
 import argparse
+import faulthandler
 import importlib
 import logging
 import os
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 from ..comm.errors import SettingError
 from ..comm.waits import set_identity
 from .config import CONFIG_FILE, Recipe, read_recipe
+from .seat import SEGMENT_FD
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -68,7 +71,9 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
     """Join the fleet, run the role to its end, leave; returns the exit code."""
     from ..comm.fleet import Fleet
 
-    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
+    segment = os.environ.get(SEGMENT_FD)
+    info = {} if segment is None else {"segment": f"/proc/{os.getppid()}/fd/{segment}"}
+    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), info, recipe.comm)
     mailbox = fleet.post.open(f"{fleet.name}/worker")
     interruption.report_by(mailbox)
     try:
@@ -129,6 +134,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
         os.environ.setdefault(key, value)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     interruption = Interruption()
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
