@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -76,6 +77,15 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
     fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), info, recipe.comm)
     mailbox = fleet.post.open(f"{fleet.name}/worker")
     interruption.report_by(mailbox)
+
+    def on_thread_death(death: threading.ExceptHookArgs) -> None:
+        """A role without one of its threads would wait for ever: end the process as if the main thread had failed."""
+        assert isinstance(death.exc_value, Exception)
+        code = _fail(mailbox, recipe, role, death.exc_value)
+        fleet.leave()
+        os._exit(code)
+
+    threading.excepthook = on_thread_death
     try:
         importlib.import_module(_MAINS[role], __package__).run(fleet, recipe)
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was is told, then the process ends

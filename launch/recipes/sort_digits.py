@@ -1,7 +1,7 @@
 """The quickstart's task: sort the digits of a prompt, `56824:` -> `#24568`. Prompts, demonstrations and the reward.
 
 List lengths have a geometric tail, and so have the responses. Demonstrations are sloppy (some neighbours are swapped), so a
-policy that imitates them well is right less than half of the time: that is what training by reward then mends.
+policy that imitates them well is right about one time in five: that is what training by reward then mends.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 CHARACTERS = "0123456789:#"
 SHORTEST, LONGEST, LONGER = 3, 20, 0.8
-SLIP = 0.2
+SLIP = 0.4
 
 
 def draw_prompt(random: Random) -> str:
