@@ -214,28 +214,33 @@ class Stop(Message, frozen=True):
 
 
 class SlotWanted(Message, frozen=True):
-    """An actor rank on the relay's host asks for the slot to write its part of `version` into; repeated until answered."""
+    """An actor rank on the relay's host asks for the slot to write its part of `version` into; repeated until answered.
+
+    With version -1 it asks ahead, for whatever it will publish next. `spans` are its byte ranges; none means all.
+    """
 
     version: int
     step: int
     num_bytes: int
     fingerprint: int
     num_parts: int
+    part: int
+    spans: tuple[tuple[int, int], ...]
 
 
 class SlotGranted(Message, frozen=True):
-    """The relay's answer: `version` is to be written into `slot` of its segment."""
+    """The relay's answer: `version` is to be written into `slot` of its segment, which has this generation."""
 
     version: int
     slot: int
+    generation: int
 
 
 class PartFilled(Message, frozen=True):
-    """An actor rank has written its byte ranges [start, end) of `version`; `digest` is over them alone."""
+    """An actor rank has written what it asked the slot for; `digest` is over its part alone."""
 
-    version: int
-    part: int
-    ranges: list[tuple[int, int]]
+    wanted: SlotWanted
+    generation: int
     digest: str
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
 from ..comm.segment import Segment
-from .desk import Arrival, Desk
+from .arrival import Arrival
+from .desk import Desk
 from .wire import (
     IDLE_S,
     SILENCE_S,
@@ -37,32 +38,32 @@ def take_versions(
         offer = receive_struct(link, num_bytes, SILENCE_S)
         if not isinstance(offer, Offer):
             raise LinkBroken(f"{type(offer).__name__} from {upstream} where an offer was due")
-        arrival = desk.open(offer, upstream)
-        send_frame(link, Answer(-1 if arrival is None else arrival.arrived), SILENCE_S)
-        if arrival is not None and _take(link, desk, arrival, upstream):
-            on_complete(arrival)
+        opened = desk.open(offer, upstream)
+        send_frame(link, Answer(-1 if opened is None else opened[1]), SILENCE_S)
+        if opened is not None and _take(link, desk, opened[0], offer, opened[1], upstream):
+            on_complete(opened[0])
 
 
-def _take(link: Link, desk: Desk, arrival: Arrival, upstream: str) -> bool:
-    """Fill an arrival; True once it is complete, False if it was given up or has to come again."""
-    at = arrival.arrived
+def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstream: str) -> bool:
+    """Fill a part from `at` on; True once it is right, False if it was given up or has to come again."""
     while True:
         kind, num_bytes = receive_header(link, SILENCE_S)
         if kind is Kind.DATA:
-            if at + num_bytes > arrival.offer.num_bytes:
-                raise LinkBroken(f"{upstream} sends more than version {arrival.offer.version} has")
-            link.receive(arrival.buffer[at : at + num_bytes], SILENCE_S)
+            start, end = offer.ranges.locate(at)
+            if start + num_bytes > end:
+                raise LinkBroken(f"{upstream} sends more of version {offer.version} than it offered")
+            link.receive(arrival.buffer[start : start + num_bytes], SILENCE_S)
             at += num_bytes
-            if not desk.advance(arrival, upstream, at):
-                raise LinkBroken(f"version {arrival.offer.version} is no longer taken from {upstream}")
+            if not desk.advance(arrival, offer.part, upstream, at):
+                raise LinkBroken(f"version {offer.version} is no longer taken from {upstream}")
         elif kind is Kind.STRUCT:
             trailer = receive_struct(link, num_bytes, SILENCE_S)
             if not isinstance(trailer, Trailer):
                 raise LinkBroken(f"{type(trailer).__name__} from {upstream} where a trailer was due")
             if not trailer.digest:
-                desk.abandon(arrival, upstream)
+                desk.abandon(arrival, offer.part, upstream)
                 return False
-            is_right = desk.finish(arrival, trailer.digest)
+            is_right = desk.finish(arrival, offer.part, trailer.digest)
             send_frame(link, Verdict(is_right), SILENCE_S)
             return is_right
 

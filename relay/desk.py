@@ -7,59 +7,15 @@ supersedes an older one that has not arrived whole; a version that comes again g
 
 import logging
 import threading
-from collections.abc import Sequence
-from enum import Enum, auto
 
 import numpy as np
 
 from ..comm.segment import Hold, Segment
-from .layout import GRID_BYTES, chunk_digest, join_digests
-from .versions import Arriving, Held, Shelf
+from .arrival import Arrival, State
+from .versions import Held, Shelf
 from .wire import Offer
 
 _log = logging.getLogger(__name__)
-
-
-class State(Enum):
-    """Life of an arrival."""
-
-    ARRIVING = auto()
-    COMPLETE = auto()
-    ABANDONED = auto()
-
-
-class Arrival:
-    """One version on its way into a slot. `upstream` is who brings it; another may take over."""
-
-    def __init__(self, offer: Offer, slot: Arriving, upstream: str) -> None:
-        self.offer = offer
-        self.slot = slot
-        self.buffer = slot.buffer
-        self.upstream = upstream
-        self.state = State.ARRIVING
-        self.arrived = 0
-        self.digest = ""
-        self.parts: set[int] = set()
-        self._chunks: list[bytes] = []
-
-    def hash_on(self) -> None:
-        """Digest the chunks that have arrived whole since the last call."""
-        num_bytes = self.offer.num_bytes
-        while (start := len(self._chunks) * GRID_BYTES) < num_bytes and min(
-            start + GRID_BYTES, num_bytes
-        ) <= self.arrived:
-            self._chunks.append(chunk_digest(self.buffer, start))
-
-    def computed_digest(self) -> str:
-        """The digest of the bytes that are in place; meaningful once all are."""
-        self.hash_on()
-        return join_digests(self._chunks)
-
-    def restart(self) -> None:
-        """Forget what has arrived: it was wrong."""
-        self.arrived = 0
-        self.parts.clear()
-        self._chunks.clear()
 
 
 class Desk:
@@ -68,92 +24,112 @@ class Desk:
     def __init__(self, segment: Segment) -> None:
         self.shelf = Shelf(segment)
         self.num_wrong = 0
-        """Versions whose bytes were not those of their digest."""
+        """Parts whose bytes were not those of their digest."""
         self._changed = threading.Condition()
         self._arrival: Arrival | None = None
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------- coming in
 
-    def open(self, offer: Offer, upstream: str) -> Arrival | None:
-        """The place for an offered version, taken over from whoever brought it before; None if it is not wanted."""
+    def open(self, offer: Offer, upstream: str) -> tuple[Arrival, int] | None:
+        """The place for what is offered and the offset to go on from, whoever brought it before; None if not wanted.
+
+        Raises `WrongDigest` for another layout than that of the versions held.
+        """
         with self._changed:
             newest, arrival = self.shelf.newest(), self._arrival
-            if newest is not None and newest >= offer.version:
+            if self._closed or (newest is not None and newest >= offer.version):
                 return None
-            if arrival is not None and arrival.state is State.ARRIVING:
-                if arrival.offer.version > offer.version:
-                    return None
-                if arrival.offer == offer:
-                    arrival.upstream = upstream
-                    return arrival
-                self._abandon(arrival)
-            self.shelf.prepare(offer.num_bytes, offer.fingerprint)
-            self._arrival = Arrival(offer, self.shelf.begin(offer.version, offer.step), upstream)
+            if arrival is not None and arrival.state is State.ARRIVING and arrival.offer.version > offer.version:
+                return None
+            if arrival is None or arrival.state is not State.ARRIVING or arrival.offer.identity != offer.identity:
+                arrival = self._begin(offer, State.ARRIVING)
+            at = arrival.take_over(offer, upstream)
             self._changed.notify_all()
+            return arrival, at
+
+    def reserve(self, num_bytes: int, fingerprint: int) -> Arrival | None:
+        """A slot for an actor to write the next version into ahead of its number; None while a version arrives."""
+        with self._changed:
+            if self._closed or (self._arrival is not None and self._arrival.state is State.ARRIVING):
+                return None
+            if self._arrival is None or self._arrival.state is not State.RESERVED:
+                self._begin(Offer(-1, -1, num_bytes, fingerprint), State.RESERVED)
             return self._arrival
 
-    def advance(self, arrival: Arrival, upstream: str, arrived: int) -> bool:
-        """`upstream` has filled the buffer up to `arrived`; False if somebody else brings it now or nobody any more."""
+    def bind(self, offer: Offer, upstream: str, generation: int) -> Arrival | None:
+        """The arrival in the slot of this generation, bound to the offered version if it was reserved; None if there is none."""
         with self._changed:
-            if arrival.state is not State.ARRIVING or arrival.upstream != upstream:
+            arrival, newest = self._arrival, self.shelf.newest()
+            if arrival is None or arrival.slot.generation != generation or not arrival.is_open:
+                return None
+            if arrival.state is State.RESERVED:
+                if newest is not None and newest >= offer.version:
+                    return None
+                arrival.bind(offer)
+            elif arrival.offer.identity != offer.identity:
+                return None
+            arrival.take_over(offer, upstream)
+            return arrival
+
+    def advance(self, arrival: Arrival, part: int, upstream: str, done: int) -> bool:
+        """`upstream` has brought a part up to `done`; False if it is not its to bring any more."""
+        with self._changed:
+            if not arrival.advance(part, upstream, done):
                 return False
-            arrival.arrived = max(arrival.arrived, arrived)
             self._changed.notify_all()
         arrival.hash_on()
         return True
 
-    def add_part(self, arrival: Arrival, part: int) -> bool:
-        """One of the parts is in place and right; True once the version is complete."""
-        with self._changed:
-            arrival.parts.add(part)
-            if len(arrival.parts) < arrival.offer.num_parts or arrival.state is not State.ARRIVING:
-                return False
-            arrival.arrived = arrival.offer.num_bytes
-            self._changed.notify_all()
-        return self.finish(arrival, arrival.computed_digest())
-
-    def finish(self, arrival: Arrival, digest: str) -> bool:
-        """Make the version readable if its bytes have the announced digest; else it has to come again."""
-        is_right = arrival.computed_digest() == digest
+    def finish(self, arrival: Arrival, part: int, digest: str) -> bool:
+        """Check a part that is in place; the last right one makes the version readable. False if it has to come again."""
+        is_right = arrival.part_digest(part) == digest
         with self._changed:
             if arrival.state is not State.ARRIVING:
-                return arrival.state is State.COMPLETE and arrival.digest == digest
-            if is_right:
+                return arrival.state is State.COMPLETE
+            if not is_right:
+                self.num_wrong += 1
+                _log.warning(
+                    "version %d, part %d: the bytes have not the digest announced", arrival.offer.version, part
+                )
+                arrival.restart(part)
+                return False
+            arrival.right_parts.add(part)
+            if len(arrival.right_parts) < arrival.offer.num_parts:
+                return True
+        digest = arrival.whole_digest()
+        with self._changed:
+            if arrival.state is State.ARRIVING:
                 arrival.digest, arrival.state = digest, State.COMPLETE
                 self.shelf.complete(arrival.slot, digest)
-            else:
-                self.num_wrong += 1
-                _log.warning("version %d from %s has not its digest", arrival.offer.version, arrival.upstream)
-                arrival.restart()
-            self._changed.notify_all()
-        return is_right
+                self._changed.notify_all()
+        return arrival.state is State.COMPLETE
 
-    def abandon(self, arrival: Arrival, upstream: str) -> None:
+    def abandon(self, arrival: Arrival, part: int, upstream: str) -> None:
         """`upstream` has given the version up."""
         with self._changed:
-            if arrival.state is State.ARRIVING and arrival.upstream == upstream:
-                self._abandon(arrival)
-                self._changed.notify_all()
-
-    def current(self, version: int) -> Arrival | None:
-        """The arrival of a version, if that is what is arriving."""
-        with self._changed:
-            arrival = self._arrival
-            return arrival if arrival is not None and arrival.offer.version == version else None
+            if arrival.state is State.ARRIVING and arrival.is_brought_by(part, upstream):
+                self._abandon()
 
     def close(self) -> None:
         """Give up what is arriving and wake everybody."""
         with self._changed:
             self._closed = True
-            if self._arrival is not None and self._arrival.state is State.ARRIVING:
-                self._abandon(self._arrival)
-            self._arrival = None  # its buffer is a view that would hold the segment's memory
+            self._abandon()
             self._changed.notify_all()
 
-    def _abandon(self, arrival: Arrival) -> None:
-        arrival.state = State.ABANDONED
-        self.shelf.abandon(arrival.slot)
+    def _begin(self, offer: Offer, state: State) -> Arrival:
+        self.shelf.prepare(offer.num_bytes, offer.fingerprint)
+        self._abandon()
+        self._arrival = Arrival(offer, self.shelf.begin(offer.version, offer.step), state)
+        return self._arrival
+
+    def _abandon(self) -> None:
+        if self._arrival is not None and self._arrival.is_open:
+            self._arrival.state = State.ABANDONED
+            self.shelf.abandon(self._arrival.slot)
+            self._changed.notify_all()
+        self._arrival = None  # its buffer is a view that would hold the segment's memory
 
     # ------------------------------------------------------------------------------------------------- going out
 
@@ -167,50 +143,49 @@ class Desk:
             found = None if self._closed else self._find(above)
         return None if found is None else SlotCargo(self, segment, found)
 
-    def _find(self, above: int) -> "Arrival | Held | None":
-        arrival, newest = self._arrival, self.shelf.newest_held()
-        if arrival is not None and arrival.state is State.ARRIVING and arrival.offer.version > above:
-            return arrival
-        return newest if newest is not None and newest.version > above else None
-
     def wait_arrived(self, arrival: Arrival, beyond: int, timeout_s: float) -> int:
         """Bytes of an arrival in place; waits up to `timeout_s` for more than `beyond`, or for its end."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: arrival.arrived > beyond or arrival.state is not State.ARRIVING or self._closed, timeout_s
-            )
+            self._changed.wait_for(lambda: arrival.arrived > beyond or not arrival.is_open or self._closed, timeout_s)
             return arrival.arrived
 
     def wait_digest(self, arrival: Arrival, timeout_s: float) -> str | None:
         """The digest of an arrival; waits up to `timeout_s` for its end."""
         with self._changed:
-            self._changed.wait_for(lambda: arrival.state is not State.ARRIVING or self._closed, timeout_s)
+            self._changed.wait_for(lambda: not arrival.is_open or self._closed, timeout_s)
             return arrival.digest or None
+
+    def _find(self, above: int) -> Arrival | Held | None:
+        arrival, newest = self._arrival, self.shelf.newest_held()
+        if arrival is not None and arrival.state is State.ARRIVING and arrival.offer.version > above:
+            return arrival
+        return newest if newest is not None and newest.version > above else None
 
 
 class SlotCargo:
-    """A version in a slot, on its way to somebody else; leased as soon as it is complete."""
+    """A whole version in a slot, on its way to somebody else; leased as soon as it is complete."""
 
     def __init__(self, desk: Desk, segment: Segment, found: Arrival | Held) -> None:
         self._desk = desk
         self._segment = segment
-        self._arrival = found if isinstance(found, Arrival) else None
-        self._slot = found.slot.slot if isinstance(found, Arrival) else found.slot
-        self._generations: Sequence[int]
-        if isinstance(found, Arrival):
-            self.offer = found.offer
-            self._generations = (found.slot.generation, found.slot.generation + 1)
-        else:
-            self.offer = Offer(found.version, found.step, segment.slot_bytes, desk.shelf.fingerprint)
-            self._generations = (found.generation,)
-        self._held_digest = found.digest
-        self.buffer: np.ndarray = segment.slot(self._slot)
         self._is_leased = False
+        self._held_digest = found.digest
+        if isinstance(found, Arrival):
+            self._arrival, self._slot = found, found.slot.slot
+            self._generations = (found.slot.generation, found.slot.generation + 1)
+            self.offer = Offer(found.offer.version, found.offer.step, found.offer.num_bytes, found.offer.fingerprint)
+        else:
+            self._arrival, self._slot, self._generations = None, found.slot, (found.generation,)
+            self.offer = Offer(found.version, found.step, segment.slot_bytes, desk.shelf.fingerprint)
+        self._buffer = segment.slot(self._slot)
+
+    def view(self, at: int, start: int, end: int) -> np.ndarray:
+        """Bytes of the slot."""
+        return self._buffer[start:end]
 
     def arrived(self, beyond: int, timeout_s: float) -> int:
         """Bytes in place."""
         if self._arrival is None:
-            self._lease()
             return self.offer.num_bytes
         return self._desk.wait_arrived(self._arrival, beyond, timeout_s)
 
@@ -224,8 +199,9 @@ class SlotCargo:
         """False once the slot holds something else."""
         if self._arrival is not None and self._arrival.state is State.ABANDONED:
             return False
-        if self._arrival is not None and self._arrival.state is State.COMPLETE:
-            self._lease()
+        is_complete = self._arrival is None or self._arrival.state is State.COMPLETE
+        if is_complete and not self._is_leased:
+            self._is_leased = self._segment.take(self._slot, Hold.LEASE)
         return self._desk.shelf.generation(self._slot) in self._generations
 
     def close(self) -> None:
@@ -233,6 +209,3 @@ class SlotCargo:
         if self._is_leased:
             self._segment.give_back(self._slot, Hold.LEASE)
             self._is_leased = False
-
-    def _lease(self) -> None:
-        self._is_leased = self._is_leased or self._segment.take(self._slot, Hold.LEASE)

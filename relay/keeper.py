@@ -24,19 +24,15 @@ from ..comm.messages import (
 )  # fmt: skip
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
+from .arrival import Arrival, State
 from .carrier import Feeder, take_versions
 from .chain import Chain
-from .desk import Arrival, Desk
-from .layout import digest_of_ranges
+from .desk import Desk
+from .push import remote_backend
 from .wire import SILENCE_S, Offer
 
 _log = logging.getLogger(__name__)
 _PUSH = "actor"  # all ranks of the trainer bring one version together
-
-
-def remote_backend(settings: CommSettings) -> str:
-    """The back end of links between hosts under these settings."""
-    return settings.link if settings.link in ("gloo", "nccl") else "tcp"
 
 
 class WeightKeeper:
@@ -51,7 +47,6 @@ class WeightKeeper:
         self._feeder = Feeder(self.desk, segment.path, self._stop)
         self._carriers: list[threading.Thread] = []
         self._links: list[Link] = []
-        self._answer_to: dict[int, set[str]] = {}
         self._letters = threading.Thread(target=self._read_letters, name=f"{fleet.name} keeper", daemon=True)
         self._letters.start()
         self._chain = Chain(fleet, self.desk, segment.path, remote_backend(settings))
@@ -99,39 +94,47 @@ class WeightKeeper:
     # ---------------------------------------------------------------------------------- pushes through shared memory
 
     def _grant(self, sender: str, wanted: SlotWanted) -> None:
-        offer = Offer(wanted.version, wanted.step, wanted.num_bytes, wanted.fingerprint, wanted.num_parts)
         try:
-            arrival = self.desk.open(offer, _PUSH)
+            if wanted.version < 0:
+                arrival = self.desk.reserve(wanted.num_bytes, wanted.fingerprint)
+            else:
+                opened = self.desk.open(_offer(wanted), _PUSH)
+                arrival = opened[0] if opened else None
         except WrongDigest as error:
             self._mailbox.send(sender, PushEnded(wanted.version, str(error)))
             return
         if arrival is None:
-            self._mailbox.send(sender, PushEnded(wanted.version, "a newer version is here or on its way"))
+            self._mailbox.send(sender, PushEnded(wanted.version, "a version as new is here or on its way"))
         else:
-            self._mailbox.send(sender, SlotGranted(wanted.version, arrival.slot.slot))
+            self._mailbox.send(sender, SlotGranted(wanted.version, arrival.slot.slot, arrival.slot.generation))
 
     def _check(self, sender: str, filled: PartFilled) -> None:
-        """Check one part's digest; the last part makes the version visible."""
-        arrival = self.desk.current(filled.version)
+        """Check one part's digest; the last right part makes the version visible."""
+        offer = _offer(filled.wanted)
+        arrival = self.desk.bind(offer, _PUSH, filled.generation)
         if arrival is None:
-            self._mailbox.send(sender, PushEnded(filled.version, "it was superseded"))
-            return
-        if digest_of_ranges(arrival.buffer, filled.ranges) != filled.digest:
-            self.desk.num_wrong += 1
-            self._mailbox.send(sender, PushEnded(filled.version, "its digest is wrong"))
-            return
-        if self.desk.add_part(arrival, filled.part):
-            self._told(arrival)
-        self._mailbox.send(sender, PushEnded(filled.version))
+            refusal = "the slot was taken back"
+        elif not self._advance_and_finish(arrival, offer, filled.digest):
+            refusal = "its bytes have not the digest announced"
+        else:
+            refusal = ""
+        self._mailbox.send(sender, PushEnded(offer.version, refusal))
 
-    def _told(self, arrival: Arrival) -> None:
-        self._mailbox.send("hub", VersionComplete(arrival.offer.version, arrival.offer.step, arrival.digest))
+    def _advance_and_finish(self, arrival: Arrival, offer: Offer, digest: str) -> bool:
+        self.desk.advance(arrival, offer.part, _PUSH, offer.ranges.num_bytes)
+        is_right = self.desk.finish(arrival, offer.part, digest)
+        self._tell(arrival)
+        return is_right
+
+    def _tell(self, arrival: Arrival) -> None:
+        if arrival.state is State.COMPLETE:
+            self._mailbox.send("hub", VersionComplete(arrival.offer.version, arrival.offer.step, arrival.digest))
 
     # ------------------------------------------------------------------------------------------- transfers over links
 
     def _take(self, link: Link, sender: str) -> None:
         comes_from_actor = sender.startswith("actor")
-        take_versions(link, self.desk, sender, self._stop.is_set, self._told if comes_from_actor else lambda _: None)
+        take_versions(link, self.desk, sender, self._stop.is_set, self._tell if comes_from_actor else lambda _: None)
 
     def _carry(self, name: str, end: int, backend: str, work: Callable[[Link], None]) -> None:
         try:
@@ -153,3 +156,9 @@ class WeightKeeper:
         thread = threading.Thread(target=work, name=f"{self._fleet.name} {what}", daemon=True)
         self._carriers.append(thread)
         thread.start()
+
+
+def _offer(wanted: SlotWanted) -> Offer:
+    return Offer(
+        wanted.version, wanted.step, wanted.num_bytes, wanted.fingerprint, wanted.num_parts, wanted.part, wanted.spans
+    )

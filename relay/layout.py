@@ -81,17 +81,10 @@ class Layout:
         views = {e.name: flat[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape) for e in self.entries}
         return views | {alias: views[name] for alias, name in self.aliases.items()}
 
-    @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
         """Cast and copy all tensors to their places in the buffer. Raises `KeyError` for a missing one."""
-        views = self.views(buffer)
         for entry in self.entries:
-            tensor = tensors[entry.name].detach()
-            if tensor.dtype == entry.dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
-                source = tensor.reshape(-1).view(torch.uint8).numpy()
-                np.copyto(buffer[entry.offset : entry.offset + entry.num_bytes], source)  # twice as fast as `copy_`
-            else:
-                views[entry.name].copy_(tensor, non_blocking=True)
+            write_tensor(tensors[entry.name], buffer[entry.offset : entry.offset + entry.num_bytes], entry.dtype)
         if any(tensors[entry.name].is_cuda for entry in self.entries):
             torch.cuda.synchronize()
 
@@ -101,6 +94,22 @@ class Layout:
             raise WrongDigest(
                 f"{whom} serves weights of another layout: is `model.path` or `model.dtype` not the same?"
             )
+
+
+@torch.no_grad()
+def write_tensor(tensor: Tensor, buffer: np.ndarray, dtype: torch.dtype) -> None:
+    """Cast and copy one tensor into its bytes; from a GPU the copy may still be under way afterwards."""
+    if tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
+        source = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        np.copyto(buffer, source)  # twice as fast as `copy_`
+    else:
+        torch.from_numpy(buffer).view(dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the shard of a DTensor, else all of it."""
+    # Asking for the type would load torch.distributed.tensor, a second of each process's start.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def grid(num_bytes: int) -> range:
@@ -129,6 +138,7 @@ def digest_of_ranges(buffer: np.ndarray, ranges: Iterable[tuple[int, int]]) -> s
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    local = local_tensor(tensor)
+    if local.device.type == "meta" or local.numel() == 0:
         return (id(tensor),)
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (local.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -9,14 +9,16 @@ Header words: layout fingerprint, newest slot + 1, then for each slot generation
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..comm.errors import HeadraceError, WrongDigest
 from ..comm.segment import Hold, Segment
+
+T = TypeVar("T")
 
 NUM_SLOTS = 3
 LEASE_S = 2.0
@@ -169,15 +171,19 @@ class Shelf:
 
         What is returned was whole: a slot that was written during the copy is read again. Never waits for a writer.
         """
+        return self.read_by(lambda source: np.copyto(into, source), version)[0]
+
+    def read_by(self, copy: Callable[[np.ndarray], T], version: int | None = None) -> tuple[Held, T]:
+        """The same with a way to copy of the caller's own; returns what that returned besides."""
         while (held := self.find(version)) is not None:
             is_leased = self.segment.take(held.slot, Hold.LEASE)
             try:
-                np.copyto(into, self.segment.slot(held.slot))
+                result = copy(self.segment.slot(held.slot))
             finally:
                 if is_leased:
                     self.segment.give_back(held.slot, Hold.LEASE)
             if self.is_still(held):
-                return held
+                return held, result
             self.num_torn += 1
         raise NothingReadable("no version yet" if version is None else f"version {version} is not held")
 

@@ -2,38 +2,36 @@
 
 `WeightPublisher.publish` returns after one copy into host memory; a thread does the rest, so no relay can stall the trainer.
 If a version is published before the one before it has begun to leave, the newer takes its place; one that has begun to
-leave is finished first. `WeightReader` reads a relay's segment where they share the host; elsewhere the relay feeds it, and
-versions are staged in memory of its own while the generator goes on.
+leave is finished first. `WeightReader` reads a relay's segment where they share the host; elsewhere the relay feeds it.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from ..comm.errors import HeadraceError, LinkBroken, PeerGone, WaitTimeout, WrongDigest
+from ..comm.errors import LinkBroken, PeerGone, WaitTimeout, WrongDigest
 from ..comm.fleet import Fleet, Member
-from ..comm.links import Link
-from ..comm.messages import FeedWanted, PartFilled, PushEnded, SlotGranted, SlotWanted
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
-from .carrier import take_versions
-from .chain import chain_order, dial
-from .desk import Desk
-from .keeper import remote_backend
-from .layout import Layout, digest_of_ranges
-from .versions import Held, Shelf
-from .wire import IDLE_S, SILENCE_S, Offer, send_cargo, send_idle
+from .chain import chain_order
+from .feed import Feed
+from .layout import Layout, chunk_digest, grid, join_digests
+from .parts import Part
+from .push import LinkPush, Parcel, ShmPush, is_shared, open_push
+from .versions import Shelf
+from .wire import IDLE_S, Offer
 
 _log = logging.getLogger(__name__)
-_REPEAT_S = 1.0  # a request for a slot is repeated until answered: the relay may have come back meanwhile
 _CLOSE_S = 15.0
+_HASHED_BYTES = 16 << 20
+"""Bytes copied before their digests are begun on another core."""
 
 
 class Receipt(NamedTuple):
@@ -44,59 +42,37 @@ class Receipt(NamedTuple):
     digest: str
 
 
-@dataclass(slots=True)
-class _Parcel:
-    """A published version in host memory of this process, complete from the start."""
-
-    offer: Offer
-    buffer: np.ndarray
-    computed: str = ""
-
-    def arrived(self, beyond: int, timeout_s: float) -> int:
-        """All of it."""
-        return self.offer.num_bytes
-
-    def digest(self, timeout_s: float) -> str:
-        """Computed when it is first asked for."""
-        self.computed = self.computed or digest_of_ranges(self.buffer, [(0, self.buffer.nbytes)])
-        return self.computed
-
-    def is_still(self) -> bool:
-        """It stays until it was sent."""
-        return True
-
-
 class WeightPublisher:
-    """The trainer's end: hands versions over to a thread, which pushes them to the head of the relays' chain."""
+    """The trainer's end: hands versions over to a thread, which pushes them to the head of the relays' chain.
 
-    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings) -> None:
+    With several actor ranks each has a publisher of its `part`, and all publish the same versions.
+    """
+
+    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: Part | None = None) -> None:
         self.layout = layout
         self.num_superseded = 0
         """Versions that were never sent because a newer one was published first."""
+        self._part = part or Part.whole(layout)
         self._fleet = fleet
         self._settings = settings
         self._mailbox = fleet.post.open(f"{fleet.name}/weights")
         self._changed = threading.Condition()
-        self._spare = [np.zeros(layout.num_bytes, np.uint8)]
-        self._waiting: _Parcel | None = None
+        self._spare: list[np.ndarray] = []
+        self._waiting: Parcel | None = None
         self._is_sending = False
+        self._is_slot_out = False
+        """A version is being written into a claimed slot, or waits there: nobody may claim the slot again."""
         self._closed = False
-        self._link: tuple[Member, Link] | None = None
+        self._way: ShmPush | LinkPush | None = None
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} publisher", daemon=True)
         self._thread.start()
 
     def publish(self, version: int, step: int, tensors: Mapping[str, Tensor]) -> Receipt:
         """Copy the tensors (cast to the layout's dtype) and return; the copy is the trainer's whole stall."""
+        parcel = self._parcel(version, step)
+        self._part.write(tensors, parcel.buffer)
         with self._changed:
-            assert not self._closed, "the publisher is closed"
-            if self._waiting is not None:  # it has not begun to leave: the newer takes its place
-                self._spare.append(self._waiting.buffer)
-                self._waiting = None
-                self.num_superseded += 1
-            buffer = self._spare.pop() if self._spare else np.zeros(self.layout.num_bytes, np.uint8)
-        self.layout.write(tensors, buffer)
-        with self._changed:
-            self._waiting = _Parcel(Offer(version, step, self.layout.num_bytes, self.layout.fingerprint), buffer)
+            self._waiting = parcel
             self._changed.notify_all()
         return Receipt(version, step, "")
 
@@ -111,32 +87,58 @@ class WeightPublisher:
         self._thread.join(_CLOSE_S)
         self._mailbox.close()
 
+    def _parcel(self, version: int, step: int) -> Parcel:
+        """Where the next version is written: the slot claimed for it, else memory of this process."""
+        layout, spans = self.layout, () if self._part.num_parts == 1 else self._part.ranges.spans
+        offer = Offer(
+            version, step, layout.num_bytes, layout.fingerprint, self._part.num_parts, self._part.index, spans
+        )
+        with self._changed:
+            assert not self._closed, "the publisher is closed"
+            if self._waiting is not None:
+                superseded, self._waiting = self._waiting, None
+                self.num_superseded += 1
+                if superseded.is_in_slot:
+                    return Parcel(offer, self._part, superseded.buffer, superseded.claim, is_in_slot=True)
+                self._spare.append(superseded.buffer)
+            if self._way is not None and (claim := self._way.claimed()) is not None:
+                self._is_slot_out = True
+                return Parcel(offer, self._part, self._way.slot(claim), claim, is_in_slot=True)
+            buffer = self._spare.pop() if self._spare else np.zeros(self._part.num_bytes, np.uint8)
+            return Parcel(offer, self._part, buffer)
+
     def _relays(self) -> list[Member]:
         return chain_order(self._fleet.living("relay", having="segment"))
 
     def _run(self) -> None:
         """Push what was published. Waits for `publish`, then for a relay; woken by `publish`, `close` and letters."""
-        while not self._closed:
+        while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._closed, IDLE_S)
+                if self._waiting is None and self._closed:
+                    break
                 parcel, self._waiting = self._waiting, None
                 self._is_sending = parcel is not None
-            if parcel is None:
-                self._keep_alive()
-                continue
-            self._push(parcel)
-            with self._changed:
-                self._spare.append(parcel.buffer)
-                self._is_sending = False
-                self._changed.notify_all()
-        self._drop_link()
+                if parcel is not None and not parcel.is_in_slot and self._way is not None:
+                    # Nobody else may write into the claimed slot from here on, so it is this parcel's.
+                    parcel.claim = self._way.claimed()
+            if parcel is not None:
+                self._push(parcel)
+                with self._changed:
+                    if parcel.is_in_slot:
+                        self._is_slot_out = False
+                    else:
+                        self._spare.append(parcel.buffer)
+                    self._is_sending = False
+                    self._changed.notify_all()
+            self._prepare()
+        self._drop_way()
 
-    def _push(self, parcel: _Parcel) -> None:
+    def _push(self, parcel: Parcel) -> None:
         """Bring one version to a relay, whichever takes it first; given up only for a newer one or at the close."""
         shunned: set[tuple[str, int]] = set()
         while not self._closed:
-            relays = self._relays()
-            relay = next((m for m in relays if (m.name, m.incarnation) not in shunned), None)
+            relay = next((m for m in self._relays() if (m.name, m.incarnation) not in shunned), None)
             if relay is None:
                 shunned.clear()
                 if self._waiting is not None:
@@ -145,72 +147,39 @@ class WeightPublisher:
                 time.sleep(0.05)
                 continue
             try:
-                self._push_to(relay, parcel)
+                self._way_to(relay).push(parcel)
                 return
             except (LinkBroken, PeerGone, WaitTimeout) as error:
                 _log.warning("version %d did not reach %s: %s", parcel.offer.version, relay.name, error)
                 shunned.add((relay.name, relay.incarnation))
+                self._drop_way()
+                parcel = parcel.moved()  # the slot lies with the relay that is gone
 
-    def _push_to(self, relay: Member, parcel: _Parcel) -> None:
-        if (segment := shared_segment(relay, self._fleet, self._settings)) is not None:
-            try:
-                self._write(relay, segment, parcel)
-            finally:
-                segment.close()
-            return
-        if self._link is None or self._link[0] != relay:
-            self._drop_link()
-            backend = remote_backend(self._settings)
-            self._link = relay, dial(self._fleet, self._mailbox, relay.name, backend, SILENCE_S)
+    def _prepare(self) -> None:
+        """Between two versions: keep the way to the head of the chain open, and its next slot claimed."""
+        relays = self._relays()
         try:
-            send_cargo(self._link[1], parcel, SILENCE_S)
-        except LinkBroken:
-            self._drop_link()
-            raise
+            if relays:
+                way = self._way_to(relays[0])
+                way.keep_alive()
+                if not self._is_slot_out:
+                    way.claim_ahead(self._part)
+        except (LinkBroken, PeerGone, WaitTimeout) as error:
+            _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, error)
+            self._drop_way()
 
-    def _write(self, relay: Member, segment: Segment, parcel: _Parcel) -> None:
-        """Through shared memory: ask for the slot, write it, have it checked."""
-        offer = parcel.offer
-        wanted = SlotWanted(offer.version, offer.step, offer.num_bytes, offer.fingerprint, num_parts=1)
-        answer = self._ask(relay, wanted, offer.version)
-        if isinstance(answer, SlotGranted):
-            np.copyto(segment.slot(answer.slot), parcel.buffer)
-            filled = PartFilled(offer.version, 0, [(0, offer.num_bytes)], parcel.digest(0))
-            answer = self._ask(relay, filled, offer.version)
-        if isinstance(answer, PushEnded) and answer.refusal:
-            _log.warning("%s refused version %d: %s", relay.name, offer.version, answer.refusal)
+    def _way_to(self, relay: Member) -> ShmPush | LinkPush:
+        way = self._way
+        if way is None or (way.relay.name, way.relay.incarnation) != (relay.name, relay.incarnation):
+            self._drop_way()
+            self._way = way = open_push(relay, self._fleet, self._mailbox, self._settings)
+        return way
 
-    def _ask(self, relay: Member, question: SlotWanted | PartFilled, version: int) -> SlotGranted | PushEnded:
-        wanted = PushEnded if isinstance(question, PartFilled) else SlotGranted | PushEnded
-        with waiting(relay.name, f"its answer on version {version}", self._settings.deadline_s) as wait:
-            while not self._closed and relay.name in {m.name for m in self._relays()}:
-                self._mailbox.send(f"{relay.name}/weights", question)
-                until = time.monotonic() + _REPEAT_S
-                while (left := until - time.monotonic()) > 0:
-                    letter = self._mailbox.receive(min(left, 0.1))
-                    if letter is not None and isinstance(letter.message, wanted) and letter.message.version == version:
-                        return letter.message
-                wait.check()
-        raise PeerGone(f"{relay.name} is gone")
-
-    def _keep_alive(self) -> None:
-        if self._link is not None:
-            try:
-                send_idle(self._link[1], SILENCE_S)
-            except LinkBroken:
-                self._drop_link()
-
-    def _drop_link(self) -> None:
-        if self._link is not None:
-            self._link[1].close()
-            self._link = None
-
-
-def shared_segment(relay: Member, fleet: Fleet, settings: CommSettings) -> Segment | None:
-    """The relay's segment if it is to be used and lies on this host."""
-    if settings.link not in ("auto", "shm") or relay.host != fleet.me.host:
-        return None
-    return Segment.open(relay.info["segment"])
+    def _drop_way(self) -> None:
+        with self._changed:
+            if self._way is not None:
+                self._way.close()
+                self._way = None
 
 
 class WeightReader:
@@ -219,13 +188,14 @@ class WeightReader:
     def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings) -> None:
         self.layout = layout
         self._relay = fleet.nearest("relay", having="segment")
-        self._feed: _Feed | None = None
-        segment = shared_segment(self._relay, fleet, settings)
-        if segment is None:
-            segment = Segment.create_anonymous(f"{fleet.name} weights")
-            self._feed = _Feed(fleet, segment, settings)
-        self._segment = segment
-        self._shelf = Shelf(segment)
+        self._feed: Feed | None = None
+        if is_shared(self._relay, fleet, settings):
+            self._segment = Segment.open(self._relay.info["segment"])
+        else:
+            self._segment = Segment.create_anonymous(f"{fleet.name} weights")
+            self._feed = Feed(fleet, self._segment, settings)
+        self._shelf = Shelf(self._segment)
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix=f"{fleet.name} digest")
 
     def newest(self) -> int | None:
         """The newest complete version; None before the first. Two reads of memory."""
@@ -240,60 +210,29 @@ class WeightReader:
         with waiting(self._relay.name, "a first version", deadline_s) as wait:
             wait.until(lambda: self._shelf.newest() is not None)
         self.layout.check(self._shelf.fingerprint, self._relay.name)
-        held = Held(-1, -1, "", -1, -1)
         for _ in range(3):
-            held = self._shelf.read(into)
-            if self.layout.digest(into) == held.digest:
+            held, digest = self._shelf.read_by(lambda source: self._copy(source, into))
+            if digest == held.digest:
                 return Receipt(held.version, held.step, held.digest)
             _log.warning("version %d of %s has not its digest", held.version, self._relay.name)
-        raise WrongDigest(f"version {held.version} of {self._relay.name} does not have the digest {held.digest}")
+        raise WrongDigest(f"the bytes of {self._relay.name} have not the digest of the version that it shows")
 
     def close(self) -> None:
         """End the feed if there is one, and let go of the memory."""
         if self._feed is not None:
             self._feed.close()
+        self._hasher.shutdown()
         self._segment.close()
 
+    def _copy(self, source: np.ndarray, into: np.ndarray) -> str:
+        """Copy, and digest what was copied on another core meanwhile; returns the digest."""
+        chunks = []
+        for start in range(0, source.nbytes, _HASHED_BYTES):
+            end = min(start + _HASHED_BYTES, source.nbytes)
+            np.copyto(into[start:end], source[start:end])
+            chunks.append(self._hasher.submit(_chunk_digests, into, start, end))
+        return join_digests(digest for chunk in chunks for digest in chunk.result())
 
-class _Feed:
-    """Versions fed over a link into a segment of this process, by whichever relay is nearest and alive."""
 
-    def __init__(self, fleet: Fleet, segment: Segment, settings: CommSettings) -> None:
-        self._fleet = fleet
-        self._settings = settings
-        self._desk = Desk(segment)
-        self._mailbox = fleet.post.open(f"{fleet.name}/weights")
-        self._stop = threading.Event()
-        self._link: Link | None = None
-        self._thread = threading.Thread(target=self._run, name=f"{fleet.name} feed", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._link is not None:
-            self._link.close()
-        self._thread.join(2 * SILENCE_S)
-        self._desk.close()
-        self._mailbox.close()
-
-    def _run(self) -> None:
-        """Take in versions. Waits for a living relay and its link; woken by frames, and by the clock when it has none."""
-        while not self._stop.is_set():
-            relays = self._fleet.living("relay", having="segment")
-            if not relays:
-                self._stop.wait(self._settings.heartbeat_s)
-                continue
-            relay = relays[self._fleet.me.index % len(relays)]
-            name = f"{relay.name}>{self._fleet.name} {self._fleet.incarnation}.{time.monotonic_ns()}"
-            backend = remote_backend(self._settings)
-            try:
-                self._mailbox.send(f"{relay.name}/weights", FeedWanted(name, backend))
-                self._link = self._fleet.open_link(name, 0, SILENCE_S, backend)
-                take_versions(self._link, self._desk, relay.name, self._stop.is_set, lambda _: None)
-            except HeadraceError as error:
-                if not self._stop.is_set():
-                    _log.warning("%s: the feed from %s broke: %s", self._fleet.name, relay.name, error)
-            finally:
-                if self._link is not None:
-                    self._link.close()
+def _chunk_digests(buffer: np.ndarray, start: int, end: int) -> list[bytes]:
+    return [chunk_digest(buffer, start + at) for at in grid(end - start)]

@@ -19,12 +19,13 @@ import numpy as np
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
+from .parts import Ranges
 
 IDLE_S = 1.0
 SILENCE_S = 5.0
 PIECE_BYTES = 1 << 20
 """Most bytes of a data frame: the chunk by which a chain of relays is pipelined."""
-_MAX_STRUCT_BYTES = 1 << 16
+_MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
 _MAX_ATTEMPTS = 3
 
 
@@ -37,13 +38,28 @@ class Kind(IntEnum):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The sender has this version or is receiving it."""
+    """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
+
+    `spans` are the part's byte ranges in the layout; offsets count along them.
+    """
 
     version: int
     step: int
     num_bytes: int
     fingerprint: int
     num_parts: int = 1
+    part: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What the offers of all parts of one version have in common."""
+        return self.version, self.step, self.num_bytes, self.fingerprint, self.num_parts
+
+    @property
+    def ranges(self) -> Ranges:
+        """The part's byte ranges."""
+        return Ranges(self.spans or ((0, self.num_bytes),))
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +89,10 @@ class Cargo(Protocol):
     """A version to be sent, which may still be arriving."""
 
     offer: Offer
-    buffer: np.ndarray
+
+    def view(self, at: int, start: int, end: int) -> np.ndarray:
+        """The bytes from `at` of the part on, which are those of [start, end) of the layout."""
+        ...
 
     def arrived(self, beyond: int, timeout_s: float) -> int:
         """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
@@ -98,18 +117,8 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float) -> bool:
         at = receive_frame(link, Answer, deadline_s).offset
         if at < 0:
             return True
-        while at < cargo.offer.num_bytes:
-            ready = cargo.arrived(at, IDLE_S)
-            if not cargo.is_still():
-                send_frame(link, Trailer(""), deadline_s)
-                return False
-            if ready > at:
-                piece = cargo.buffer[at : min(ready, at + PIECE_BYTES)]
-                _send_header(link, Kind.DATA, piece.nbytes, deadline_s)
-                link.send(piece, deadline_s)
-                at += piece.nbytes
-            else:
-                send_idle(link, deadline_s)
+        if not _send_bytes(link, cargo, at, deadline_s):
+            return False
         while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
             send_idle(link, deadline_s)
         digest = digest if cargo.is_still() else ""
@@ -119,6 +128,19 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float) -> bool:
         if receive_frame(link, Verdict, deadline_s).is_right:
             return True
     raise LinkBroken(f"version {cargo.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
+
+
+def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float) -> bool:
+    for offset, start, end in cargo.offer.ranges.pieces(at, PIECE_BYTES):
+        while (ready := cargo.arrived(offset, IDLE_S)) < offset + end - start and cargo.is_still():
+            if ready <= offset:
+                send_idle(link, deadline_s)
+        if not cargo.is_still():
+            send_frame(link, Trailer(""), deadline_s)
+            return False
+        _send_header(link, Kind.DATA, end - start, deadline_s)
+        link.send(cargo.view(offset, start, end), deadline_s)
+    return True
 
 
 def send_idle(link: Link, deadline_s: float) -> None:

@@ -1,11 +1,14 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, Stop, decode, encode
+from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, SlotWanted, Stop, decode, encode
 
 
 def test_what_is_encoded_is_decoded():
-    for message in (Stop(reason="done"), PartFilled(7, 1, [(0, 64), (128, 256)], "ab" * 16)):
+    for message in (
+        Stop(reason="done"),
+        PartFilled(SlotWanted(7, 7, 256, 1, 2, 1, ((0, 64), (128, 256))), 3, "ab" * 16),
+    ):
         assert decode(encode(message)) == message
 
 

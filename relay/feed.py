@@ -1,0 +1,66 @@
+"""A reader on a host without a relay: versions are fed over a link into memory of its own while the generator goes on."""
+
+import logging
+import threading
+import time
+
+from ..comm.errors import HeadraceError
+from ..comm.fleet import Fleet
+from ..comm.links import Link
+from ..comm.messages import FeedWanted
+from ..comm.segment import Segment
+from ..comm.settings import CommSettings
+from .carrier import take_versions
+from .desk import Desk
+from .push import remote_backend
+from .wire import SILENCE_S
+
+_log = logging.getLogger(__name__)
+
+
+class Feed:
+    """Keeps a segment of this process filled by whichever relay is there."""
+
+    def __init__(self, fleet: Fleet, segment: Segment, settings: CommSettings) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._desk = Desk(segment)
+        self._mailbox = fleet.post.open(f"{fleet.name}/weights")
+        self._stop = threading.Event()
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name=f"{fleet.name} feed", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._link is not None:
+            self._link.close()
+        self._thread.join(2 * SILENCE_S)
+        self._desk.close()
+        self._mailbox.close()
+
+    def _run(self) -> None:
+        """Take in versions. Waits for a living relay and its link; woken by frames, and by the clock when it has none."""
+        turn = self._fleet.me.index
+        while not self._stop.is_set():
+            relays = self._fleet.living("relay", having="segment")
+            if not relays:
+                self._stop.wait(self._settings.heartbeat_s)
+                continue
+            try:
+                self._take_from(relays[turn % len(relays)].name)
+            except HeadraceError as error:
+                turn += 1  # another relay may be better off
+                if not self._stop.is_set():
+                    _log.warning("%s: its feed broke: %s", self._fleet.name, error)
+
+    def _take_from(self, relay: str) -> None:
+        name = f"{relay}>{self._fleet.name} {self._fleet.incarnation}.{time.monotonic_ns()}"
+        backend = remote_backend(self._settings)
+        self._mailbox.send(f"{relay}/weights", FeedWanted(name, backend))
+        self._link = self._fleet.open_link(name, 0, SILENCE_S, backend)
+        try:
+            take_versions(self._link, self._desk, relay, self._stop.is_set, lambda _: None)
+        finally:
+            self._link.close()

@@ -1,0 +1,199 @@
+"""How a published version gets from the trainer's host memory to a relay: through its segment, or over a link.
+
+Through shared memory the publisher holds a claim ahead: the slot that the next version is to be written into. The trainer
+then writes its tensors straight to where rollouts read them, and asks nobody while it does.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..comm.errors import PeerGone
+from ..comm.fleet import Fleet, Member
+from ..comm.mailbox import Mailbox
+from ..comm.messages import PartFilled, PushEnded, SlotGranted, SlotWanted
+from ..comm.segment import Segment
+from ..comm.settings import CommSettings
+from ..comm.waits import waiting
+from .chain import dial
+from .parts import Part
+from .versions import Shelf
+from .wire import SILENCE_S, Offer, send_cargo, send_idle
+
+_log = logging.getLogger(__name__)
+_REPEAT_S = 1.0  # a question is repeated until answered: the relay may have come back meanwhile
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A published version, or one rank's part of it, in memory of this process or in the slot that was claimed for it."""
+
+    offer: Offer
+    part: Part
+    buffer: np.ndarray
+    claim: SlotGranted | None = None
+    """The slot that is this parcel's already."""
+    is_in_slot: bool = False
+    """True if `buffer` is that slot; else it is still to be copied there."""
+    computed: str = ""
+
+    def moved(self) -> "Parcel":
+        """The parcel without its slot, in memory of this process."""
+        return Parcel(self.offer, self.part, self.buffer.copy()) if self.is_in_slot else replace(self, claim=None)
+
+    def view(self, at: int, start: int, end: int) -> np.ndarray:
+        """Bytes from `at` of the part on."""
+        return self.buffer[at : at + end - start]
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        """All of it."""
+        return self.part.num_bytes
+
+    def digest(self, timeout_s: float) -> str:
+        """Computed when it is first asked for."""
+        self.computed = self.computed or self.part.digest(self.buffer)
+        return self.computed
+
+    def is_still(self) -> bool:
+        """It stays until it was sent."""
+        return True
+
+
+class ShmPush:
+    """Pushes into the segment of a relay on this host."""
+
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> None:
+        self.relay = relay
+        self._fleet = fleet
+        self._mailbox = mailbox
+        self._deadline_s = settings.deadline_s
+        self._segment = Segment.open(relay.info["segment"])
+        self._shelf = Shelf(self._segment)
+        self._claim: SlotGranted | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def claim_ahead(self, part: Part) -> None:
+        """Ask for the slot of the next version; parts of several ranks meet in one slot, which none can claim alone."""
+        if part.num_parts == 1 and self._claim is None:
+            answer = self._ask(_wanted(Offer(-1, -1, part.layout.num_bytes, part.layout.fingerprint), part))
+            if isinstance(answer, SlotGranted):
+                self._segment.slot(answer.slot)  # maps the slots now, while nobody waits
+                with self._lock:
+                    self._claim = answer
+
+    def claimed(self) -> SlotGranted | None:
+        """The slot that was claimed, handed out once; None if there is none or the relay has taken it back."""
+        with self._lock:
+            claim, self._claim = self._claim, None
+            if claim is None or self._closed or self._shelf.generation(claim.slot) != claim.generation:
+                return None
+            return claim
+
+    def slot(self, claim: SlotGranted) -> np.ndarray:
+        """The memory that was claimed."""
+        return self._segment.slot(claim.slot)
+
+    def push(self, parcel: Parcel) -> None:
+        """Bring a parcel to the relay; returns when it has checked the bytes. Raises `PeerGone`, `WaitTimeout`."""
+        wanted = _wanted(parcel.offer, parcel.part)
+        answer = parcel.claim or self._ask(wanted)
+        if isinstance(answer, SlotGranted):
+            if not parcel.is_in_slot:
+                slot = self._segment.slot(answer.slot)
+                for at, start, end in parcel.offer.ranges.pieces(0, parcel.part.num_bytes):
+                    np.copyto(slot[start:end], parcel.view(at, start, end))
+            answer = self._ask(PartFilled(wanted, answer.generation, parcel.digest(0)))
+        if isinstance(answer, PushEnded) and answer.refusal:
+            if parcel.claim is not None:
+                self._push_again(parcel)
+            else:
+                _log.warning("%s refused version %d: %s", self.relay.name, parcel.offer.version, answer.refusal)
+
+    def keep_alive(self) -> None:
+        """Nothing to do: the kernel keeps shared memory."""
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        with self._lock:
+            self._closed, self._claim = True, None
+        self._segment.close()
+
+    def _push_again(self, parcel: Parcel) -> None:
+        """The slot written ahead is not this trainer's any more: save the bytes if they still stand there, then ask anew."""
+        saved = parcel.moved()
+        saved.computed = ""
+        if saved.digest(0) == parcel.computed:
+            self.push(saved)
+        else:
+            _log.warning("version %d was overwritten in its slot; the next one will follow", parcel.offer.version)
+
+    def _ask(self, question: SlotWanted | PartFilled) -> SlotGranted | PushEnded:
+        version = question.version if isinstance(question, SlotWanted) else question.wanted.version
+        kinds = SlotGranted | PushEnded if isinstance(question, SlotWanted) else PushEnded
+        identity = (self.relay.name, self.relay.incarnation)
+        with waiting(self.relay.name, f"its answer on version {version}", self._deadline_s) as wait:
+            while identity in {(m.name, m.incarnation) for m in self._fleet.living("relay")} and not self._closed:
+                self._mailbox.send(f"{self.relay.name}/weights", question)
+                until = time.monotonic() + _REPEAT_S
+                while (left := until - time.monotonic()) > 0:
+                    letter = self._mailbox.receive(min(left, 0.1))
+                    if letter is not None and isinstance(letter.message, kinds) and letter.message.version == version:
+                        return letter.message
+                wait.check()
+        raise PeerGone(f"{self.relay.name} is gone")
+
+
+class LinkPush:
+    """Pushes over a link to a relay anywhere."""
+
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, backend: str) -> None:
+        self.relay = relay
+        self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
+
+    def claim_ahead(self, part: Part) -> None:
+        """There is nothing to claim."""
+
+    def claimed(self) -> None:
+        """Nothing is claimed."""
+
+    def slot(self, claim: SlotGranted) -> np.ndarray:
+        """There is no slot."""
+        raise AssertionError("a link has no slots")
+
+    def push(self, parcel: Parcel) -> None:
+        """Send a parcel; returns when the relay has checked the bytes. Raises `LinkBroken`."""
+        send_cargo(self._link, parcel, SILENCE_S)
+
+    def keep_alive(self) -> None:
+        """Show the relay that this end is there. Raises `LinkBroken`."""
+        send_idle(self._link, SILENCE_S)
+
+    def close(self) -> None:
+        """End the link."""
+        self._link.close()
+
+
+def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> ShmPush | LinkPush:
+    """The way to a relay under these settings. Raises `PeerGone` or `LinkBroken`."""
+    if is_shared(relay, fleet, settings):
+        return ShmPush(relay, fleet, mailbox, settings)
+    return LinkPush(relay, fleet, mailbox, remote_backend(settings))
+
+
+def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
+    """Whether the relay's segment is to be used by a process of this host."""
+    return settings.link in ("auto", "shm") and relay.host == fleet.me.host
+
+
+def remote_backend(settings: CommSettings) -> str:
+    """The back end of links between hosts under these settings."""
+    return settings.link if settings.link in ("gloo", "nccl") else "tcp"
+
+
+def _wanted(offer: Offer, part: Part) -> SlotWanted:
+    spans = () if part.num_parts == 1 else offer.spans
+    return SlotWanted(offer.version, offer.step, offer.num_bytes, offer.fingerprint, part.num_parts, part.index, spans)
