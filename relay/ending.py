@@ -42,7 +42,7 @@ class Ending:
         rollouts = self._tell("rollout", Stop(status), gone)
         holdings = self._collect(Holding, rollouts)
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)
-        for missing in set(rollouts) - set(holdings):
+        for missing in hub.holders() - set(holdings):
             hub.lose(missing, "gone when the run ended")
         units = self._collect(UnitCount, self._tell("relay", CountRows(), gone))
         counted = sum(h.num_rows for h in holdings.values()) + sum(u.num_rows for u in units.values()) + self._wanted()

@@ -107,6 +107,10 @@ class Hub:
                 self.decide(ev.Returned(group=group.id, attempt=attempt, reason=reason))
         self.serve()
 
+    def holders(self) -> set[str]:
+        """Who holds a lease."""
+        return {g.rows[sample].holder for g in self.state.queued() for sample in g.samples(RowStatus.LEASED)}
+
     def _held_by(self, holder: str) -> list[Group]:
         leased = (RowStatus.LEASED,)
         return [g for g in self.state.queued() if any(g.rows[s].holder == holder for s in g.samples(*leased))]
