@@ -91,6 +91,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was is told, then the process ends
         return _fail(mailbox, recipe, role, error)
     finally:
+        threading.excepthook = threading.__excepthook__
         fleet.leave()
     return 0
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 from policies import tiny_policy
 
+from headrace.launch.run import main
+
 REWARD = "def reward(prompts, completions, completion_ids, **columns):\n    return [1.0] * len(completions)\n"
 
 
@@ -82,27 +84,28 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
 @pytest.mark.parametrize(
     ("settings", "spoil", "message"), [case[1:] for case in MISTAKES], ids=[c[0] for c in MISTAKES]
 )
-def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, settings, spoil, message):
+def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, settings, spoil, message, capsys):
     if spoil is not None:
         spoil(tmp_path)
     changed = words | {key: value.format(folder=tmp_path) for key, value in settings.items()}
-    done = call(str(tmp_path / "recipe.yaml"), *as_words(changed))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("headrace: error: ") and done.stderr.count("\n") == 1
-    assert message.format(folder=tmp_path) in done.stderr
+    assert main([str(tmp_path / "recipe.yaml"), *as_words(changed)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("headrace: error: ") and said.err.count("\n") == 1
+    assert message.format(folder=tmp_path) in said.err
 
 
-def test_a_missing_recipe_file_is_a_mistake():
+def test_a_mistake_ends_the_program_without_a_traceback():
     done = call("nowhere.yaml")
-    assert (done.returncode, done.stderr) == (2, "headrace: error: no recipe file 'nowhere.yaml'\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "headrace: error: no recipe file 'nowhere.yaml'\n"
 
 
-def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir: Path):
+def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir: Path, capsys):
     run_dir.mkdir()
     (run_dir / "journal.jsonl").touch()
-    done = call(*as_words(words))
-    assert done.returncode == 2
-    assert f"run.dir: {run_dir} holds a run already; set run.resume=auto" in done.stderr
+    assert main(as_words(words)) == 2
+    assert f"run.dir: {run_dir} holds a run already; set run.resume=auto" in capsys.readouterr().err
 
 
 def test_help_answers_within_a_second_and_without_torch():
