@@ -219,6 +219,7 @@ class SlotWanted(Message, frozen=True):
     With version -1 it asks ahead, for whatever it will publish next. `spans` are its byte ranges; none means all.
     """
 
+    question: int
     version: int
     step: int
     num_bytes: int
@@ -229,9 +230,9 @@ class SlotWanted(Message, frozen=True):
 
 
 class SlotGranted(Message, frozen=True):
-    """The relay's answer: `version` is to be written into `slot` of its segment, which has this generation."""
+    """The relay's answer: the version is to be written into `slot` of its segment, which has this generation."""
 
-    version: int
+    question: int
     slot: int
     generation: int
 
@@ -239,15 +240,16 @@ class SlotGranted(Message, frozen=True):
 class PartFilled(Message, frozen=True):
     """An actor rank has written what it asked the slot for; `digest` is over its part alone."""
 
+    question: int
     wanted: SlotWanted
     generation: int
     digest: str
 
 
 class PushEnded(Message, frozen=True):
-    """The relay has taken the part of `version`, or `refusal` says why it wants none of it."""
+    """The relay's answer: it has taken the part, or `refusal` says why it wants none of it."""
 
-    version: int
+    question: int
     refusal: str = ""
 
 

@@ -101,12 +101,12 @@ class WeightKeeper:
                 opened = self.desk.open(_offer(wanted), _PUSH)
                 arrival = opened[0] if opened else None
         except WrongDigest as error:
-            self._mailbox.send(sender, PushEnded(wanted.version, str(error)))
+            self._mailbox.send(sender, PushEnded(wanted.question, str(error)))
             return
         if arrival is None:
-            self._mailbox.send(sender, PushEnded(wanted.version, "a version as new is here or on its way"))
+            self._mailbox.send(sender, PushEnded(wanted.question, "a version as new is here or on its way"))
         else:
-            self._mailbox.send(sender, SlotGranted(wanted.version, arrival.slot.slot, arrival.slot.generation))
+            self._mailbox.send(sender, SlotGranted(wanted.question, arrival.slot.slot, arrival.slot.generation))
 
     def _check(self, sender: str, filled: PartFilled) -> None:
         """Check one part's digest; the last right part makes the version visible."""
@@ -118,7 +118,7 @@ class WeightKeeper:
             refusal = "its bytes have not the digest announced"
         else:
             refusal = ""
-        self._mailbox.send(sender, PushEnded(offer.version, refusal))
+        self._mailbox.send(sender, PushEnded(filled.question, refusal))
 
     def _advance_and_finish(self, arrival: Arrival, offer: Offer, digest: str) -> bool:
         self.desk.advance(arrival, offer.part, _PUSH, offer.ranges.num_bytes)

@@ -4,6 +4,7 @@ Through shared memory the publisher holds a claim ahead: the slot that the next 
 then writes its tensors straight to where rollouts read them, and asks nobody while it does.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -72,6 +73,8 @@ class ShmPush:
         self._deadline_s = settings.deadline_s
         self._segment = Segment.open(relay.info["segment"])
         self._shelf = Shelf(self._segment)
+        # Answers to an earlier incarnation of this process, or of the relay's, are still under way.
+        self._questions = itertools.count(time.monotonic_ns())
         self._claim: SlotGranted | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -79,9 +82,9 @@ class ShmPush:
     def claim_ahead(self, part: Part) -> None:
         """Ask for the slot of the next version; parts of several ranks meet in one slot, which none can claim alone."""
         if part.num_parts == 1 and self._claim is None:
-            answer = self._ask(_wanted(Offer(-1, -1, part.layout.num_bytes, part.layout.fingerprint), part))
+            answer = self._ask(self._wanted(Offer(-1, -1, part.layout.num_bytes, part.layout.fingerprint), part))
             if isinstance(answer, SlotGranted):
-                self._segment.slot(answer.slot)  # maps the slots now, while nobody waits
+                self._segment.slot(answer.slot)  # maps the slots now, while nobody waits for them
                 with self._lock:
                     self._claim = answer
 
@@ -99,14 +102,14 @@ class ShmPush:
 
     def push(self, parcel: Parcel) -> None:
         """Bring a parcel to the relay; returns when it has checked the bytes. Raises `PeerGone`, `WaitTimeout`."""
-        wanted = _wanted(parcel.offer, parcel.part)
+        wanted = self._wanted(parcel.offer, parcel.part)
         answer = parcel.claim or self._ask(wanted)
         if isinstance(answer, SlotGranted):
             if not parcel.is_in_slot:
                 slot = self._segment.slot(answer.slot)
                 for at, start, end in parcel.offer.ranges.pieces(0, parcel.part.num_bytes):
                     np.copyto(slot[start:end], parcel.view(at, start, end))
-            answer = self._ask(PartFilled(wanted, answer.generation, parcel.digest(0)))
+            answer = self._ask(PartFilled(next(self._questions), wanted, answer.generation, parcel.digest(0)))
         if isinstance(answer, PushEnded) and answer.refusal:
             if parcel.claim is not None:
                 self._push_again(parcel)
@@ -131,18 +134,21 @@ class ShmPush:
         else:
             _log.warning("version %d was overwritten in its slot; the next one will follow", parcel.offer.version)
 
+    def _wanted(self, offer: Offer, part: Part) -> SlotWanted:
+        what = (offer.version, offer.step, offer.num_bytes, offer.fingerprint)
+        return SlotWanted(next(self._questions), *what, part.num_parts, part.index, offer.spans)
+
     def _ask(self, question: SlotWanted | PartFilled) -> SlotGranted | PushEnded:
-        version = question.version if isinstance(question, SlotWanted) else question.wanted.version
-        kinds = SlotGranted | PushEnded if isinstance(question, SlotWanted) else PushEnded
         identity = (self.relay.name, self.relay.incarnation)
-        with waiting(self.relay.name, f"its answer on version {version}", self._deadline_s) as wait:
+        with waiting(self.relay.name, f"its answer to {type(question).__name__}", self._deadline_s) as wait:
             while identity in {(m.name, m.incarnation) for m in self._fleet.living("relay")} and not self._closed:
                 self._mailbox.send(f"{self.relay.name}/weights", question)
                 until = time.monotonic() + _REPEAT_S
                 while (left := until - time.monotonic()) > 0:
                     letter = self._mailbox.receive(min(left, 0.1))
-                    if letter is not None and isinstance(letter.message, kinds) and letter.message.version == version:
-                        return letter.message
+                    answer = letter.message if letter is not None else None
+                    if isinstance(answer, SlotGranted | PushEnded) and answer.question == question.question:
+                        return answer
                 wait.check()
         raise PeerGone(f"{self.relay.name} is gone")
 
@@ -192,8 +198,3 @@ def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
 def remote_backend(settings: CommSettings) -> str:
     """The back end of links between hosts under these settings."""
     return settings.link if settings.link in ("gloo", "nccl") else "tcp"
-
-
-def _wanted(offer: Offer, part: Part) -> SlotWanted:
-    spans = () if part.num_parts == 1 else offer.spans
-    return SlotWanted(offer.version, offer.step, offer.num_bytes, offer.fingerprint, part.num_parts, part.index, spans)

@@ -150,7 +150,7 @@ class WeightPublisher:
                 self._way_to(relay).push(parcel)
                 return
             except (LinkBroken, PeerGone, WaitTimeout) as error:
-                _log.warning("version %d did not reach %s: %s", parcel.offer.version, relay.name, error)
+                _log.warning("version %d did not reach %s: %s", parcel.offer.version, relay.name, str(error))
                 shunned.add((relay.name, relay.incarnation))
                 self._drop_way()
                 parcel = parcel.moved()  # the slot lies with the relay that is gone
@@ -165,7 +165,7 @@ class WeightPublisher:
                 if not self._is_slot_out:
                     way.claim_ahead(self._part)
         except (LinkBroken, PeerGone, WaitTimeout) as error:
-            _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, error)
+            _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
             self._drop_way()
 
     def _way_to(self, relay: Member) -> ShmPush | LinkPush:
