@@ -225,7 +225,8 @@ class Hub:
             self._hand_outs.clear()
 
     def _on_version_complete(self, sender: str, message: VersionComplete) -> None:
-        self.decide(ev.Published(version=message.version, step=message.step, digest=message.digest, relay=sender))
+        relay = sender.partition("/")[0]
+        self.decide(ev.Published(version=message.version, step=message.step, digest=message.digest, relay=relay))
 
     def _on_pulled(self, sender: str, message: Pulled) -> None:
         self.decide(ev.Received(version=message.version, digest=message.digest, holder=sender))

@@ -131,13 +131,13 @@ class Rollout:
 
     def take_leases(self, grant: LeaseGrant) -> None:
         """Start the groups of a grant, or give them back if this rollout has moved on since it asked."""
-        if not self.is_asking or grant.request != self.request.request:
-            if grant.request != self.request.request:
-                self.mailbox.send(
-                    "hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases])
-                )
+        if grant.request <= self.answered:
+            return  # the same answer again, to a question asked twice
+        self.answered = grant.request
+        self.is_asking = self.is_asking and grant.request != self.request.request
+        if grant.version != self.weights.version:
+            self.mailbox.send("hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases]))
             return
-        self.is_asking = False
         self.taken += len(grant.leases)
         for lease in grant.leases:
             self.start_group(lease)
