@@ -81,8 +81,9 @@ class Rollout:
         self.courier = Courier(self.mailbox, RowClient(relay.info["unit"]), relay.name)
         self.held: dict[int, Held] = {}
         self.is_stopped = False
-        self.request = LeaseRequest(0, -1, 0)
-        self.answered = 0
+        # Numbers start anew with each incarnation: an answer to an earlier one may still lie in the inbox.
+        self.request = LeaseRequest(fleet.incarnation << 32, -1, 0)
+        self.answered = self.request.request
         self.is_asking = False
         self.asked_at = 0.0
         self.taken = 0
