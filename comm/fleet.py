@@ -21,7 +21,7 @@ import msgspec
 from torch.distributed import DistError
 
 from .errors import StoreGone
-from .links import Link, MemoryLink, open_link
+from .links import Link, MemoryLink, open_link, paced
 from .mailbox import MemoryPost, Post, StorePost
 from .settings import CommSettings
 from .store import ROSTER, Store, connect_store
@@ -180,9 +180,9 @@ class StoreFleet(Fleet):
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         """One end of a link whose ends find each other on the store."""
-        return open_link(
-            backend, self.store_address, name, end, deadline_s, secret=self._secret, interface=self.settings.interface
-        )
+        interface = self.settings.interface
+        link = open_link(backend, self.store_address, name, end, deadline_s, secret=self._secret, interface=interface)
+        return paced(link, self.settings.pace)
 
     def leave(self) -> None:
         """Deliver what was sent, leave, end the threads."""
@@ -306,7 +306,7 @@ class MemoryFleet(Fleet):
             while f"{name}/{1 - end}/taken" not in self.town.link_ends:
                 wait.check()
                 self.town.lock.wait(wait.remaining_s)
-            return link
+            return paced(link, self.settings.pace)
 
     def vanish(self) -> None:
         """Be dead to the others without having left, as after SIGKILL."""

@@ -25,6 +25,7 @@ from .tcp_link import TcpLink
 from .waits import waiting
 
 _PIPE_BYTES = 64 << 20
+_CREDIT_S = 2e-3
 
 
 def open_link(
@@ -123,22 +124,21 @@ def _await(pipe: _Pipe, until: float, what: str) -> None:
 
 
 class PacedLink:
-    """A link held to `bytes_per_s` on its way out, by a token bucket: a slow network on a fast machine."""
+    """A link held to `bytes_per_s` on its way out: a slow network on a fast machine. Bytes arrive when the last has left."""
 
-    def __init__(self, link: Link, bytes_per_s: float, piece_bytes: int = 64 << 10) -> None:
+    def __init__(self, link: Link, bytes_per_s: float) -> None:
         self.backend = link.backend
         self._link = link
         self._bytes_per_s = bytes_per_s
-        self._piece_bytes = piece_bytes
         self._free_at = 0.0
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes, no faster than the pace."""
-        self._link.send(buffer, deadline_s)
         now = time.monotonic()
-        self._free_at = max(self._free_at, now) + buffer.nbytes / self._bytes_per_s
-        # Sleeping overshoots by up to a tenth of a millisecond; the bucket carries that over to the next piece.
-        time.sleep(max(0.0, self._free_at - now - 5e-4))
+        # Sleep overshoots; what a piece came too late, the next may make up for.
+        self._free_at = max(self._free_at, now - _CREDIT_S) + buffer.nbytes / self._bytes_per_s
+        time.sleep(max(0.0, self._free_at - now))
+        self._link.send(buffer, deadline_s)
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Fill the buffer."""
@@ -147,3 +147,8 @@ class PacedLink:
     def close(self) -> None:
         """End the link."""
         self._link.close()
+
+
+def paced(link: Link, bytes_per_s: float | None) -> Link:
+    """The link, held to a pace if there is one."""
+    return link if bytes_per_s is None else PacedLink(link, bytes_per_s)

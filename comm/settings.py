@@ -40,4 +40,6 @@ class CommSettings:
     deadline_s: float = 300.0
     """Seconds that a blocking wait may take before it ends the run with a message that names both sides."""
     link: str = "auto"
-    """How weights travel: auto (shared memory on one host, else nccl or gloo), shm, gloo or nccl."""
+    """How weights travel: auto (shared memory on one host, tcp elsewhere), shm, tcp, gloo or nccl."""
+    pace: float | None = None
+    """Bytes per second that a link may send at most; null for no bound."""

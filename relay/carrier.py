@@ -1,12 +1,14 @@
 """Carrying versions between a link and a desk: taking in what the other side offers, sending on what arrives here."""
 
 import threading
+import time
 from collections.abc import Callable
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
 from ..comm.segment import Segment
 from .arrival import Arrival
+from .chunks import chunk_bytes
 from .desk import Desk
 from .wire import (
     IDLE_S,
@@ -22,6 +24,9 @@ from .wire import (
     send_frame,
     send_idle,
 )  # fmt: skip
+
+START_S = 100e-6
+"""What a data frame costs besides its bytes, in seconds: headers, wake-ups and Python on both sides."""
 
 
 def take_versions(
@@ -72,6 +77,9 @@ class Feeder:
     """Sends each new version of a desk over one link, until the link breaks or `stop` is set."""
 
     def __init__(self, desk: Desk, segment_path: str, stop: threading.Event) -> None:
+        self.num_nodes = 2
+        """Nodes of the chain that this link is part of."""
+        self._byte_s = 1 / 2e9
         self._desk = desk
         self._path = segment_path
         self._stop = stop
@@ -86,8 +94,12 @@ class Feeder:
                     send_idle(link, SILENCE_S)
                     continue
                 try:
-                    if send_cargo(link, cargo, SILENCE_S):
+                    num_bytes, started = cargo.offer.num_bytes, time.monotonic()
+                    if send_cargo(
+                        link, cargo, SILENCE_S, chunk_bytes(self.num_nodes, num_bytes, self._byte_s, START_S)
+                    ):
                         sent = cargo.offer.version
+                        self._byte_s = (time.monotonic() - started) / max(num_bytes, 1)
                 finally:
                     cargo.close()
         finally:

@@ -80,6 +80,7 @@ class Chain:
 
     def _serve(self, successor: Member) -> None:
         identity = (successor.name, successor.incarnation)
+        self._feeder.num_nodes = 1 + len(chain_order(self._fleet.members("relay")))
         link = dial(self._fleet, self._mailbox, successor.name, self._backend, SILENCE_S)
         try:
             self._feeder.feed(link, lambda: (s := self.successor()) is not None and (s.name, s.incarnation) == identity)

@@ -25,6 +25,8 @@ class Desk:
         self.shelf = Shelf(segment)
         self.num_wrong = 0
         """Parts whose bytes were not those of their digest."""
+        self.num_resumed = 0
+        """Parts that went on in their middle, over another link than the one on which they had begun."""
         self._changed = threading.Condition()
         self._arrival: Arrival | None = None
         self._closed = False
@@ -45,6 +47,7 @@ class Desk:
             if arrival is None or arrival.state is not State.ARRIVING or arrival.offer.identity != offer.identity:
                 arrival = self._begin(offer, State.ARRIVING)
             at = arrival.take_over(offer, upstream)
+            self.num_resumed += at > 0
             self._changed.notify_all()
             return arrival, at
 

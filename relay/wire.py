@@ -24,7 +24,8 @@ from .parts import Ranges
 IDLE_S = 1.0
 SILENCE_S = 5.0
 PIECE_BYTES = 1 << 20
-"""Most bytes of a data frame: the chunk by which a chain of relays is pipelined."""
+"""Bytes of a data frame where nobody says otherwise."""
+_MAX_PIECE_BYTES = 32 << 20
 _MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
 _MAX_ATTEMPTS = 3
 
@@ -107,7 +108,7 @@ class Cargo(Protocol):
         ...
 
 
-def send_cargo(link: Link, cargo: Cargo, deadline_s: float) -> bool:
+def send_cargo(link: Link, cargo: Cargo, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
     """Offer a version and send what the receiver lacks; False if the version was given up on the way.
 
     Raises `LinkBroken`; `deadline_s` bounds each piece.
@@ -117,7 +118,7 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float) -> bool:
         at = receive_frame(link, Answer, deadline_s).offset
         if at < 0:
             return True
-        if not _send_bytes(link, cargo, at, deadline_s):
+        if not _send_bytes(link, cargo, at, deadline_s, piece_bytes):
             return False
         while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
             send_idle(link, deadline_s)
@@ -130,8 +131,8 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float) -> bool:
     raise LinkBroken(f"version {cargo.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
 
 
-def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float) -> bool:
-    for offset, start, end in cargo.offer.ranges.pieces(at, PIECE_BYTES):
+def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float, piece_bytes: int) -> bool:
+    for offset, start, end in cargo.offer.ranges.pieces(at, piece_bytes):
         while (ready := cargo.arrived(offset, IDLE_S)) < offset + end - start and cargo.is_still():
             if ready <= offset:
                 send_idle(link, deadline_s)
@@ -160,7 +161,7 @@ def receive_header(link: Link, deadline_s: float) -> tuple[Kind, int]:
     header = np.empty(16, np.uint8)
     link.receive(header, deadline_s)
     kind, num_bytes = header.view(np.int64).tolist()
-    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else PIECE_BYTES):
+    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else _MAX_PIECE_BYTES):
         raise LinkBroken(f"no frame begins with {kind}, {num_bytes}")
     return Kind(kind), num_bytes
 
