@@ -1,12 +1,16 @@
 """The end of a run as its user sees it: `summary.json` as a table."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .children import say
 from .seat import SUMMARY_FILE
+
+FILE_WIDTH = 160
+"""Columns where the output is no terminal, so that no line is broken."""
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -26,11 +30,11 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
         say(f"error: {summary.get('error') or 'the run failed'}")
     if "accounting" not in summary:
         return
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in summary_rows(summary):
         table.add_row(name, value)
     table.add_row("run folder", str(run_dir))
-    Console(soft_wrap=True).print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -60,4 +64,4 @@ def _histogram(counts: Mapping[str, int]) -> str:
     total = sum(counts.values())
     if not total:
         return "none"
-    return ", ".join(f"{key}: {100 * count / total:.0f} %" for key, count in counts.items())
+    return ", ".join(f"{key}: {100 * count / total:.1f} %" for key, count in counts.items())
