@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 
+from ..comm.errors import LinkBroken
 from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
 from .versions import Held, Shelf
@@ -31,16 +32,23 @@ class Desk:
         self._arrival: Arrival | None = None
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """True from `close` on."""
+        return self._closed
+
     # ------------------------------------------------------------------------------------------------- coming in
 
     def open(self, offer: Offer, upstream: str) -> tuple[Arrival, int] | None:
         """The place for what is offered and the offset to go on from, whoever brought it before; None if not wanted.
 
-        Raises `WrongDigest` for another layout than that of the versions held.
+        Raises `WrongDigest` for another layout than that of the versions held, `LinkBroken` when the desk is closed.
         """
         with self._changed:
+            if self._closed:
+                raise LinkBroken("this relay ends")
             newest, arrival = self.shelf.newest(), self._arrival
-            if self._closed or (newest is not None and newest >= offer.version):
+            if newest is not None and newest >= offer.version:
                 return None
             if arrival is not None and arrival.state is State.ARRIVING and arrival.offer.version > offer.version:
                 return None
@@ -115,10 +123,12 @@ class Desk:
                 self._abandon()
 
     def close(self) -> None:
-        """Give up what is arriving and wake everybody."""
+        """End here and wake everybody. To the next relay this is a broken link: what it has of an arrival stays good."""
         with self._changed:
             self._closed = True
-            self._abandon()
+            if self._arrival is not None and self._arrival.is_open:
+                self.shelf.abandon(self._arrival.slot)
+            self._arrival = None
             self._changed.notify_all()
 
     def _begin(self, offer: Offer, state: State) -> Arrival:
@@ -199,7 +209,9 @@ class SlotCargo:
         return self._desk.wait_digest(self._arrival, timeout_s)
 
     def is_still(self) -> bool:
-        """False once the slot holds something else."""
+        """False once the slot holds something else; raises `LinkBroken` when the desk is closed."""
+        if self._desk.is_closed:
+            raise LinkBroken("this relay ends")
         if self._arrival is not None and self._arrival.state is State.ABANDONED:
             return False
         is_complete = self._arrival is None or self._arrival.state is State.COMPLETE

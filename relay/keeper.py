@@ -100,7 +100,7 @@ class WeightKeeper:
             else:
                 opened = self.desk.open(_offer(wanted), _PUSH)
                 arrival = opened[0] if opened else None
-        except WrongDigest as error:
+        except (WrongDigest, LinkBroken) as error:
             self._mailbox.send(sender, PushEnded(wanted.question, str(error)))
             return
         if arrival is None:

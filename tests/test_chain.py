@@ -1,0 +1,129 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.comm.fleet import Member, MemoryFleet, MemoryTown
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.comm.waits import waiting
+from headrace.relay.chain import chain_order, successor_of
+from headrace.relay.chunks import best_num_chunks, chunk_bytes, push_seconds
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.weights import WeightPublisher
+
+
+def relay(index, incarnation=1, alive=True):
+    return Member(f"relay-{index}", "relay", index, incarnation, "here", 1, {}, alive)
+
+
+def test_relays_follow_each_other_by_index_and_those_that_came_back_join_at_the_tail():
+    members = [relay(2), relay(0, incarnation=2), relay(1), relay(3, alive=False)]
+    assert [m.index for m in chain_order(members)] == [1, 2, 0]
+
+
+def test_the_successor_is_the_next_that_lives_and_is_not_shunned():
+    members = [relay(index) for index in range(4)]
+    assert successor_of(members[0], members, {}, now=0.0) == members[1]
+    assert successor_of(members[0], members, {("relay-1", 1): 5.0}, now=0.0) == members[2]
+    assert successor_of(members[0], members, {("relay-1", 1): 5.0}, now=6.0) == members[1]
+    assert successor_of(members[0], [members[0], relay(1, alive=False), members[3]], {}, now=0.0) == members[3]
+    assert successor_of(members[3], members, {}, now=0.0) is None
+
+
+def test_the_best_number_of_chunks_is_best():
+    nodes, num_bytes, byte_s, start_s = 12, 1e9, 1 / 1e9, 1e-4
+    best = best_num_chunks(nodes, num_bytes, byte_s, start_s)
+    at_best = push_seconds(nodes, num_bytes, best, byte_s, start_s)
+    assert all(
+        at_best <= push_seconds(nodes, num_bytes, k, byte_s, start_s) for k in (best / 2, best - 1, best + 1, best * 2)
+    )
+    assert at_best < 1.15 * num_bytes * byte_s
+
+
+def test_the_papers_largest_case_comes_out():
+    """72B in bf16, 127 relays and the trainer's, at 90 GB/s effective: about 1.6 s."""
+    num_bytes, byte_s, start_s = 2 * 72e9, 1 / 90e9, 5e-6
+    best = best_num_chunks(128, num_bytes, byte_s, start_s)
+    assert push_seconds(128, num_bytes, best, byte_s, start_s) == pytest.approx(1.6, rel=0.05)
+
+
+def test_a_pair_needs_no_chunks_and_chunks_stay_within_what_links_carry_well():
+    assert chunk_bytes(2, 1 << 30, 1e-9, 1e-4) == 32 << 20
+    assert chunk_bytes(128, 1 << 20, 1e-9, 1e-6) == 64 << 10
+
+
+class Relays:
+    """A chain in memory, its links held to a pace, with an actor at its head."""
+
+    def __init__(self, count, pace):
+        self.settings = CommSettings(link="tcp", heartbeat_s=0.02, pace=pace)
+        self.town = MemoryTown()
+        tensors = {"w": torch.arange(1_000_000, dtype=torch.float32)}
+        self.layout = Layout.of(tensors, "float32")
+        self.tensors = tensors
+        self.segments = [Segment.create_anonymous() for _ in range(count)]
+        self.fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
+        self.keepers = [WeightKeeper(f, s, self.settings) for f, s in zip(self.fleets, self.segments, strict=True)]
+        self.publisher = WeightPublisher(self.join("actor", 0, {}), self.layout, self.settings)
+
+    def join(self, role, index, info):
+        return MemoryFleet.enter(self.town, role, index, info, self.settings)
+
+    def push(self, version, kill=None):
+        """Seconds until every relay holds the version; `kill` dies when a third of it has reached it."""
+        started = time.monotonic()
+        self.publisher.publish(version, version, {"w": self.tensors["w"] + version})
+        with waiting("the chain", f"version {version}", 20) as wait:
+            if kill is not None:
+                desk = self.keepers[kill].desk
+                third = self.layout.num_bytes // 3
+                wait.until(
+                    lambda: (a := desk._arrival) is not None and a.offer.version == version and a.arrived > third,
+                    0.0005,
+                )
+                self.fleets[kill].vanish()
+                self.keepers[kill].close()
+            left = [keeper for i, keeper in enumerate(self.keepers) if i != kill]
+            wait.until(lambda: all(keeper.newest == version for keeper in left), 0.0005)
+        return time.monotonic() - started
+
+    def bytes_at(self, index):
+        into = np.zeros(self.layout.num_bytes, np.uint8)
+        held = self.keepers[index].desk.shelf.read(into)
+        return held.version, self.layout.digest(into), held.digest
+
+    def close(self):
+        self.publisher.close()
+        for keeper in self.keepers:
+            keeper.close()
+        for segment in self.segments:
+            segment.close()
+
+
+def test_a_chain_is_hardly_slower_than_one_link():
+    pair, line = Relays(1, pace=20e6), Relays(4, pace=20e6)
+    pair.push(1), line.push(1)
+    one, four = min(pair.push(v) for v in (2, 3)), min(line.push(v) for v in (2, 3))
+    assert one > 0.18
+    assert four < 1.5 * one
+    pair.close()
+    line.close()
+
+
+@pytest.mark.parametrize("kill", [0, 1, 3])
+def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_bytes_nor_time(kill):
+    relays = Relays(4, pace=20e6)
+    relays.push(1)
+    unbroken = relays.push(2)
+    broken = relays.push(3, kill=kill)
+    survivors = [index for index in range(4) if index != kill]
+    states = [relays.bytes_at(index) for index in survivors]
+    assert {version for version, _, _ in states} == {3}
+    assert len({digest for _, *digests in states for digest in digests}) == 1
+    if kill in (0, 1):
+        assert sum(relays.keepers[index].desk.num_resumed for index in survivors) >= 1
+    assert broken < 1.5 * unbroken + 0.1
+    relays.close()
