@@ -1,4 +1,4 @@
-"""What can be said about a recipe before anything is started: every check raises `SettingError` with the setting to change."""
+"""What can be said about a recipe before anything is started; every check raises `SettingError`."""
 
 import ast
 import json
@@ -86,10 +86,10 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: PolicyFiles) -> li
     if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
         number = too_long[0]
         raise SettingError(
-            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room for a"
-            f" response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
-            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are like it. Shorten them, take a model with"
-            " a longer context, or set data.too_long=drop to leave them out"
+            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room"
+            f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
+            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are like it. Shorten them, take a model"
+            " with a longer context, or set data.too_long=drop to leave them out"
         )
     num_cut = sum(context - wanted < length < context for length in lengths.values())
     warnings = [f"data.too_long=drop leaves out {len(too_long)} of {len(prompts)} prompts"] if too_long else []

@@ -1,7 +1,7 @@
 """The recipe: every setting of a run, assembled from the settings of each floor, and how it is read.
 
-A recipe file is YAML; `key=value` words with dotted keys override it. Whatever is wrong with either is a `SettingError` that
-names the setting. The resolved recipe is saved as `config.yaml` in the run folder, from where each process reads it again.
+A recipe file is YAML; `key=value` words with dotted keys override it. Whatever is wrong with either is a `SettingError`
+that names the setting. The resolved recipe is saved as `config.yaml` in the run folder, where each process reads it.
 """
 
 import difflib
@@ -29,8 +29,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _AT_LEAST: dict[str, float] = {
     "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "run.steps": 1, "run.seed": 0,
     "batch.prompts_per_step": 1, "batch.samples_per_prompt": 1, "queue.capacity": 1, "queue.max_staleness": 0,
-    "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0, "sampling.min_p": 0,
-    "generator.max_running": 1, "rollout.batch_groups": 1, "reward.timeout_s": 0, "reward.workers": 1,
+    "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0,
+    "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "reward.timeout_s": 0, "reward.workers": 1,
     "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1, "optimizer.max_grad_norm": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01, "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
 }  # fmt: skip

@@ -41,7 +41,8 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     capacity = recipe.queue.capacity or 2 * prompts
     longest = prompts * samples * recipe.sampling.max_new_tokens
     bound = "by the queue's capacity alone" if recipe.queue.max_staleness is None else recipe.queue.max_staleness
-    yield f"{prompts} prompts x {samples} samples = {prompts * samples} trajectories a step, at most {longest:,} new tokens"
+    trajectories = prompts * samples
+    yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
     yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe)}"
     yield f"queue of {capacity} groups = {capacity * samples} trajectories; staleness bounded {bound}"
     running = recipe.roles.rollout * recipe.generator.max_running
@@ -68,7 +69,9 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     weights = policy.num_parameters * size
     cache = recipe.generator.max_running * policy.context * policy.kv_per_token * size
     actor = policy.num_parameters * _TRAINING_BYTES // recipe.roles.actor
-    yield f"{policy.num_parameters:,} parameters, {weights / 1e6:,.1f} MB as {recipe.model.dtype}; context {policy.context}"
+    parameters = f"{policy.num_parameters:,} parameters, {weights / 1e6:,.1f} MB as {recipe.model.dtype}"
+    yield f"{parameters}; context {policy.context} tokens"
     yield f"actor    {actor / 1e6:10,.1f} MB each for weights, gradients and moments, and activations on top"
-    yield f"relay    {_VERSIONS_IN_RELAY * weights / 1e6:10,.1f} MB each for {_VERSIONS_IN_RELAY} versions, and rows on top"
+    versions = _VERSIONS_IN_RELAY * weights
+    yield f"relay    {versions / 1e6:10,.1f} MB each for {_VERSIONS_IN_RELAY} versions, and rows on top"
     yield f"rollout  {(weights + cache) / 1e6:10,.1f} MB each, {cache / 1e6:,.1f} of it key-value cache at full context"

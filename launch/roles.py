@@ -1,4 +1,4 @@
-"""Who is who: from torchrun's ranks to roles, hosts and GPUs. Pure functions of numbers; every seat computes the same."""
+"""Who is who: from torchrun's ranks to roles, hosts and GPUs. Pure functions of numbers; all seats compute the same."""
 
 import shutil
 import subprocess
@@ -24,8 +24,11 @@ class Place:
 
 
 def assign(roles: RoleSettings, world_size: int, ranks_per_host: int) -> list[Place]:
-    """The place of each rank, `[world_size]`. Relays take the last ranks of the hosts, one per host first; the others are
-    actors, then rollouts, in rank order, so rank 0 is an actor. Raises `SettingError` if the counts do not fit."""
+    """The place of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
+
+    Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, in rank order, so
+    rank 0 is an actor.
+    """
     wanted = roles.actor + roles.relay + roles.rollout
     if wanted != world_size:
         raise SettingError(

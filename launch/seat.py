@@ -1,8 +1,8 @@
 """A seat: one rank as torchrun started it. It starts its role's process as a child, watches it, and sees it to its end.
 
-A seat never imports torch and does no work of its own, so nothing that a role does can take it down; torchrun, which would
-end the whole run for one dead rank, never hears of a rollout that died and came back. The first seat also starts the
-fleet's store, the lead relay's seat also the hub.
+A seat never imports torch and does no work of its own, so nothing that a role does can take it down; torchrun, which
+would end the whole run for one dead rank, never hears of a rollout that died and came back. The first seat also starts
+the fleet's store, the lead relay's seat also the hub.
 """
 
 import os
@@ -94,7 +94,7 @@ class Seat:
     def run(self) -> int:
         """Start the children and return the seat's exit code once all have ended.
 
-        Waits for signals alone: SIGCHLD when a child ended, SIGINT or SIGTERM to pass on; woken besides by the deadline.
+        Waits for signals alone: SIGCHLD when a child ended, SIGINT or SIGTERM to pass on; woken by the deadline too.
         """
         end_with_parent(signal.SIGTERM, os.getppid())
         block_signals()

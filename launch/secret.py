@@ -1,4 +1,4 @@
-"""The run's secret: keys the seals of letters and hand-shakes. From `HEADRACE_SECRET`, else a 0600 file in the run folder."""
+"""The run's secret, which keys the seals of letters and hand-shakes: `HEADRACE_SECRET`, or a file of the run folder."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""A small policy made on the spot: a Qwen3-shaped transformer and a tokenizer of single characters, in Hugging Face form.
+"""A small policy made on the spot, in Hugging Face form: a Qwen3-shaped transformer, a tokenizer of single characters.
 
 It is warmed up by imitation until it answers in the right form and is often wrong, which leaves something to gain.
 """
@@ -6,6 +6,7 @@ It is warmed up by imitation until it answers in the right form and is often wro
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -28,9 +29,9 @@ Example = tuple[str, str]
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """One token for each of `characters`, and nothing added around a text."""
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 

@@ -17,8 +17,8 @@ usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run]
   --dry-run   print roles, batch arithmetic, memory and the resolved recipe, and stop
   --help      print this page
 
-The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It ends with 0 when the run is
-done, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
+The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It ends with 0 when the run
+is done, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
 
 Settings (of the recipe file, or as KEY=VALUE):
 """

@@ -2,9 +2,9 @@
 
     python -m headrace.launch.worker --role rollout --index 1 --run runs/demo
 
-SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second ends
-the process at once. With `--failed TEXT` the process only reports that the role of that name died, on its seat's behalf.
-SIGUSR1 writes the stacks of all threads into the log.
+SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
+ends the process at once. SIGUSR1 writes the stacks of all threads into the log. With `--failed TEXT` the process only
+reports that the role of that name died, on its seat's behalf.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
     threading.excepthook = on_thread_death
     try:
         importlib.import_module(_MAINS[role], __package__).run(fleet, recipe)
-    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was is told, then the process ends
+    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was, it is told
         return _fail(mailbox, recipe, role, error)
     finally:
         threading.excepthook = threading.__excepthook__
@@ -97,7 +97,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
 
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
-    """Log an error of the role and tell who has to know; a rollout's crash is the seat's affair, which starts it again."""
+    """Log an error of the role and tell who has to know; a crashed rollout is only started again, by its seat."""
     if isinstance(error, SettingError):
         report(mailbox, recipe, role, str(error), exit_code=2)
         sys.stderr.write(f"{error}\n")
@@ -109,7 +109,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
 
 
 def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code: int) -> None:
-    """Tell the hub that the run fails; for the hub itself, write the summary in its place and tell everybody to stop."""
+    """Tell the hub that the run fails; in the hub's own place, write the summary and tell everybody to stop."""
     from ..comm.messages import Failed, Stop
     from ..relay.ending import write_summary
 
