@@ -30,9 +30,10 @@ _AT_LEAST: dict[str, float] = {
     "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "run.steps": 1, "run.seed": 0,
     "batch.prompts_per_step": 1, "batch.samples_per_prompt": 1, "queue.capacity": 1, "queue.max_staleness": 0,
     "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0,
-    "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "reward.timeout_s": 0, "reward.workers": 1,
-    "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1, "optimizer.max_grad_norm": 0,
-    "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01, "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
+    "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "reward.timeout_s": 0,
+    "reward.workers": 1, "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1,
+    "optimizer.max_grad_norm": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01,
+    "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
 }  # fmt: skip
 
 _AT_MOST: dict[str, float] = {"sampling.top_p": 1, "sampling.min_p": 1, "optimizer.beta1": 1, "optimizer.beta2": 1}

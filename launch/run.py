@@ -1,4 +1,4 @@
-"""The program. Without torchrun's environment it is the launcher: it checks the recipe, starts torchrun and tells how the
+"""The program. Without torchrun's environment it is the launcher: it checks the recipe, starts torchrun, tells how the
 run ended. Under torchrun it is a seat.
 
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run | --help]
