@@ -62,6 +62,9 @@ class WeightPublisher:
         """A version is being written into a claimed slot, or waits there: nobody may claim the slot again."""
         self._closed = False
         self._way: ShmPush | LinkPush | None = None
+        self._head = ("", 0)
+        """The relay that took the last version."""
+        self._last: Parcel | None = None
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} publisher", daemon=True)
         self._thread.start()
 
@@ -123,13 +126,14 @@ class WeightPublisher:
             if parcel is not None:
                 self._push(parcel)
                 with self._changed:
-                    if parcel.is_in_slot:
-                        self._is_slot_out = False
-                    else:
-                        self._spare.append(parcel.buffer)
+                    self._is_slot_out = self._is_slot_out and not parcel.is_in_slot
+                    if self._last is not None and not self._last.is_in_slot:
+                        self._spare.append(self._last.buffer)
+                    self._last = parcel
                     self._is_sending = False
                     self._changed.notify_all()
             self._prepare()
+        self._last = None
         self._drop_way()
 
     def _push(self, parcel: Parcel) -> None:
@@ -146,6 +150,7 @@ class WeightPublisher:
                 continue
             try:
                 self._way_to(relay).push(parcel)
+                self._head = (relay.name, relay.incarnation)
                 return
             except (LinkBroken, PeerGone, WaitTimeout) as error:
                 _log.warning("version %d did not reach %s: %s", parcel.offer.version, relay.name, str(error))
@@ -154,10 +159,15 @@ class WeightPublisher:
                 parcel = parcel.moved()  # the slot lies with the relay that is gone
 
     def _prepare(self) -> None:
-        """Between two versions: keep the way to the head of the chain open, and its next slot claimed."""
+        """Between two versions: keep the way to the head of the chain open, and its next slot claimed.
+
+        A new head may have missed what the one before had taken and not yet sent on, so it is brought the last version.
+        """
         relays = self._relays()
         try:
             if relays:
+                if self._last is not None and self._head != (relays[0].name, relays[0].incarnation):
+                    self._push(self._last.moved())
                 way = self._way_to(relays[0])
                 way.keep_alive()
                 if not self._is_slot_out:

@@ -234,3 +234,15 @@ def test_pulls_of_many_threads_during_pushes_are_whole():
     assert not failures
     assert len(set(pulls)) > 5
     town.close()
+
+
+def test_a_version_that_only_the_dead_head_had_is_brought_to_the_next():
+    town = Town(num_relays=2)
+    publisher = town.publisher()
+    town.relays[0]._chain.close()
+    publisher.publish(4, 4, weights(4))
+    assert until(lambda: town.relays[0].newest == 4)
+    assert town.relays[1].newest is None
+    town.fleets[0].vanish()
+    assert until(lambda: town.relays[1].newest == 4)
+    town.close()
