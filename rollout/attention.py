@@ -1,67 +1,19 @@
-"""Paged attention on CPU: chunks of prompts, and decoding straight on the page pool."""
+"""Paged decode attention on CPU: straight on the page pool, and the gathering reference."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..trainer.attention import PackedAttention, Rule, band, causal_attention, masked_attention
+from ..trainer.attention import Rule, masked_attention
+from ..trainer.attention_exact import NEVER, ROWS, attend_pages, merge_in_order
 from .batch import DecodeBatch
 from .kv_cache import KVCache
 
-NEVER = -1e30
-"""Added to a score that must not count; finite, so that a page without any valid token gives no NaN."""
-
-
-class Stretch(NamedTuple):
-    """Tokens [start, stop) of one sequence whose pages are `pages`."""
-
-    pages: list[int]
-    start: int
-    stop: int
-
-
-class PrefillAttention:
-    """Attention of chunks of several sequences, packed: each sees its sequence's cached tokens and itself, causally."""
-
-    def __init__(self, cache: KVCache, page_size: int, stretches: Sequence[Stretch], device: torch.device) -> None:
-        self.cache = cache
-        starts = np.cumsum([0, *(s.stop - s.start for s in stretches)])
-        slots = np.concatenate([self._slots(s, s.start, s.stop, page_size) for s in stretches])
-        self.lines = cache.lines(torch.from_numpy(slots).to(device))
-        self.num_fresh = 0
-        self._fresh: PackedAttention | None = None
-        self._continued: list[tuple[slice, Tensor]] = []
-        fresh = [s for s in stretches if s.start == 0]
-        assert all(s.start == 0 for s in stretches[: len(fresh)]), "fresh sequences come first"
-        if fresh:
-            self._fresh = PackedAttention([s.stop for s in fresh], device)
-            self.num_fresh = int(starts[len(fresh)])
-        for index in range(len(fresh), len(stretches)):
-            stretch = stretches[index]
-            slots = torch.from_numpy(self._slots(stretch, 0, stretch.stop, page_size)).to(device)
-            self._continued.append((slice(int(starts[index]), int(starts[index + 1])), cache.lines(slots)))
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """See `trainer.attention.Attention`; also writes key and value into the cache."""
-        self.cache.write(layer, self.lines, key, value)
-        parts = []
-        if self._fresh is not None:
-            count = self.num_fresh
-            parts.append(self._fresh(layer, query[:count], key[:count], value[:count], rule))
-        for tokens, lines in self._continued:
-            keys, values = self.cache.read(layer, lines)
-            q, k, v = (x.transpose(0, 1)[None] for x in (query[tokens], keys, values))
-            sees = band(q.shape[2], k.shape[2], rule.window, q.device)
-            parts.append(masked_attention(q, k, v, sees, rule)[0].transpose(0, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    @staticmethod
-    def _slots(stretch: Stretch, start: int, stop: int, page_size: int) -> np.ndarray:
-        positions = np.arange(start, stop)
-        return np.array(stretch.pages, dtype=np.int64)[positions // page_size] * page_size + positions % page_size
+NOWHERE = 1 << 40
+"""Position of a key that no query may see."""
 
 
 class PoolAttention:
@@ -69,12 +21,15 @@ class PoolAttention:
 
     The partial results of a sequence's pages are merged by their log-sum-exp. Nothing is gathered, and the cost grows
     with the pages in use. Pages that several samples share lie at the pool's upper end and are read once, with the
-    queries of all their owners as rows.
+    queries of all their owners as rows. `is_exact` follows the rules of `trainer.exact`.
     """
 
-    def __init__(self, cache: KVCache, page_size: int) -> None:
+    name = "pool"
+
+    def __init__(self, cache: KVCache, is_exact: bool = False) -> None:
         self.cache = cache
-        self.page_size = page_size
+        self.is_exact = is_exact
+        self._merge: Callable[[Tensor, Tensor, Tensor], Tensor] = merge_in_order if is_exact else _merge
         self._generation = -1
 
     def prepare(self, batch: DecodeBatch) -> None:
@@ -83,9 +38,52 @@ class PoolAttention:
         if self._generation != batch.generation:
             self._generation = batch.generation
             self._plan(batch)
-        tails = batch.slots.numpy()
-        self._mask.numpy()[tails // self.page_size, tails % self.page_size] = 0
-        self._bias = self._mask.to(self.cache.keys[0].dtype)[:, None, None, :]
+        self._positions = torch.from_numpy(batch.positions)
+        self._age = self._positions.index_select(0, self._owner)[:, None] - self._keys
+        self._biases: dict[int | None, Tensor] = {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
+        self.cache.write(layer, self.lines, key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        heads = (key.shape[1], query.shape[1] // key.shape[1])
+        q = query.index_select(0, self._owner).unflatten(1, heads)
+        out, lse = self._attend(q, keys[: self._num_low], values[: self._num_low], self._low_bias(rule, query), rule)
+        if self._num_high:
+            places = self._sharers.shape[1]
+            q = query.index_select(0, self._sharers.flatten()).view(self._num_high, places, *heads, -1)
+            q = q.transpose(1, 2).flatten(2, 3)
+            bias = self._high_bias(rule, query, heads[1])
+            more, more_lse = self._attend(q, keys[-self._num_high :], values[-self._num_high :], bias, rule)
+            # [pages, places * group, kv_heads, d] -> one part per page and place
+            out = torch.cat((out, more.reshape(-1, *out.shape[1:])))
+            lse = torch.cat((lse, more_lse.reshape(-1, *lse.shape[1:])))
+        merged = self._merge(out, lse, self._parts)
+        return merged.transpose(1, 2).flatten(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Partial results [N, R, kv_heads, d] and their log-sum-exps [N, R, kv_heads] of q [N, kv_heads, R, d]."""
+        rows = q.shape[2]
+        if self.is_exact:
+            q = F.pad(q, (0, 0, 0, -rows % ROWS))
+            if bias is not None and bias.shape[2] > 1:
+                bias = F.pad(bias, (0, 0, 0, -rows % ROWS))
+        out, lse = attend_pages(q, k, v, bias, rule.scale)
+        return out.transpose(1, 2)[:, :rows], lse.transpose(1, 2)[:, :rows]
+
+    def _low_bias(self, rule: Rule, like: Tensor) -> Tensor:
+        if rule.window not in self._biases:
+            sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
+            self._biases[rule.window] = torch.where(sees, 0.0, NEVER).to(like.dtype)[:, None, None, :]
+        return self._biases[rule.window]
+
+    def _high_bias(self, rule: Rule, like: Tensor, group: int) -> Tensor | None:
+        """Shared pages are full: only a window hides keys. [pages, 1, places * group, page_size]."""
+        if rule.window is None:
+            return like.new_zeros(1, 1, 1, self.cache.page_size) if self.is_exact else None
+        age = self._positions[self._sharers][:, :, None] - self._high_keys[:, None, :]
+        bias = torch.where(age < rule.window, 0.0, NEVER).to(like.dtype)
+        return bias.repeat_interleave(group, 1).unsqueeze(1)
 
     def _plan(self, batch: DecodeBatch) -> None:
         columns = np.arange(int(batch.num_pages.max()))[None, :]
@@ -97,10 +95,9 @@ class PoolAttention:
         owner = np.zeros(self._num_low, dtype=np.int64)
         owner[pages] = rows
         parts[rows, cols] = pages
-        num_valid = np.zeros(self._num_low, dtype=np.int64)
-        num_valid[pages] = batch.positions[rows] - cols * self.page_size
-        is_valid = np.arange(self.page_size)[None, :] < num_valid[:, None]
-        self._mask = torch.from_numpy(np.where(is_valid, 0, NEVER).astype(np.float32))
+        starts = np.full(self._num_low, NOWHERE, dtype=np.int64)
+        starts[pages] = cols * self.cache.page_size
+        self._keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
         self._owner = torch.from_numpy(owner)
         rows, cols = np.nonzero(is_shared)
         self._num_high = 0
@@ -119,42 +116,43 @@ class PoolAttention:
         sharers = np.zeros((self._num_high, num_places), dtype=np.int64)
         sharers[pages - first, place] = rows
         parts[rows, cols] = self._num_low + (pages - first) * num_places + place
+        starts = np.zeros(self._num_high, dtype=np.int64)
+        starts[pages - first] = cols * self.cache.page_size
         self._sharers = torch.from_numpy(sharers)
+        self._high_keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
+
+
+class GatherAttention:
+    """The plain reference: every row's keys gathered, padded to the longest, one masked attention. Takes any rule."""
+
+    name = "gather"
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+    def prepare(self, batch: DecodeBatch) -> None:
+        """Bring the plan up to the batch's positions."""
+        device, size = self.cache.keys[0].device, self.cache.page_size
+        self.lines = self.cache.lines(batch.slots.to(device))
+        positions = torch.from_numpy(batch.positions).to(device)
+        keys = torch.arange(int(batch.num_pages.max()) * size, device=device)
+        table = torch.from_numpy(batch.table).to(device)
+        self._every = self.cache.lines((table[:, keys // size] * size + keys % size).flatten())
+        self._age = positions[:, None] - keys[None, :]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
         self.cache.write(layer, self.lines, key, value)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        num_kv_heads, head_dim = key.shape[1:]
-        num_grouped = query.shape[1] // num_kv_heads
-        q = query.index_select(0, self._owner).unflatten(1, (num_kv_heads, num_grouped))
-        out, lse = attend_pages(q, keys[: self._num_low], values[: self._num_low], self._bias, rule.scale)
-        out, lse = out.transpose(1, 2).flatten(1, 2), lse.transpose(1, 2).flatten(1, 2)
-        if self._num_high:
-            num_places = self._sharers.shape[1]
-            q = query.index_select(0, self._sharers.flatten()).view(
-                self._num_high, num_places, num_kv_heads, num_grouped, head_dim
-            )
-            q = q.transpose(1, 2).flatten(2, 3)
-            more, more_lse = attend_pages(q, keys[-self._num_high :], values[-self._num_high :], None, rule.scale)
-            more = more.transpose(1, 2).reshape(-1, query.shape[1], head_dim)
-            out = torch.cat((out, more))
-            lse = torch.cat((lse, more_lse.transpose(1, 2).reshape(-1, query.shape[1])))
-        merged = _merge(out, lse, self._parts)
-        return merged.unflatten(1, (num_grouped, num_kv_heads)).transpose(1, 2).flatten(1, 2)
-
-
-def attend_pages(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+        keys, values = (x.unflatten(0, (len(query), -1)) for x in self.cache.read(layer, self._every))
+        sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
+        q, k, v = query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
+        return masked_attention(q, k, v, sees[:, None, None, :], rule)[:, :, 0]
 
 
 def _merge(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
-    """Attention [B, heads, d] from the partial results `out` [R, heads, d], `lse` [R, heads] that `parts` [B, P] names."""
+    """Merge partial results `out` [N, ...rest, d], `lse` [N, ...rest] by the rows `parts` [B, P] names."""
     count, width = parts.shape
     index = parts.flatten()
-    weights = lse.index_select(0, index).view(count, width, -1).softmax(1)
+    weights = lse.index_select(0, index).view(count, width, *lse.shape[1:]).softmax(1)
     values = out.index_select(0, index).view(count, width, *out.shape[1:])
     return (values * weights[..., None]).sum(1).to(out.dtype)
-
-
-__all__ = ["PoolAttention", "PrefillAttention", "Stretch", "causal_attention"]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..trainer.decoder import Head, LeanDecoder
 from .attention import attend_pages
@@ -65,7 +65,7 @@ WORKLOADS = (
     Workload("100m-bf16", "100m", "bfloat16", 12, 4, (8, 64), ("transformers.generate_batch",)),
 )
 
-_SIZES = {
+_SIZES: dict[str, dict[str, Any]] = {
     "5m": {"hidden_size": 256, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     | {"intermediate_size": 768, "vocab_size": 4096},
     "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -211,9 +211,7 @@ def _kernels(engine: Engine) -> Callable[[], None]:
     def run() -> None:
         for index, layer in enumerate(decoder.layers):
             F.linear(hidden, layer.qkv, layer.qkv_bias)
-            attend_pages(
-                query, engine.cache.keys[index][:num_pages], engine.cache.values[index][:num_pages], bias, 0.1
-            )
+            attend_pages(query, engine.cache.keys[index][:num_pages], engine.cache.values[index][:num_pages], bias, 0.1)
             torch.mm(mixed, layer.out)
             F.linear(hidden, layer.gate_up)
             torch.mm(wide, layer.down)
@@ -252,7 +250,9 @@ def main() -> None:
             if options.workload and workload.name not in options.workload:
                 continue
             for row in measure(workload, Path(folder), options.rounds):
-                print(f"{row.workload:<16}{row.peer:<30}{row.value:>10.2f}{row.ours:>10.2f}{row.ratio:>8.2f}  {row.unit}")
+                print(
+                    f"{row.workload:<16}{row.peer:<30}{row.value:>10.2f}{row.ours:>10.2f}{row.ratio:>8.2f}  {row.unit}"
+                )
                 rows.append(row)
     if options.json is not None:
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))

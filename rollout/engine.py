@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from ..comm.errors import SettingError
+from ..trainer.attention_exact import PAGE, Run
 from ..trainer.decoder import Head, LeanDecoder
+from ..trainer.exact import BLOCK
 from ..trainer.model import Policy, load_policy, load_tokenizer
-from .attention import PoolAttention, PrefillAttention, Stretch
+from .attention import GatherAttention, PoolAttention
 from .batch import DecodeBatch
+from .exact_check import check_exact
 from .kv_cache import KVCache, PagePool
+from .prefill import ExactPrefillAttention, PrefillAttention
 from .sampler import SamplingParams, sample, stream_key
 from .scheduler import Chunk, Scheduler
 from .sequence import Completion, Group, Sequence
@@ -37,7 +41,7 @@ class Engine:
     then announce with `weights_changed`); `dtype` counts for a path only.
     max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
     kv_gb: memory of the KV cache; None takes max_running sequences of full context.
-    prefill_tokens: most prompt tokens of one step.
+    prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
     """
 
     def __init__(
@@ -48,7 +52,8 @@ class Engine:
         seed: int = 0,
         *,
         kv_gb: float | None = None,
-        page_size: int = 64,
+        page_size: int = PAGE,
+        exact: bool = False,
         prefill_tokens: int = 2048,
         tokenizer: Any = None,
     ) -> None:
@@ -67,11 +72,18 @@ class Engine:
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.batch = DecodeBatch(self.pool, pages_per_sequence)
-        self._forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
-        self._head = Head(policy)
-        self._logits = torch.empty(max_running, policy.vocab_size, device=policy.device)
+        self.exact = exact
+        if exact:
+            self._forward = policy.exact or policy.make_exact()
+        else:
+            self._forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
+        self._head = Head(policy, exact)
+        num_rows = -(-max_running // BLOCK) * BLOCK
+        self._logits = torch.empty(num_rows, policy.vocab_size, device=policy.device)
         self._scratch = torch.empty_like(self._logits)
-        self._decode_attention = PoolAttention(self.cache, page_size)
+        has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
+        self._decode_attention = GatherAttention(self.cache) if has_softcap else PoolAttention(self.cache, exact)
+        self._is_checked = not exact
         self._next_id = 0
         self._completions: dict[int, Completion] = {}
 
@@ -204,6 +216,9 @@ class Engine:
         self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
     ) -> None:
         each = [params] * len(ids) if isinstance(params, SamplingParams) else params
+        if not self._is_checked:
+            self._is_checked = True
+            check_exact(self)
         self._check_prompt(prompt_ids)
         samples = zip(ids, each, streams, strict=True)
         sequences = [self._sequence(prompt_ids, wanted, sample, stream) for sample, wanted, stream in samples]
@@ -237,15 +252,15 @@ class Engine:
         tokens = [t for c in chunks for t in c.group.tokens[c.start : c.stop]]
         positions = [p for c in chunks for p in range(c.start, c.stop)]
         device = self.policy.device
-        stretches = [Stretch(c.group.pages, c.start, c.stop) for c in chunks]
-        attention = PrefillAttention(self.cache, self.pool.page_size, stretches, device)
+        runs = [Run(c.start, c.stop, c.group.pages) for c in chunks]
+        attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
         self._forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
 
     def _decode(self) -> list[Completion]:
         batch = self.batch
         self._decode_attention.prepare(batch)
         hidden = self._forward(batch.tokens, torch.from_numpy(batch.positions), self._decode_attention)
-        logits = self._head(hidden, out=self._logits[: len(batch)])
+        logits = self._head(hidden, out=self._logits)
         tokens, logprobs = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
         batch.advance(tokens)
         finished = []

@@ -4,8 +4,6 @@ The modules spend more on small operators than small policies spend on arithmeti
 `LeanDecoder.supports` the policy. Inference only: it works in place.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, Rule
+from .exact import BLOCK, products_of
+from .family import is_llama_line, rope_table, window_of
 from .model import Policy
-
-_TABLE_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
-"""Rotary embeddings that depend on the position alone."""
 
 
 class _Layer(NamedTuple):
@@ -48,25 +45,14 @@ class LeanDecoder:
         self._model = model
         self._num_heads, self._num_kv_heads = policy.num_heads, policy.num_kv_heads
         self._eps: float = policy.config.rms_norm_eps
-        every = torch.arange(policy.context, device=policy.device)[None]
-        cos, sin = model.rotary_emb(torch.empty(1, dtype=policy.dtype, device=policy.device), every)
-        half = cos.shape[-1] // 2
-        self._cos = cos[0].unsqueeze(1)
-        self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).unsqueeze(1)
+        self._cos, self._sin = rope_table(model, policy.context, policy.dtype, policy.device)
         self._copies: dict[tuple[int, str], Tensor] = {}
         self.refresh()
 
     @staticmethod
     def supports(policy: Policy) -> bool:
         """Whether this forward computes what the policy's modules compute."""
-        config = policy.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        return (
-            config.model_type in ("llama", "qwen2", "qwen3", "mistral", "phi3")
-            and rope.get("rope_type", "default") in _TABLE_ROPES
-            and config.hidden_act == "silu"
-            and not getattr(config, "mlp_bias", False)
-        )
+        return is_llama_line(policy.config)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -144,56 +130,37 @@ class Head:
     bfloat16 numbers, so the products are exact. `refresh` must follow every change of the weights.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, is_exact: bool = False) -> None:
         self.policy = policy
-        self._is_wide = policy.dtype == torch.float32
+        self._is_exact = is_exact
         self._wide: Tensor | None = None
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the policy's present weights."""
-        weight = self.policy.head.weight
-        if self._is_wide or weight.device.type != "cpu":
-            self._wide = weight
+        self._weight = self.policy.head.weight
+        if self._weight.dtype == torch.float32 or self._weight.device.type != "cpu":
+            self._wide = self._weight
         elif self._wide is None:
-            self._wide = weight.float()
+            self._wide = self._weight.float()
         else:
-            self._wide.copy_(weight)
+            self._wide.copy_(self._weight)
 
     def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`."""
-        head, softcap = self.policy.head, self.policy.logit_softcap
-        assert self._wide is not None and head.bias is None
-        if self._is_wide:
-            torch.mm(hidden, self._wide.t(), out=out)
-        elif hidden.device.type == "cpu":
-            with _bfloat16_products():
-                torch.mm(hidden.float(), self._wide.t(), out=out)
+        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`, whose length is a multiple of BLOCK."""
+        wide, softcap, count = self._wide, self.policy.logit_softcap, len(hidden)
+        assert wide is not None
+        if hidden.device.type != "cpu" and hidden.dtype != torch.float32:
+            torch.mm(hidden, wide.t(), out_dtype=torch.float32, out=out[:count])
         else:
-            torch.mm(hidden, self._wide.t(), out_dtype=torch.float32, out=out)
-        return out if softcap is None else out.div_(softcap).tanh_().mul_(softcap)
-
-
-@contextmanager
-def _bfloat16_products() -> Iterator[None]:
-    """Multiply fp32 matrices on CPU by bfloat16 products."""
-    settings = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
-def window_of(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer, as transformers' modules of the Llama line choose it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and config.model_type in ("qwen2", "qwen3"):
-        return window if kinds[layer] == "sliding_attention" else None
-    return window if config.model_type in ("mistral", "phi3") else None
+            wanted = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK)) if self._is_exact else hidden.float()
+            with products_of(self._weight.dtype):
+                for rows in range(0, len(wanted), BLOCK if self._is_exact else len(wanted)):
+                    block = wanted[rows : rows + BLOCK] if self._is_exact else wanted
+                    torch.mm(block, wide.t(), out=out[rows : rows + len(block)])
+        logits = out[:count]
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:

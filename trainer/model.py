@@ -1,6 +1,6 @@
 """The policy: one definition that the trainer trains and the generator runs.
 
-Any decoder-only checkpoint that transformers loads and `_refuse_unsupported` accepts. Weights keep the names that
+Any decoder-only checkpoint that transformers loads and `family.refuse_unsupported` lets pass. Weights keep the names that
 transformers gives them; a tied weight has one name.
 """
 
@@ -18,6 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from ..comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
+from .attention_exact import ExactPackedAttention
+from .exact import ExactDecoder, ExactLogits
+from .family import refuse_unsupported
 
 transformers_logging.disable_progress_bar()
 
@@ -29,8 +32,10 @@ class Policy(nn.Module):
     """A decoder-only language model.
 
     `model` is transformers' module; `context` the most positions it takes; `stop_ids` the tokens that end a response;
-    `config` its transformers configuration.
+    `config` its transformers configuration. With `exact`, packed forwards follow the rules of exact mode.
     """
+
+    exact: ExactDecoder | None = None
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int]) -> None:
         super().__init__()
@@ -62,6 +67,11 @@ class Policy(nn.Module):
         """Where the weights lie."""
         return self.head.weight.device
 
+    def make_exact(self) -> ExactDecoder:
+        """From now on run packed forwards and log-probabilities in exact mode; SettingError where there is none."""
+        self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
+        return self.exact
+
     def weights(self) -> dict[str, Tensor]:
         """Every parameter once, by transformers' name; those that a fused projection joins follow one another."""
         named = list(self.model.named_parameters())
@@ -91,13 +101,16 @@ class Policy(nn.Module):
         lengths = cu_seqlens.diff()
         positions = torch.arange(len(token_ids), device=token_ids.device)
         positions = positions - cu_seqlens[:-1].to(positions.device).repeat_interleave(lengths.to(positions.device))
+        if self.exact is not None:
+            return self.exact(token_ids, positions, ExactPackedAttention(lengths.tolist(), token_ids.device))
         return self(token_ids, positions, PackedAttention(lengths.tolist(), token_ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
         head = self.head
-        bias = None if head.bias is None else head.bias.float()
-        logits = F.linear(hidden.float(), head.weight.float(), bias)
+        if self.exact is not None:
+            return ExactLogits.apply(hidden, head.weight, head.weight.detach().float())  # pyright: ignore[reportReturnType]
+        logits = F.linear(hidden.float(), head.weight.float(), head.bias)
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
@@ -109,7 +122,7 @@ class Policy(nn.Module):
         """
 
         def chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs = torch.log_softmax(self.logits(rows) / temperature, dim=-1)
+            logprobs = torch.log_softmax(self.logits(rows) * (1 / temperature), dim=-1)
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             return logprobs.gather(1, wanted[:, None])[:, 0], entropy
 
@@ -123,7 +136,11 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    path: str | Path, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu", weights: bool = True
+    path: str | Path,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    weights: bool = True,
+    exact: bool = False,
 ) -> Policy:
     """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised.
 
@@ -134,7 +151,7 @@ def load_policy(
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
-    _refuse_unsupported(config)
+    refuse_unsupported(config)
     if weights:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, attn_implementation=NAME)
@@ -145,7 +162,10 @@ def load_policy(
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
         model.tie_weights()
         model.generation_config = _generation_config(path, config)
-    return Policy(model.to(device).eval(), _stop_ids(path, config))  # pyright: ignore[reportArgumentType]
+    policy = Policy(model.to(device).eval(), _stop_ids(path, config))  # pyright: ignore[reportArgumentType]
+    if exact:
+        policy.make_exact()
+    return policy
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -156,9 +176,15 @@ def load_tokenizer(path: str | Path) -> Any:
         raise SettingError(f"model.path: no tokenizer at {path} ({_first_line(error)})") from error
 
 
-def save_policy(policy: Policy, folder: str | Path, tokenizer: Any = None) -> None:
-    """Write safetensors, configuration and tokenizer so that `AutoModelForCausalLM.from_pretrained` gives this policy."""
-    policy.model.save_pretrained(folder, safe_serialization=True)
+def save_policy(
+    policy: Policy, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write safetensors, configuration and tokenizer so that `AutoModelForCausalLM.from_pretrained` gives this policy.
+
+    `weights` by name where the policy's own are only shards.
+    """
+    state = None if weights is None else dict(weights)
+    policy.model.save_pretrained(folder, state_dict=state, safe_serialization=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -192,14 +218,3 @@ def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
     except (OSError, ValueError, KeyError):
         tokenizer_eos = None
     return frozenset(found if tokenizer_eos is None else found | {tokenizer_eos})
-
-
-_KNOWN_FAMILIES = frozenset(
-    ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
-)
-
-
-def _refuse_unsupported(config: Any) -> None:
-    if config.model_type not in _KNOWN_FAMILIES:
-        known = ", ".join(sorted(_KNOWN_FAMILIES))
-        raise SettingError(f"model.path: model type '{config.model_type}' is not supported (supported: {known})")

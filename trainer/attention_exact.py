@@ -1,0 +1,154 @@
+"""Attention whose bits do not depend on what a token is computed together with (see `exact`).
+
+Keys lie in pages of PAGE tokens. A tile of queries meets one page in one row of a SDPA call, with its query heads folded
+into rows, and the results of a query's pages are merged in the pages' order.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention import PackedAttention, Rule, band
+
+PAGE = 64
+"""Keys per page, and query tokens per tile."""
+ROWS = 4
+"""Query rows of a call come in multiples of this: the kernel treats one or two rows on their own in another way."""
+NEVER = -1e30
+"""Added to a score that must not count; finite, so that a page without any valid key gives no NaN."""
+
+
+def attend_pages(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of row i's queries over page i alone: outputs [N, kv_heads, R, d] and log-sum-exps [N, kv_heads, R].
+
+    q [N, kv_heads, R, d]; k and v [N, kv_heads, page, d]; bias broadcast to [N, kv_heads, R, page].
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+
+
+def merge_in_order(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
+    """Merge partial results page by page: `out` [N, ...rest, d] and `lse` [N, ...rest] by `parts` [Q, P] (rows of them).
+
+    A part that saw no valid key has a log-sum-exp near NEVER and changes no bit of the result.
+    """
+    lses = [lse.index_select(0, column) for column in parts.unbind(1)]
+    peak = torch.stack(lses).amax(0)
+    total, merged = torch.zeros_like(peak), torch.zeros((*peak.shape, out.shape[-1]), device=out.device)
+    for column, part in zip(parts.unbind(1), lses, strict=True):
+        weight = torch.exp(part - peak)
+        total = total + weight
+        merged = merged + out.index_select(0, column).float() * weight[..., None]
+    return (merged / total[..., None]).to(out.dtype)
+
+
+class Run(NamedTuple):
+    """Tokens [start, stop) of one sequence whose page j of keys is `pages[j]`."""
+
+    start: int
+    stop: int
+    pages: Sequence[int]
+
+
+class TileAttention:
+    """Exact attention of runs of tokens that lie one after the other in a packed row, over pages of keys."""
+
+    def __init__(self, runs: Sequence[Run], device: torch.device | str = "cpu") -> None:
+        tiles: list[list[int]] = []
+        pairs: list[tuple[int, int, int]] = []
+        parts: list[list[int]] = []
+        spots: list[int] = []
+        first = 0
+        for run in runs:
+            for tile in range(run.start // PAGE, -(-run.stop // PAGE)):
+                begin, end = max(run.start, tile * PAGE), min(run.stop, tile * PAGE + PAGE)
+                spots += [len(tiles) * PAGE + p % PAGE for p in range(begin, end)]
+                parts.append(list(range(len(pairs), len(pairs) + tile + 1)))
+                pairs += [(len(tiles), run.pages[j], tile - j) for j in range(tile + 1)]
+                tiles.append(
+                    [first + min(max(p, begin), end - 1) - run.start for p in range(tile * PAGE, tile * PAGE + PAGE)]
+                )
+            first += run.stop - run.start
+        width = max(len(p) for p in parts)
+        # A part that is not there points to one more row, which saw nothing.
+        self._parts = torch.tensor([p + [len(pairs)] * (width - len(p)) for p in parts], device=device)
+        self._tiles = torch.tensor(tiles, device=device).flatten()
+        self._pairs = torch.tensor(pairs, device=device).t()
+        self._spots = torch.tensor(spots, device=device)
+        self._num_tiles = len(tiles)
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """query [T, heads, d], keys and values [pages, kv_heads, PAGE, d] -> [T, heads, d]."""
+        num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        groups = query.shape[1] // num_kv_heads
+        tiles = query.index_select(0, self._tiles).view(self._num_tiles, PAGE, num_kv_heads, groups, head_dim)
+        tiles = tiles.permute(0, 2, 1, 3, 4).reshape(self._num_tiles, num_kv_heads, PAGE * groups, head_dim)
+        which, pages, distance = self._pairs.unbind(0)
+        bias = self._bias(int(distance.max()) + 1, rule.window, groups, query)
+        out, lse = attend_pages(
+            tiles.index_select(0, which), keys.index_select(0, pages), values.index_select(0, pages),
+            bias.index_select(0, distance), rule.scale,
+        )  # fmt: skip
+        nothing = lse.new_full((1, *lse.shape[1:]), NEVER)
+        out, lse = torch.cat((out, out.new_zeros(1, *out.shape[1:]))), torch.cat((lse, nothing))
+        merged = merge_in_order(out, lse, self._parts)
+        merged = merged.view(self._num_tiles, num_kv_heads, PAGE, groups, head_dim).transpose(1, 2)
+        return merged.flatten(0, 1).flatten(1, 2).index_select(0, self._spots)
+
+    @staticmethod
+    def _bias(num_distances: int, window: int | None, groups: int, like: Tensor) -> Tensor:
+        """What a query tile adds to the scores of the page so many pages before it: [distances, 1, PAGE * groups, PAGE]."""
+        sees = [band(PAGE, PAGE * (d + 1), window, like.device)[:, :PAGE] for d in range(num_distances)]
+        bias = torch.where(torch.stack(sees), 0.0, NEVER).to(like.dtype)
+        return bias.repeat_interleave(groups, 1).unsqueeze(1)
+
+
+class ExactPackedAttention:
+    """`PackedAttention` in exact mode: forward by tiles and pages, backward through the stock kernel."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        runs, places, num_pages = [], [], 0
+        for length in lengths:
+            count = -(-length // PAGE)
+            runs.append(Run(0, length, range(num_pages, num_pages + count)))
+            places += range(num_pages * PAGE, num_pages * PAGE + length)
+            num_pages += count
+        self._tiles = TileAttention(runs, device)
+        self._places = torch.tensor(places, device=device)
+        self._num_pages = num_pages
+        self._plain = PackedAttention(lengths, device)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """See `Attention`."""
+        return _Exact.apply(query, key, value, rule, self)  # pyright: ignore[reportReturnType]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """The exact result, without a graph."""
+        return self._tiles(query, self._paged(key), self._paged(value), rule)
+
+    def recompute(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """The same attention by the stock kernels, for its gradient."""
+        return self._plain(0, query, key, value, rule)
+
+    def _paged(self, x: Tensor) -> Tensor:
+        pages = x.new_zeros(self._num_pages * PAGE, *x.shape[1:]).index_copy_(0, self._places, x)
+        return pages.unflatten(0, (-1, PAGE)).transpose(1, 2).contiguous()
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: Rule, attention: ExactPackedAttention
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.rule, ctx.attention = rule, attention
+        return attention.forward(query, key, value, rule)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.attention.recompute(*inputs, ctx.rule)
+        query, key, value = torch.autograd.grad(out, inputs, grads[0])
+        return query, key, value, None, None

@@ -1,0 +1,110 @@
+"""The actor's ranks: one process group of their own, FSDP2 shards, and what rank 0 tells the others.
+
+Only rank 0 talks to the hub. What it takes it shares with the others as metadata, and each rank fetches its own rows.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..comm.fleet import Fleet, StoreFleet
+from ..comm.messages import Message, decode, encode
+from ..comm.store import connect_store
+from ..comm.waits import waiting
+from .model import Policy
+
+_SLACK_S = 60.0  # a rank may wait as long as rank 0 waits for the hub, and a little more
+
+
+class ActorGroup:
+    """The ranks of the trainer; with `size` 1 nothing is shared and nothing is sharded."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._deadline_s = deadline_s
+
+    @staticmethod
+    def join(fleet: Fleet, size: int, device: torch.device, deadline_s: float) -> "ActorGroup":
+        """Meet the other ranks on the fleet's store. The default process group of an actor is the actor's own."""
+        group = ActorGroup(fleet.me.index, size, device, deadline_s)
+        if size > 1:
+            assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
+            store = dist.PrefixStore(f"actor/{fleet.incarnation}", connect_store(fleet.store_address, deadline_s))
+            with waiting("the other actor ranks", "their process group", deadline_s):
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=store,
+                    rank=group.rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=deadline_s + _SLACK_S),
+                )
+        return group
+
+    @property
+    def is_lead(self) -> bool:
+        """Rank 0: the one that talks to the hub and writes the run folder."""
+        return self.rank == 0
+
+    def shard(self, policy: Policy) -> None:
+        """Shard the policy by rows over the ranks: each layer, then the rest. Gradients are summed, not averaged."""
+        if self.size == 1:
+            return
+        mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(policy, mesh=mesh)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+
+    def share(self, message: Message | None) -> Message:
+        """Rank 0's message on all ranks; the others pass None and wait for it."""
+        if self.size == 1:
+            assert message is not None
+            return message
+        with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
+            body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
+            length = torch.tensor([len(body)])
+            dist.broadcast(length, 0)
+            if message is None:
+                body = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(body, 0)
+        return decode(body.numpy().tobytes())
+
+    def summed(self, values: list[float]) -> list[float]:
+        """Sums over the ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """Maxima over the ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.summed([0.0])
+
+    def leave(self) -> None:
+        """End the process group."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    def _reduced(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, operation)
+        return tensor.tolist()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of all ranks' shards, gathered; a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
