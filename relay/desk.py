@@ -156,6 +156,13 @@ class Desk:
             found = None if self._closed else self._find(above)
         return None if found is None else SlotCargo(self, segment, found)
 
+    def wait_newer(self, version: int, timeout_s: float) -> int | None:
+        """The newest complete version if it is above `version`; waits up to `timeout_s` for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: (self.shelf.newest() or 0) > version or self._closed, timeout_s)
+            newest = self.shelf.newest()
+        return newest if newest is not None and newest > version else None
+
     def wait_arrived(self, arrival: Arrival, beyond: int, timeout_s: float) -> int:
         """Bytes of an arrival in place; waits up to `timeout_s` for more than `beyond`, or for its end."""
         with self._changed:

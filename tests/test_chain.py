@@ -105,7 +105,8 @@ class Relays:
 
 def test_a_chain_is_hardly_slower_than_one_link():
     pair, line = Relays(1, pace=20e6), Relays(4, pace=20e6)
-    pair.push(1), line.push(1)
+    pair.push(1)
+    line.push(1)
     one, four = min(pair.push(v) for v in (2, 3)), min(line.push(v) for v in (2, 3))
     assert one > 0.18
     assert four < 1.5 * one

@@ -1,0 +1,135 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from headrace.comm.fleet import Fleet
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.comm.store import host_store
+from headrace.comm.waits import waiting
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.parts import Part, Ranges
+from headrace.relay.weights import WeightReader
+
+spans = st.lists(st.integers(1, 50), min_size=2, max_size=12).map(
+    lambda gaps: tuple(zip(np.cumsum(gaps)[::2].tolist(), np.cumsum(gaps)[1::2].tolist(), strict=False))
+)
+
+
+@given(spans, st.integers(0, 400), st.integers(1, 60))
+def test_pieces_of_ranges_cover_the_stream_once_and_in_order(spans, at, most):
+    ranges = Ranges(spans)
+    buffer = np.arange(700) % 251
+    stream = np.concatenate([buffer[start:end] for start, end in spans])
+    pieces = list(ranges.pieces(at, most))
+    assert all(end - start <= most for _, start, end in pieces)
+    assert [offset for offset, _, _ in pieces] == list(np.cumsum([at] + [e - s for _, s, e in pieces])[:-1])
+    read = np.concatenate([buffer[start:end] for _, start, end in pieces] or [buffer[:0]])
+    assert np.array_equal(read, stream[at:])
+
+
+def test_a_single_rank_brings_everything_padding_included():
+    layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(5)}, "float32")
+    part = Part.of(layout, {}, 0, 1)
+    assert part.ranges.spans == ((0, layout.num_bytes),)
+
+
+def test_what_is_not_sharded_comes_from_rank_0_alone():
+    tensors = {"a": torch.zeros(3), "scalar": torch.tensor(1.0)}
+    layout = Layout.of(tensors, "float32")
+    assert Part.of(layout, tensors, 0, 2).ranges.spans == ((0, 12), (64, 68))
+    assert Part.of(layout, tensors, 1, 2).num_bytes == 0
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(37, 16), nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5, bias=False))
+
+
+ACTOR = """
+import sys, torch
+sys.path.insert(0, sys.argv[6])
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from test_parts import build
+from headrace.comm.fleet import Fleet
+from headrace.comm.settings import CommSettings
+from headrace.comm.store import connect_store
+from headrace.relay.layout import Layout
+from headrace.relay.parts import Part
+from headrace.relay.weights import WeightPublisher
+
+address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
+model = build()
+if size > 1:
+    store = dist.PrefixStore(f"actor/{size}", connect_store(address, 20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    fully_shard(model)
+fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
+fleet.wait_for("relay", 1, 20)
+tensors = dict(model.state_dict())
+layout = Layout.of(tensors, dtype)
+publisher = WeightPublisher(fleet, layout, settings, Part.of(layout, tensors, rank, size))
+for version in (1, 2):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    publisher.publish(version, version, dict(model.state_dict()))
+publisher.close()
+fleet.leave()
+if size > 1:
+    dist.destroy_process_group()
+"""
+
+
+def digest_published_by(num_ranks, link, dtype):
+    """The digest of version 2 and its bytes as a reader has them, when `num_ranks` ranks publish it."""
+    hosted = host_store("127.0.0.1")
+    settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
+    segment = Segment.create_anonymous()
+    relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
+    rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
+    keeper = WeightKeeper(relay, segment, settings)
+    layout = Layout.of(build().state_dict(), dtype)
+    reader = WeightReader(rollout, layout, settings)
+    here = __file__.rpartition("/")[0]
+    arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here] for rank in range(num_ranks)]
+    actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
+    try:
+        with waiting("the actors", "version 2", 60) as wait:
+            wait.until(lambda: reader.newest() == 2)
+        into = np.zeros(layout.num_bytes, np.uint8)
+        return reader.pull(into, 10).digest, into
+    finally:
+        assert [actor.wait(60) for actor in actors] == [0] * num_ranks
+        reader.close()
+        keeper.close()
+        segment.close()
+        rollout.leave()
+        relay.leave()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "link", "dtype"),
+    [(2, "auto", "float32"), pytest.param(4, "tcp", "bfloat16", marks=pytest.mark.slow)],
+)
+def test_sharded_ranks_publish_the_very_bytes_of_a_single_one(num_ranks, link, dtype):
+    model = build()
+    for _ in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    layout = Layout.of(model.state_dict(), dtype)
+    alone = np.zeros(layout.num_bytes, np.uint8)
+    Part.of(layout, {}, 0, 1).write(model.state_dict(), alone)
+    digest, sharded = digest_published_by(num_ranks, link, dtype)
+    assert np.array_equal(alone, sharded)
+    assert digest == layout.digest(alone)
