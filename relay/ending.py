@@ -38,7 +38,7 @@ class Ending:
         """Stop everybody, count, write the last event; returns the summary. `without` names processes known to be gone."""
         hub, gone = self.hub, set(without)
         hub.is_leasing = False
-        actors = [] if done else self._tell("actor", Stop(status), gone)
+        actors = [] if done else self._tell("actor", Stop(status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(status), gone)
         holdings = self._collect(Holding, rollouts)
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.trainer.batch import Trajectory, micro_batches, pack
+from headrace.comm.messages import RowId
+from headrace.trainer.batch import Reference, Trajectory, pack, rounds
 
 
 def trajectory(prompt: list[int], response: list[int], version: int = 0, advantage: float = 0.0) -> Trajectory:
@@ -34,9 +35,22 @@ def test_advantages_and_freshness_are_spread_over_the_tokens():
     assert batch.is_fresh.tolist() == [True, True, False]
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), budget=st.integers(10, 60))
-def test_micro_batches_keep_everything_and_the_budget(lengths: list[int], budget: int):
-    trajectories = [trajectory([1], [2] * n) for n in lengths]
-    parts = list(micro_batches(trajectories, budget))
-    assert sorted(id(t) for part in parts for t in part) == sorted(id(t) for t in trajectories)
-    assert all(sum(t.num_tokens for t in part) <= budget or len(part) == 1 for part in parts)
+def reference(number: int, num_tokens: int) -> Reference:
+    return Reference(RowId(0, number, 0), "relay-0", 0, 0.0, 0.0, num_tokens)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    num_ranks=st.integers(1, 4),
+    budget=st.integers(10, 60),
+)
+def test_rounds_give_each_rank_as_many_parts_and_keep_everything_and_the_budget(
+    lengths: list[int], num_ranks: int, budget: int
+):
+    references = [reference(number, length) for number, length in enumerate(lengths)]
+    planned = rounds(references, num_ranks, budget)
+    assert all(len(parts) == num_ranks for parts in planned)
+    assert sorted(r.row.prompt for parts in planned for part in parts for r in part) == list(range(len(lengths)))
+    assert all(sum(r.num_tokens for r in part) <= budget or len(part) == 1 for parts in planned for part in parts)
+    loads = [sum(r.num_tokens for parts in planned for r in parts[rank]) for rank in range(num_ranks)]
+    assert max(loads) - min(loads) <= max(lengths)

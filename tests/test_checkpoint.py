@@ -9,15 +9,17 @@ import torch
 from policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
-from headrace.comm.messages import GroupId
+from headrace.comm.messages import GroupId, GroupRef, RowId
 from headrace.comm.settings import ModelSettings, RunSettings
-from headrace.relay.stream import FetchedGroup
 from headrace.rollout.settings import SamplingSettings
 from headrace.trainer.actor import Actor
 from headrace.trainer.checkpoint import Checkpoints
 from headrace.trainer.model import load_tokenizer, save_policy
+from headrace.trainer.parallel import ActorGroup
 from headrace.trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
 from headrace.trainer.tally import StepTally
+
+ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)
 
 
 @dataclass
@@ -37,28 +39,28 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def actor_of(policy_dir: Path) -> Actor:
     torch.manual_seed(0)
-    return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), torch.device("cpu"))
+    return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), ALONE, made_up_row)
 
 
-def group(step: int) -> FetchedGroup:
+def made_up_row(unit: str, row: RowId) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(row.number)
+    return {
+        "prompt_ids": rng.integers(4, 99, 5).astype(np.int32),
+        "response_ids": rng.integers(4, 99, 7).astype(np.int32),
+        "rollout_logprobs": -4 * np.ones(7, dtype=np.float32),
+        "loss_mask": np.ones(7, dtype=np.uint8),
+    }
+
+
+def group(step: int) -> GroupRef:
     """Two made-up trajectories of a prompt."""
-    rng = np.random.default_rng(step)
-    rows = [
-        {
-            "prompt_ids": rng.integers(4, 99, 5).astype(np.int32),
-            "response_ids": rng.integers(4, 99, 7).astype(np.int32),
-            "rollout_logprobs": -4 * np.ones(7, dtype=np.float32),
-            "loss_mask": np.ones(7, dtype=np.uint8),
-        }
-        for _ in range(2)
-    ]
-    return FetchedGroup(GroupId(0, step), rows, [0.0, 1.0], [step, step])
+    return GroupRef(GroupId(0, step), [0, 1], ["relay-0"] * 2, [step, step], [12, 12], [0.0, 1.0])
 
 
 def train(actor: Actor, num_steps: int) -> list[float]:
     norms = []
     for step in range(actor.version, actor.version + num_steps):
-        tally = StepTally()
+        tally = StepTally(max_new_tokens=8)
         actor.accumulate([group(step)], tally)
         norms.append(actor.step(tally)["actor/grad_norm"])
     return norms
@@ -71,10 +73,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(policy_dir: Path, tmp_path: Path):
     broken = actor_of(policy_dir)
     train(broken, 4)
     random_number = torch.get_rng_state()
-    Checkpoints(tmp_path, keep=2).save(broken.state)
+    Checkpoints(tmp_path, keep=2, group=ALONE).save(broken.state)
     resumed = actor_of(policy_dir)
     torch.manual_seed(99)
-    Checkpoints(tmp_path, keep=2).load(resumed.state, 4)
+    Checkpoints(tmp_path, keep=2, group=ALONE).load(resumed.state, 4)
     assert resumed.version == 4
     assert torch.equal(torch.get_rng_state(), random_number)
     assert train(resumed, 3) == expected
@@ -84,7 +86,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(policy_dir: Path, tmp_path: Path):
 
 def test_the_pointer_names_only_complete_checkpoints_and_old_ones_go(policy_dir: Path, tmp_path: Path):
     actor = actor_of(policy_dir)
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, keep=2, group=ALONE)
     assert checkpoints.latest() is None
     for _ in range(3):
         train(actor, 1)

@@ -230,6 +230,22 @@ def test_weights_travel_over_every_wire(job: MakeJob, settings: dict[str, object
     assert all(len(found) == 1 for found in digests.values())
 
 
+def test_several_actor_ranks_train_as_one_would(job: MakeJob):
+    """Same data, same sums: on policy the first steps agree up to the order of additions."""
+    exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
+    alone, sharded = job(**exact, run__dir="alone"), job(**exact, run__dir="sharded", roles__actor=2)
+    for run in (alone, sharded):
+        run.dir = run.folder / str(run.settings["run.dir"])
+        run.run(**{"run.dir": run.dir})
+        assert_account_adds_up(run)
+    first, second = alone.metrics(), sharded.metrics()
+    for name in ("reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm"):
+        assert first[0][name] == pytest.approx(second[0][name], rel=1e-4), name
+    models = [AutoModelForCausalLM.from_pretrained(run.dir / "checkpoints/step_2/hf") for run in (alone, sharded)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert (one - other).abs().max() < 1e-3
+
+
 def test_a_reward_function_that_raises_is_told_by_its_setting(job: MakeJob):
     run = job()
     (run.folder / "rewards.py").write_text("def reward(prompts, **rest):\n    raise KeyError('answer')\n")

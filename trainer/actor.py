@@ -1,19 +1,24 @@
 """The actor: policy, optimizer, and the one step that turns groups of trajectories into an update."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from ..comm.messages import GroupRef, RowId
 from ..comm.settings import ModelSettings, RunSettings
-from ..relay.stream import FetchedGroup
-from .batch import Trajectory, micro_batches, pack
+from .batch import DUMMY, Reference, Trajectory, pack, rounds
 from .checkpoint import TrainingState
 from .loss import group_advantages, grpo_loss
 from .model import Policy, load_policy
+from .parallel import ActorGroup, whole
 from .settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
 from .tally import StepTally
+
+Fetch = Callable[[str, RowId], dict[str, np.ndarray]]
+"""How the columns of a row are fetched: (unit, row) -> columns."""
 
 
 class Sampling(Protocol):
@@ -34,23 +39,25 @@ class ActorRecipe(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """`sampling.*`"""
+        """How trajectories are drawn."""
         ...
 
 
 class Actor:
-    """fp32 master weights, AdamW, and gradients accumulated as groups stream in."""
+    """fp32 master weights (sharded where there are several ranks), AdamW, gradients accumulated as groups stream in."""
 
-    def __init__(self, recipe: ActorRecipe, device: torch.device) -> None:
+    def __init__(self, recipe: ActorRecipe, group: ActorGroup, fetch: Fetch) -> None:
         self.recipe = recipe
-        self.device = device
-        self.policy: Policy = load_policy(recipe.model.path, "float32", device)
+        self.group = group
+        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device)
+        group.shard(self.policy)
         o = recipe.optimizer
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
         )
         self.state = TrainingState(self.policy.model, self.optimizer)
         self.update_s = 0.0
+        self._fetch = fetch
 
     @property
     def version(self) -> int:
@@ -62,62 +69,70 @@ class Actor:
         o = self.recipe.optimizer
         return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
 
-    def accumulate(self, groups: Iterable[FetchedGroup], tally: StepTally) -> None:
-        """Add the gradient of these groups, as a sum over tokens."""
+    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
+        """Add the gradient of these groups, as a sum over tokens; a collective of all ranks."""
         started = time.monotonic()
-        trajectories: list[Trajectory] = []
+        references: list[Reference] = []
         for group in groups:
             members = self._advantaged(group)
             tally.add_group(members)
-            trajectories += members
-        for part in micro_batches(trajectories, self.recipe.optimizer.micro_tokens):
-            self._backward(part, tally)
+            references += members
+        for parts in rounds(references, self.group.size, self.recipe.optimizer.micro_tokens):
+            trajectories = [self._trajectory(reference) for reference in parts[self.group.rank]]
+            tally.add_responses(trajectories)
+            self._backward(trajectories or [DUMMY], tally)
         self.update_s += time.monotonic() - started
 
     def step(self, tally: StepTally) -> dict[str, float]:
         """Scale the accumulated gradient to the mean over tokens, clip, update; returns the optimizer's metrics."""
         started = time.monotonic()
+        tally.reduce(self.group)
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # FSDP2 gives the mean of the ranks' gradients; the sum over all tokens is that many times larger.
+        scale = self.group.size / max(tally.num_tokens, 1.0)
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
-                parameter.grad /= max(tally.num_tokens, 1.0)
+                parameter.grad *= scale
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
-        return {"actor/grad_norm": float(norm), "actor/lr": lr, "timing_s/update_actor": update_s}
+        return {"actor/grad_norm": float(whole(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
 
-    def _advantaged(self, group: FetchedGroup) -> list[Trajectory]:
-        advantages = group_advantages(
-            torch.tensor(group.rewards), scale_by_std=self.recipe.algorithm.scale_by_std
-        ).tolist()
+    def _advantaged(self, group: GroupRef) -> list[Reference]:
+        rewards = torch.tensor(group.rewards)
+        advantages = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
         return [
-            Trajectory(
-                prompt_ids=row["prompt_ids"],
-                response_ids=row["response_ids"],
-                rollout_logprobs=row["rollout_logprobs"],
-                loss_mask=row["loss_mask"],
-                version=version,
-                reward=reward,
-                advantage=advantage,
+            Reference(
+                RowId(group.group.epoch, group.group.prompt, sample), unit, version, reward, advantage, num_tokens
             )
-            for row, version, reward, advantage in zip(
-                group.rows, group.versions, group.rewards, advantages, strict=True
+            for sample, unit, version, num_tokens, reward, advantage in zip(
+                group.samples, group.units, group.versions, group.num_tokens, group.rewards, advantages, strict=True
             )
         ]
 
+    def _trajectory(self, reference: Reference) -> Trajectory:
+        columns = self._fetch(reference.unit, reference.row)
+        return Trajectory(
+            prompt_ids=columns["prompt_ids"],
+            response_ids=columns["response_ids"],
+            rollout_logprobs=columns["rollout_logprobs"],
+            loss_mask=columns["loss_mask"],
+            version=reference.version,
+            reward=reference.reward,
+            advantage=reference.advantage,
+        )
+
     def _backward(self, part: list[Trajectory], tally: StepTally) -> None:
-        batch = pack(part, self.version, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.model.dtype == "bfloat16"):
+        batch = pack(part, self.version, self.group.device)
+        with torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.recipe.model.dtype == "bfloat16"):
             hidden = self.policy.forward_packed(batch.token_ids, batch.cu_seqlens)
-        logprobs, entropy = self.policy.token_logprobs(
-            hidden[batch.predictors], batch.targets, self.recipe.sampling.temperature or 1.0
-        )
-        terms = grpo_loss(
-            logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, self.recipe.algorithm
-        )
+        temperature = self.recipe.sampling.temperature or 1.0
+        logprobs, entropy = self.policy.token_logprobs(hidden[batch.predictors], batch.targets, temperature)
+        algorithm = self.recipe.algorithm
+        terms = grpo_loss(logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm)
         terms.loss.backward()
         tally.add_batch(batch, logprobs.detach(), terms)

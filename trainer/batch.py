@@ -1,11 +1,13 @@
 """Trajectories as the trainer sees them, and their packing into micro-batches without padding."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..comm.messages import RowId
 
 
 @dataclass(slots=True)
@@ -25,7 +27,31 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A trajectory that is still in its unit: all that is needed to plan its training."""
+
+    row: RowId
+    unit: str
+    version: int
+    reward: float
+    advantage: float
+    num_tokens: int
+
+
+DUMMY = Trajectory(
+    prompt_ids=np.zeros(1, np.int32),
+    response_ids=np.zeros(1, np.int32),
+    rollout_logprobs=np.zeros(1, np.float32),
+    loss_mask=np.zeros(1, np.uint8),
+    version=-1,
+    reward=0.0,
+)
+"""A trajectory without weight, for a rank that has to run a round and has nothing to train."""
 
 
 @dataclass(slots=True)
@@ -71,15 +97,31 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
     )
 
 
-def micro_batches(trajectories: list[Trajectory], max_tokens: int) -> Iterator[list[Trajectory]]:
-    """Split into parts of at most `max_tokens` tokens each (a single longer trajectory stays whole), alike in length."""
-    part: list[Trajectory] = []
+def rounds(references: Sequence[Reference], num_ranks: int, max_tokens: int) -> list[list[list[Reference]]]:
+    """Who trains what: rounds of one micro-batch per rank, since sharded ranks must run equally many.
+
+    Longest first to the rank with the fewest tokens so far; then each rank's share in parts of at most `max_tokens` (a longer
+    trajectory stays whole), alike in length. A rank without a part in the last rounds has an empty one.
+    """
+    shares: list[list[Reference]] = [[] for _ in range(num_ranks)]
+    sizes = [0] * num_ranks
+    for reference in sorted(references, key=lambda r: -r.num_tokens):
+        rank = sizes.index(min(sizes))
+        shares[rank].append(reference)
+        sizes[rank] += reference.num_tokens
+    parts = [list(micro_batches(share, max_tokens)) for share in shares]
+    return [[part[i] if i < len(part) else [] for part in parts] for i in range(max(map(len, parts)))]
+
+
+def micro_batches(references: Sequence[Reference], max_tokens: int) -> Iterator[list[Reference]]:
+    """Split into parts of at most `max_tokens` tokens each, keeping the order."""
+    part: list[Reference] = []
     size = 0
-    for trajectory in sorted(trajectories, key=lambda t: t.num_tokens):
-        if part and size + trajectory.num_tokens > max_tokens:
+    for reference in references:
+        if part and size + reference.num_tokens > max_tokens:
             yield part
             part, size = [], 0
-        part.append(trajectory)
-        size += trajectory.num_tokens
+        part.append(reference)
+        size += reference.num_tokens
     if part:
         yield part

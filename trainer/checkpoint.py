@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from .parallel import ActorGroup
+
 
 class TrainingState(Stateful):
     """What DCP saves: model, optimizer, random number generators and the steps done."""
@@ -48,11 +50,12 @@ class TrainingState(Stateful):
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of one run; keeps the newest `keep`."""
+    """The folder `checkpoints/` of one run; keeps the newest `keep`. Saving and loading are collectives of `group`."""
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    def __init__(self, run_dir: Path, keep: int, group: ActorGroup) -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = keep
+        self.group = group
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -65,18 +68,22 @@ class Checkpoints:
     def save(self, state: TrainingState) -> Path:
         """Write the training state after `state.step` steps; the caller has written `hf` beside it."""
         path = self.path(state.step)
-        with _alone():
-            save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=True)
-        pointer = self.folder / "latest.new"
-        pointer.write_text(path.name)
-        os.replace(pointer, self.folder / "latest")
-        self._prune()
+        with _quiet():
+            save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=self.group.size == 1)
+        if self.group.is_lead:
+            self._point_to(path)
         return path
 
     def load(self, state: TrainingState, step: int) -> None:
         """Put model, optimizer, generators and step of a checkpoint into `state`."""
-        with _alone():
-            load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=True)
+        with _quiet():
+            load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=self.group.size == 1)
+
+    def _point_to(self, path: Path) -> None:
+        pointer = self.folder / "latest.new"
+        pointer.write_text(path.name)
+        os.replace(pointer, self.folder / "latest")
+        self._prune()
 
     def _prune(self) -> None:
         steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
@@ -85,8 +92,8 @@ class Checkpoints:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """DCP warns that it works in a single process; with one actor rank that is what is meant."""
+def _quiet() -> Iterator[None]:
+    """DCP warns where it works in a single process; with one actor rank that is what is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..comm.fleet import Fleet, StoreFleet
@@ -37,7 +38,8 @@ class ActorGroup:
         group = ActorGroup(fleet.me.index, size, device, deadline_s)
         if size > 1:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
-            store = dist.PrefixStore(f"actor/{fleet.incarnation}", connect_store(fleet.store_address, deadline_s))
+            client = connect_store(fleet.store_address, deadline_s)
+            store = PrefixStore(f"actor/{fleet.incarnation}", client)  # pyright: ignore[reportArgumentType]
             with waiting("the other actor ranks", "their process group", deadline_s):
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -54,7 +56,7 @@ class ActorGroup:
         return self.rank == 0
 
     def shard(self, policy: Policy) -> None:
-        """Shard the policy by rows over the ranks: each layer, then the rest. Gradients are summed, not averaged."""
+        """Shard the policy by rows over the ranks: each layer, then the rest."""
         if self.size == 1:
             return
         mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
@@ -62,9 +64,6 @@ class ActorGroup:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(policy, mesh=mesh)
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
 
     def share(self, message: Message | None) -> Message:
         """Rank 0's message on all ranks; the others pass None and wait for it."""

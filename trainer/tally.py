@@ -1,69 +1,92 @@
 """Sums over the micro-batches of a step, and the metrics that they make."""
 
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch, Trajectory
+from .batch import PackedBatch, Reference, Trajectory
 from .loss import LossTerms
+from .parallel import ActorGroup
+
+_SUMS = (
+    "tokens", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
+    "mismatch_kl", "responses", "response_tokens", "truncated",
+)  # fmt: skip
+_MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
 
 class StepTally:
     """Adds up what one optimizer step trains on. Importance weights count all tokens; `mismatch/*` only those drawn by the
     very version in training, so that engine mismatch and staleness stay apart."""
 
-    def __init__(self) -> None:
-        self.trajectories: list[Trajectory] = []
+    def __init__(self, max_new_tokens: int) -> None:
+        self.references: list[Reference] = []
         self.group_stds: list[float] = []
-        self.num_truncated = 0
-        self.num_tokens = 0.0
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._max = {"ratio": 0.0, "prob": 0.0}
+        self._max_new_tokens = max_new_tokens
+        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
-    def add_group(self, trajectories: list[Trajectory]) -> None:
-        rewards = torch.tensor([t.reward for t in trajectories])
+    @property
+    def num_tokens(self) -> float:
+        """Tokens that bear loss; of this rank before `reduce`, of all after it."""
+        return self._sums["tokens"]
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over the trajectories of the step."""
+        return sum(r.reward for r in self.references) / len(self.references)
+
+    def add_group(self, references: list[Reference]) -> None:
+        """All ranks add all groups."""
+        rewards = torch.tensor([r.reward for r in references])
         self.group_stds.append(float(rewards.std(unbiased=False)))
-        self.trajectories += trajectories
+        self.references += references
+
+    def add_responses(self, trajectories: Sequence[Trajectory]) -> None:
+        """Each rank adds the trajectories that it trains."""
+        for trajectory in trajectories:
+            length = len(trajectory.response_ids)
+            self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
+            self._raise(response_tokens=length)
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
         mask = batch.mask.bool()
-        self.num_tokens += float(batch.mask.sum())
-        for name, value in terms._asdict().items():
-            self._sums[name] += float(value.detach())
+        if not mask.any():
+            return
+        self._add(tokens=batch.mask.sum(), pg_loss=terms.pg_loss, clipped=terms.clipped)
+        self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy)
         ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
-        self._sums["ratio"] += float(ratio.sum())
-        self._sums["ratio_squared"] += float(ratio.square().sum())
-        self._max["ratio"] = max(self._max["ratio"], float(ratio.max()))
+        self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
+        self._raise(ratio=ratio.max())
         fresh = mask & batch.is_fresh
         if fresh.any():
             ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
-            prob_diff = (ours.exp() - theirs.exp()).abs()
-            self._sums["fresh"] += float(fresh.sum())
-            self._sums["prob_diff"] += float(prob_diff.sum())
-            self._sums["logprob_diff"] += float((ours - theirs).abs().sum())
-            self._sums["mismatch_kl"] += float(((ours - theirs).exp() - 1 - (ours - theirs)).sum())
-            self._max["prob"] = max(self._max["prob"], float(prob_diff.max()))
+            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), ours - theirs
+            self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
+            self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
+            self._raise(prob_diff=prob_diff.max())
 
-    @property
-    def mean_reward(self) -> float:
-        return sum(t.reward for t in self.trajectories) / len(self.trajectories)
+    def reduce(self, group: ActorGroup) -> None:
+        """Make the sums those of all ranks."""
+        self._sums = dict(zip(_SUMS, group.summed(list(self._sums.values())), strict=True))
+        self._maxima = dict(zip(_MAXIMA, group.maxima(list(self._maxima.values())), strict=True))
 
-    def metrics(self, version: int, max_new_tokens: int) -> dict[str, float | dict[str, int]]:
+    def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """The data's and the loss's metrics of a step that trained `version`."""
-        rewards = torch.tensor([t.reward for t in self.trajectories])
-        lengths = torch.tensor([float(len(t.response_ids)) for t in self.trajectories])
-        staleness = [version - t.version for t in self.trajectories]
-        n, s = self.num_tokens, self._sums
+        rewards = torch.tensor([r.reward for r in self.references])
+        staleness = [version - r.version for r in self.references]
+        s, n = self._sums, max(self._sums["tokens"], 1.0)
         out: dict[str, float | dict[str, int]] = {
             "reward/mean": self.mean_reward,
             "reward/std": float(rewards.std(unbiased=False)),
             "reward/min": float(rewards.min()),
             "reward/max": float(rewards.max()),
-            "response_length/mean": float(lengths.mean()),
-            "response_length/max": float(lengths.max()),
-            "response_length/clip_ratio": float((lengths >= max_new_tokens).float().mean()),
+            "response_length/mean": s["response_tokens"] / s["responses"],
+            "response_length/max": self._maxima["response_tokens"],
+            "response_length/clip_ratio": s["truncated"] / s["responses"],
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,
             "actor/pg_loss": s["pg_loss"] / n,
@@ -71,16 +94,24 @@ class StepTally:
             "actor/ppo_kl": s["ppo_kl"] / n,
             "actor/kl_loss": 0.0,
             "is/mean": s["ratio"] / n,
-            "is/max": self._max["ratio"],
+            "is/max": self._maxima["ratio"],
             "is/clip_frac": s["clipped"] / n,
-            "is/ess": s["ratio"] ** 2 / (n * s["ratio_squared"]),
+            "is/ess": s["ratio"] ** 2 / max(n * s["ratio_squared"], 1e-9),
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": float(max(staleness)),
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
         if s["fresh"]:
             out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
-            out["mismatch/probs_diff_max"] = self._max["prob"]
+            out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]
             out["mismatch/logprob_abs_diff"] = s["logprob_diff"] / s["fresh"]
             out["mismatch/kl"] = s["mismatch_kl"] / s["fresh"]
         return out
+
+    def _add(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self._sums[name] += float(value)
+
+    def _raise(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self._maxima[name] = max(self._maxima[name], float(value))
