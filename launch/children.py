@@ -73,14 +73,14 @@ class Child:
         """Send a signal; no error if it has ended."""
         self._process.send_signal(number)
 
-    def tail(self, num_lines: int = 12) -> str:
-        """The last lines of its log, indented; empty if it has none."""
+    def last_words(self, num_lines: int = 12) -> str:
+        """Where its log is and how that ends, as a sentence to append to a message; empty if it has none."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 16384))
-            lines = stream.read().decode(errors="replace").splitlines()
-        return "".join(f"\n    {line}" for line in lines[-num_lines:])
+            lines = stream.read().decode(errors="replace").splitlines()[-num_lines:]
+        return f". Its log is {self.log}" + (":" if lines else "") + "".join(f"\n    {line}" for line in lines)
 
 
 def end_with_parent(number: int, parent: int) -> None:

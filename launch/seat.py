@@ -22,6 +22,8 @@ SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
 LAST_LEAVE_S = 30.0
 """Seconds that the store of a finished run waits for the members of other seats."""
+LEAVE_S, LOOK_S = 3.0, 0.2
+"""The same for a failed run, whose dead members never leave, counted from its summary; and how often that is looked for."""
 MAX_RESTARTS = 5
 """Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -144,12 +146,12 @@ class Seat:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.place.role if child.name == self.place.name else child.name
         is_ending = bool(self.stopped_by or self.exit_code)
-        if role == "rollout" and (Path(self.recipe.run.dir) / SUMMARY_FILE).exists():
-            return  # the run is over; a rollout that died meanwhile is missed by nobody
+        if role == "rollout" and self.is_over():
+            return  # a rollout that dies now is missed by nobody
         verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending)
         if verdict is Verdict.RESTART:
             self.restarts.append(time.monotonic())
-            say(f"{describe_end(child.name, code)} and is started again. Its log is {child.log}:{child.tail(3)}")
+            say(f"{describe_end(child.name, code)} and is started again{child.last_words(3)}")
             self._start_worker(self.place.name)
         elif verdict in (Verdict.TOLD, Verdict.UNTOLD):
             self._fail(child, code, is_told=verdict is Verdict.TOLD)
@@ -164,12 +166,12 @@ class Seat:
             return
         if code == 2:
             if LAUNCHER not in os.environ:
-                say(f"{child.name} ended the run:{child.tail(1)}")
+                say(f"{child.name} ended the run{child.last_words(1)}")
             return
         error = describe_end(child.name, code)
         if child.name == self.place.name and self.restarts:
             error += f", after {len(self.restarts)} restarts"
-        say(f"{error}; the run ends. Its log is {child.log}:{child.tail()}")
+        say(f"{error}; the run ends{child.last_words()}")
         if not is_told and child.name != "store":
             self._start("messenger", [*self._worker_command(child.name), "--failed", error], console=False)
 
@@ -186,8 +188,19 @@ class Seat:
         deadline = time.monotonic() + seconds
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
+    def is_over(self) -> bool:
+        """Whether the hub has ended the run and written its summary."""
+        return (Path(self.recipe.run.dir) / SUMMARY_FILE).exists()
+
     def _patience_s(self) -> float:
-        return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        """How long to sleep: to the deadline, but a failed run's last seat looks whether the hub is through."""
+        if self.deadline is None:
+            return 3600.0
+        if self.exit_code and self.children.keys() == {"store"}:
+            if self.is_over():
+                self._set_deadline(LEAVE_S)
+            return LOOK_S
+        return max(0.0, self.deadline - time.monotonic())
 
     def _hold_to_deadline(self) -> None:
         if self.deadline is None or time.monotonic() < self.deadline or not self.children:
@@ -205,7 +218,7 @@ class Seat:
 def take_seat(recipe: Recipe) -> int:
     """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
 
-    Under the launcher (its variable is set) an interrupt, and a user's mistake found by a role, end the seat with 0:
+    Under the launcher (its variable is set) a run that was ended in order, for whatever reason, ends the seat with 0:
     torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -213,4 +226,5 @@ def take_seat(recipe: Recipe) -> int:
     device = visible_devices(place, count_gpus())
     seat = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device)
     exit_code = seat.run()
-    return 0 if LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2) else exit_code
+    is_told = LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2 or seat.is_over())
+    return 0 if is_told else exit_code
