@@ -11,10 +11,10 @@ from enum import Enum, auto
 
 import numpy as np
 
-from .layout import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
+from .digests import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
+from .frames import Offer
 from .parts import Ranges
 from .versions import Arriving
-from .wire import Offer
 
 
 class State(Enum):

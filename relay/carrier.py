@@ -10,20 +10,8 @@ from ..comm.segment import Segment
 from .arrival import Arrival
 from .chunks import chunk_bytes
 from .desk import Desk
-from .wire import (
-    IDLE_S,
-    SILENCE_S,
-    Answer,
-    Kind,
-    Offer,
-    Trailer,
-    Verdict,
-    receive_header,
-    receive_struct,
-    send_cargo,
-    send_frame,
-    send_idle,
-)  # fmt: skip
+from .frames import Answer, Kind, Offer, Trailer, Verdict
+from .wire import IDLE_S, SILENCE_S, receive_header, receive_struct, send_cargo, send_frame, send_idle
 
 START_S = 100e-6
 """What a data frame costs besides its bytes, in seconds: headers, wake-ups and Python on both sides."""

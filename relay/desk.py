@@ -13,8 +13,8 @@ import numpy as np
 from ..comm.errors import LinkBroken
 from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
+from .frames import Offer
 from .versions import Held, Shelf
-from .wire import Offer
 
 _log = logging.getLogger(__name__)
 

@@ -28,8 +28,9 @@ from .arrival import Arrival, State
 from .carrier import Feeder, take_versions
 from .chain import Chain
 from .desk import Desk
+from .frames import Offer
 from .push import remote_backend
-from .wire import SILENCE_S, Offer
+from .wire import SILENCE_S
 
 _log = logging.getLogger(__name__)
 _PUSH = "actor"  # all ranks of the trainer bring one version together

@@ -5,7 +5,7 @@ dtype, others keep theirs. Digests run over a fixed grid of chunks, so that piec
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,9 +15,9 @@ import xxhash
 from torch import Tensor
 
 from ..comm.errors import WrongDigest
+from .digests import digest
 
 ALIGNMENT = 64
-GRID_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,6 @@ class Layout:
         manifest = [f"{e.name} {e.dtype} {e.shape} {e.offset}" for e in self.entries]
         return xxhash.xxh3_64_intdigest("\n".join(manifest).encode()) >> 1
 
-    @property
-    def grid(self) -> range:
-        """The offsets at which the chunks of the digest begin."""
-        return grid(self.num_bytes)
-
     def digest(self, buffer: np.ndarray) -> str:
         """The digest of a whole buffer, uint8 [num_bytes]: 32 hex digits."""
         return digest(buffer)
@@ -110,31 +105,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the shard of a DTensor, else all of it."""
     # Asking for the type would load torch.distributed.tensor, a second of each process's start.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def grid(num_bytes: int) -> range:
-    """The offsets at which the chunks of a buffer's digest begin."""
-    return range(0, num_bytes, GRID_BYTES)
-
-
-def chunk_digest(buffer: np.ndarray, start: int) -> bytes:
-    """The digest of the chunk that begins at `start`, 8 bytes."""
-    return xxhash.xxh3_64_digest(buffer[start : start + GRID_BYTES].data)
-
-
-def digest(buffer: np.ndarray) -> str:
-    """The digest of a buffer: xxh3 over the xxh3 of its chunks, 32 hex digits."""
-    return join_digests(chunk_digest(buffer, start) for start in grid(buffer.nbytes))
-
-
-def join_digests(chunks: Iterable[bytes]) -> str:
-    """The digest of a buffer from those of its chunks, in order."""
-    return xxhash.xxh3_128_hexdigest(b"".join(chunks))
-
-
-def digest_of_ranges(buffer: np.ndarray, ranges: Iterable[tuple[int, int]]) -> str:
-    """The digest of byte ranges [start, end) of a buffer, taken together."""
-    return join_digests(chunk_digest(buffer[start:end], at) for start, end in ranges for at in grid(end - start))
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

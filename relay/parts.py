@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..comm.errors import SettingError
-from .layout import Entry, Layout, digest_of_ranges, local_tensor, write_tensor
+from .digests import digest_of_ranges
+from .layout import Entry, Layout, local_tensor, write_tensor
 
 
 @dataclass(frozen=True)

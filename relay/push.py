@@ -20,9 +20,10 @@ from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import dial
+from .frames import Offer
 from .parts import Part
 from .versions import Shelf
-from .wire import SILENCE_S, Offer, send_cargo, send_idle
+from .wire import SILENCE_S, send_cargo, send_idle
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a question is repeated until answered: the relay may have come back meanwhile

@@ -22,11 +22,12 @@ from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import chain_order
 from .feed import Feed
+from .frames import Offer
 from .layout import Layout
 from .parts import Part
 from .push import LinkPush, Parcel, ShmPush, is_shared, open_push
 from .versions import Shelf
-from .wire import IDLE_S, Offer
+from .wire import IDLE_S
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 15.0

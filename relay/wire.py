@@ -11,7 +11,6 @@ A frame is a header of two int64 (kind, bytes) and its bytes. In pauses the send
 that it is gone. The offset makes a transfer that broke go on where it was, over whatever link comes next.
 """
 
-from enum import IntEnum
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -19,7 +18,7 @@ import numpy as np
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
-from .parts import Ranges
+from .frames import Answer, Frame, Kind, Offer, Trailer, Verdict
 
 IDLE_S = 1.0
 SILENCE_S = 5.0
@@ -30,58 +29,6 @@ _MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
 _MAX_ATTEMPTS = 3
 
 
-class Kind(IntEnum):
-    """What a frame carries."""
-
-    IDLE = 0
-    STRUCT = 1
-    DATA = 2
-
-
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
-
-    `spans` are the part's byte ranges in the layout; offsets count along them.
-    """
-
-    version: int
-    step: int
-    num_bytes: int
-    fingerprint: int
-    num_parts: int = 1
-    part: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """What the offers of all parts of one version have in common."""
-        return self.version, self.step, self.num_bytes, self.fingerprint, self.num_parts
-
-    @property
-    def ranges(self) -> Ranges:
-        """The part's byte ranges."""
-        return Ranges(self.spans or ((0, self.num_bytes),))
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The receiver wants the bytes from `offset` on; -1 if it wants none."""
-
-    offset: int
-
-
-class Trailer(msgspec.Struct, frozen=True, tag=True):
-    """All bytes were sent and this is their digest; empty if the sender gave the version up."""
-
-    digest: str
-
-
-class Verdict(msgspec.Struct, frozen=True, tag=True):
-    """Whether the receiver's bytes have the announced digest."""
-
-    is_right: bool
-
-
-Frame = Offer | Answer | Trailer | Verdict
 F = TypeVar("F", Offer, Answer, Trailer, Verdict)
 _decoder = msgspec.json.Decoder(Frame)
 

@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.comm.segment import Segment
 from headrace.relay.arrival import State, watermark
 from headrace.relay.desk import Desk
-from headrace.relay.layout import GRID_BYTES, digest, digest_of_ranges
+from headrace.relay.digests import GRID_BYTES, digest, digest_of_ranges
+from headrace.relay.frames import Offer
 from headrace.relay.parts import Ranges
 from headrace.relay.versions import Shelf
-from headrace.relay.wire import Offer
 
 NUM_BYTES = 4096
 

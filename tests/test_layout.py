@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from headrace.comm.errors import WrongDigest
-from headrace.relay.layout import ALIGNMENT, GRID_BYTES, Layout, digest
+from headrace.relay.digests import GRID_BYTES, digest
+from headrace.relay.layout import ALIGNMENT, Layout
 
 
 def tensors():

@@ -7,7 +7,7 @@ import pytest
 from headrace.comm.errors import WrongDigest
 from headrace.comm.segment import Hold, Segment
 from headrace.relay import versions
-from headrace.relay.layout import digest
+from headrace.relay.digests import digest
 from headrace.relay.versions import Held, NothingReadable, Shelf, choose_slot
 
 NUM_BYTES = 300_000

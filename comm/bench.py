@@ -1,0 +1,121 @@
+"""The benchmark of this floor and, in a process of its own, of the weights that travel on it.
+
+    python -m headrace.comm.bench [--json FILE] [--only WORKLOAD ...] [--megabytes N]
+
+The weights' own workloads are those of `python -m headrace.relay.bench`, which this floor must not import.
+"""
+
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from .links import Link, open_link
+from .measure import Row, best_seconds, parse, read_json, report
+from .store import host_store
+
+_PIECE = 1 << 20
+_CHILD = """
+import sys, numpy as np
+from headrace.comm.bench import echo_link, echo_socket
+(echo_link if sys.argv[1] == "link" else echo_socket)(sys.argv[2], int(sys.argv[3]))
+"""
+
+
+def echo_link(address: str, num_bytes: int) -> None:
+    """The other end of the measured link: takes everything in and says when it has."""
+    link = open_link("tcp", address, "bench", 1, 30)
+    buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
+    for _ in range(6):
+        for start in range(0, num_bytes, _PIECE):
+            link.receive(buffer[start : start + _PIECE], 30)
+        link.send(done, 30)
+    link.close()
+
+
+def echo_socket(address: str, num_bytes: int) -> None:
+    """The same over a plain socket."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        view = memoryview(bytearray(num_bytes))
+        for _ in range(6):
+            filled = 0
+            while filled < num_bytes:
+                filled += connection.recv_into(view[filled : filled + _PIECE])
+            connection.sendall(b"x")
+
+
+def tcp_link(num_bytes: int) -> list[Row]:
+    """A link over loopback against a raw socket, both sending in pieces of 1 MiB to another process."""
+    raw_s, link_s = _raw_seconds(num_bytes), _link_seconds(num_bytes)
+    return [Row("tcp-link", "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
+
+
+def _raw_seconds(num_bytes: int) -> float:
+    buffer = memoryview(bytearray(num_bytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        child = _child("socket", f"127.0.0.1:{listener.getsockname()[1]}", num_bytes)
+        with listener.accept()[0] as connection:
+
+            def send() -> None:
+                for start in range(0, num_bytes, _PIECE):
+                    connection.sendall(buffer[start : start + _PIECE])
+                connection.recv(1)
+
+            seconds = best_seconds(send)
+    child.wait()
+    return seconds
+
+
+def _link_seconds(num_bytes: int) -> float:
+    buffer, done, hosted = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8), host_store("127.0.0.1")
+    child = _child("link", hosted.address, num_bytes)
+    link: Link = open_link("tcp", hosted.address, "bench", 0, 30)
+
+    def send() -> None:
+        for start in range(0, num_bytes, _PIECE):
+            link.send(buffer[start : start + _PIECE], 30)
+        link.receive(done, 30)
+
+    seconds = best_seconds(send)
+    link.close()
+    child.wait()
+    return seconds
+
+
+def _child(kind: str, address: str, num_bytes: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", _CHILD, kind, address, str(num_bytes)])
+
+
+WORKLOADS: dict[str, Callable[[int], list[Row]]] = {"tcp-link": tcp_link}
+
+
+def _weights(argv: list[str]) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        subprocess.run(
+            [sys.executable, "-m", "headrace.relay.bench", *argv, "--json", str(path)],
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        return read_json(path)
+
+
+def main(argv: list[str]) -> None:
+    """Run the workloads asked for, print the table."""
+    arguments = parse("headrace.comm.bench", argv, [*WORKLOADS, "those of headrace.relay.bench"])
+    is_all = "--only" not in argv
+    own = [name for name in WORKLOADS if is_all or name in arguments.only]
+    others = [name for name in arguments.only if name not in WORKLOADS]
+    rows = [row for name in own for row in WORKLOADS[name](arguments.megabytes << 20)]
+    if is_all or others:
+        size = ["--megabytes", str(arguments.megabytes)]
+        rows += _weights(size if is_all else [*size, "--only", *others])
+    report(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
