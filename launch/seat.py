@@ -23,7 +23,7 @@ SHUTDOWN_S = 20.0
 LAST_LEAVE_S = 30.0
 """Seconds that the store of a finished run waits for the members of other seats."""
 LEAVE_S, LOOK_S = 3.0, 0.2
-"""The same for a failed run, whose dead members never leave, counted from its summary; and how often that is looked for."""
+"""The same for a failed run, whose dead never leave, counted from its summary; and how often that is looked for."""
 MAX_RESTARTS = 5
 """Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
