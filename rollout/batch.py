@@ -13,10 +13,12 @@ class DecodeBatch:
     """Running sequences by row: newest token, its position, its slot in the cache, and the table of pages.
 
     `rows` is rebuilt when sequences enter or leave (`refill`), grows a page now and then (`extend`) and moves on one
-    token per step (`advance`). Arrays and tensors share memory; all int64.
+    token per step (`advance`). Numpy arrays lie on the host, tensors on the device; all int64.
     """
 
-    def __init__(self, pool: PagePool, max_pages: int) -> None:
+    def __init__(self, pool: PagePool, max_pages: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
         self.pool = pool
         self.max_pages = max_pages
         self.sequences: list[Sequence] = []
@@ -38,9 +40,11 @@ class DecodeBatch:
         for row, sequence in enumerate(sequences):
             self.table[row, : len(sequence.pages)] = sequence.pages
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
-        self.tokens = torch.from_numpy(np.array(newest, dtype=np.int64))
-        self.drawn = torch.from_numpy(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
-        self.sampling = SamplingRows([s.params for s in sequences], [s.key for s in sequences])
+        self.tokens = torch.from_numpy(np.array(newest, dtype=np.int64)).to(self.device)
+        drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
+        self.drawn = torch.from_numpy(drawn).to(self.device)
+        self.sampling = SamplingRows([s.params for s in sequences], [s.key for s in sequences], self.device)
+        self.sampling.remember((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
         self._update_slots()
 
     def extend(self) -> None:
@@ -63,4 +67,4 @@ class DecodeBatch:
         size = self.pool.page_size
         columns = np.minimum(self.positions // size, self.max_pages - 1)
         tails = self.table[np.arange(len(self.positions)), columns]
-        self.slots = torch.from_numpy(tails * size + self.positions % size)
+        self.slots = torch.from_numpy(tails * size + self.positions % size).to(self.device)

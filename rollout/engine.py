@@ -4,6 +4,7 @@
 for every row. It needs nothing of the rest of the project but the policy.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -13,18 +14,18 @@ import torch
 from torch import Tensor
 
 from ..comm.errors import SettingError
-from ..trainer.attention_exact import PAGE, Run
-from ..trainer.decoder import Head, LeanDecoder
-from ..trainer.exact import BLOCK
+from ..trainer.attention_exact import PAGE
 from ..trainer.model import Policy, load_policy, load_tokenizer
-from .attention import GatherAttention, PoolAttention
 from .batch import DecodeBatch
+from .budget import page_budget
 from .exact_check import check_exact
 from .kv_cache import KVCache, PagePool
-from .prefill import ExactPrefillAttention, PrefillAttention
-from .sampler import SamplingParams, sample, stream_key
-from .scheduler import Chunk, Scheduler
-from .sequence import Completion, Group, Sequence
+from .runner import Runner
+from .sampler import SamplingParams, stream_key
+from .scheduler import Scheduler
+from .sequence import Completion, Group, Parcel, Sequence
+
+log = logging.getLogger(__name__)
 
 
 class Live(NamedTuple):
@@ -40,8 +41,9 @@ class Engine:
     policy: a checkpoint's path, or a `Policy` whose parameters the caller may overwrite in place between steps (and must
     then announce with `weights_changed`); `dtype` counts for a path only.
     max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
-    kv_gb: memory of the KV cache; None takes max_running sequences of full context.
+    kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`.
     prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
+    `description` says what was chosen.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Engine:
         page_size: int = PAGE,
         exact: bool = False,
         prefill_tokens: int = 2048,
+        attention: str = "auto",
+        gpu_share: float = 0.85,
         tokenizer: Any = None,
     ) -> None:
         if max_running < 1:
@@ -65,27 +69,17 @@ class Engine:
         self.policy = policy
         self.tokenizer = tokenizer
         self.seed = seed
-        pages_per_sequence = -(-policy.context // page_size)
-        num_pages = _num_pages(policy, page_size, max_running, kv_gb)
-        self.pool = PagePool(num_pages, page_size)
-        shape = (num_pages, policy.num_kv_heads, page_size, policy.head_dim)
+        budget = page_budget(policy, page_size, max_running, kv_gb, gpu_share)
+        self.pool = PagePool(budget.num_pages, page_size)
+        shape = (budget.num_pages, policy.num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
-        self.batch = DecodeBatch(self.pool, pages_per_sequence)
-        self.exact = exact
-        if exact:
-            self._forward = policy.exact or policy.make_exact()
-        else:
-            self._forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
-        self._head = Head(policy, exact)
-        num_rows = -(-max_running // BLOCK) * BLOCK
-        self._logits = torch.empty(num_rows, policy.vocab_size, device=policy.device)
-        self._scratch = torch.empty_like(self._logits)
-        has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
-        self._decode_attention = GatherAttention(self.cache) if has_softcap else PoolAttention(self.cache, exact)
+        self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
+        self.runner = Runner(policy, self.cache, max_running, exact, attention)
+        self.description = f"{self.runner.description}, {budget}"
+        log.info("generator: %s", self.description)
         self._is_checked = not exact
         self._next_id = 0
-        self._completions: dict[int, Completion] = {}
 
     # ------------------------------------------------------------------------------------------------ lists in, lists out
 
@@ -142,7 +136,7 @@ class Engine:
         has_changed = bool(scheduler.make_room())
         chunks = scheduler.next_chunks()
         if chunks:
-            self._prefill(chunks)
+            self.runner.prefill(chunks)
         for fork in scheduler.fork_ready():
             has_changed = True
             if fork.source >= 0:
@@ -195,9 +189,35 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Announce that the parameters were overwritten in place."""
-        if isinstance(self._forward, LeanDecoder):
-            self._forward.refresh()
-        self._head.refresh()
+        self.runner.refresh()
+
+    def take_out(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[Parcel]:
+        """Remove trajectories, wherever they are, for another engine on the same weights (or this one, later).
+
+        with_cache: also their keys and values, where they have any; else `put_in` computes them again.
+        """
+        parcels = []
+        for trajectory_id in trajectory_ids:
+            sequence = self.scheduler.find(trajectory_id)
+            assert sequence is not None, f"no trajectory {trajectory_id} here"
+            cache = (
+                self.cache.export(sequence.pages, sequence.num_cached) if with_cache and sequence.num_cached else None
+            )
+            self.scheduler.cancel(trajectory_id)
+            parcels.append(sequence.parcel(cache))
+        return parcels
+
+    def put_in(self, parcels: Many[Parcel]) -> None:
+        """Go on with trajectories that another engine took out; they queue like new ones."""
+        for parcel in parcels:
+            self._check_prompt(parcel.prompt_ids)
+            sequence = self._sequence(parcel.prompt_ids, parcel.params, parcel.trajectory_id, 0)
+            sequence.take_over(parcel)
+            group = Group([sequence], sequence.prompt_ids + sequence.token_ids)
+            if parcel.cache is not None and self.scheduler.reserve(group, parcel.cache.shape[2]):
+                self.cache.load(group.pages, parcel.cache)
+                group.num_cached = parcel.cache.shape[2]
+            self.scheduler.add(group)
 
     def check(self) -> None:
         """Assert that no page is lost or owned twice; free when idle."""
@@ -247,32 +267,24 @@ class Engine:
         key = stream_key(self.seed if params.seed is None else params.seed, stream)
         return Sequence(trajectory_id, key, prompt_ids, params, limit, stop_ids, strings)
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
-        chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
-        tokens = [t for c in chunks for t in c.group.tokens[c.start : c.stop]]
-        positions = [p for c in chunks for p in range(c.start, c.stop)]
-        device = self.policy.device
-        runs = [Run(c.start, c.stop, c.group.pages) for c in chunks]
-        attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
-        self._forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
-
     def _decode(self) -> list[Completion]:
         batch = self.batch
-        self._decode_attention.prepare(batch)
-        hidden = self._forward(batch.tokens, torch.from_numpy(batch.positions), self._decode_attention)
-        logits = self._head(hidden, out=self._logits)
-        tokens, logprobs = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
-        batch.advance(tokens)
+        draw = self.runner.decode(batch)
+        batch.advance(draw.tokens)
+        logprobs = draw.logprobs.tolist()
+        raw = logprobs if draw.raw is None else draw.raw.tolist()
         finished = []
-        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+        for sequence, *drawn in zip(batch.sequences, draw.tokens.tolist(), logprobs, raw, strict=True):
             sequence.num_cached += 1
-            sequence.append(token, logprob)
+            sequence.append(*drawn)
             if sequence.stop_strings:
                 self._stop_at_string(sequence)
             if sequence.finish_reason:
                 finished.append(sequence)
         for sequence in finished:
             self.scheduler.finish(sequence)
+        if not self.scheduler.running:
+            batch.sequences = []
         return [self._completion(sequence) for sequence in finished]
 
     def _stop_at_string(self, sequence: Sequence) -> None:
@@ -294,17 +306,3 @@ def _tokenizer_if_any(path: str | Path) -> Any:
         return load_tokenizer(path)
     except SettingError:
         return None
-
-
-def _num_pages(policy: Policy, page_size: int, max_running: int, kv_gb: float | None) -> int:
-    per_sequence = -(-policy.context // page_size)
-    page_bytes = 2 * policy.num_layers * page_size * policy.num_kv_heads * policy.head_dim * policy.dtype.itemsize
-    if kv_gb is None:
-        return max_running * per_sequence + 2
-    num_pages = int(kv_gb * 1e9 / page_bytes)
-    if num_pages < per_sequence + 2:
-        needed = (per_sequence + 2) * page_bytes / 1e9
-        raise SettingError(
-            f"generator.kv_gb: {kv_gb} GB do not hold one sequence of {policy.context} tokens; at least {needed:.3g} needed"
-        )
-    return num_pages

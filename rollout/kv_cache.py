@@ -112,6 +112,23 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor[target].copy_(tensor[source])
 
+    def export(self, pages: list[int], num_tokens: int) -> Tensor:
+        """Keys and values of the first tokens in these pages: [layers, 2, tokens, kv_heads, head_dim], on the host."""
+        lines = self.lines(self._slots(pages, num_tokens))
+        both = [torch.stack(self.read(layer, lines)) for layer in range(len(self.keys))]
+        return torch.stack(both).cpu()
+
+    def load(self, pages: list[int], exported: Tensor) -> None:
+        """Write what `export` gave into these pages."""
+        lines = self.lines(self._slots(pages, exported.shape[2]))
+        for layer, (keys, values) in enumerate(exported.to(lines.device)):
+            self.write(layer, lines, keys, values)
+
+    def _slots(self, pages: list[int], num_tokens: int) -> Tensor:
+        positions = torch.arange(num_tokens, device=self._heads.device)
+        table = torch.tensor(pages, device=positions.device)
+        return table[positions // self.page_size] * self.page_size + positions % self.page_size
+
     @property
     def num_bytes(self) -> int:
         """Memory of the pool."""

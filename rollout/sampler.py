@@ -5,8 +5,9 @@ cumulative distribution. So a trajectory does not depend on what it is batched w
 interrupted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ class SamplingParams:
     """Responses per prompt."""
     stop: str | int | Sequence[str | int] = ()
     """More stops than the policy's own: token ids, or strings (the text ends before the string)."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens already in prompt or response are divided by this if positive, else multiplied."""
+    raw_logprobs: bool = False
+    """Also report log-probabilities of the policy's own distribution, before temperature and filters."""
     ignore_eos: bool = False
     """Go on past the policy's own stop tokens."""
     seed: int | None = None
@@ -49,6 +54,7 @@ class SamplingParams:
             "top_k must be 0 or more": self.top_k >= 0,
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
             "n must be at least 1": self.n >= 1,
+            "repetition_penalty must be above 0": self.repetition_penalty > 0,
         }
         for rule, is_kept in rules.items():
             if not is_kept:
@@ -86,6 +92,8 @@ class SamplingRows:
     def __init__(
         self, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device | str = "cpu"
     ) -> None:
+        self.device = device
+
         def column(values: Sequence[float]) -> Tensor:
             return torch.from_numpy(np.array(values, dtype=np.float32)).to(device)
 
@@ -102,17 +110,39 @@ class SamplingRows:
             self.min_p = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])[:, None]
             top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
             self.top_k = torch.tensor([k or (1 << 30) for k in top_k], device=device)[:, None]
+        self.wants_raw = any(p.raw_logprobs for p in params)
+        self.seen: Tensor | None = None
+        self._has_penalty = any(p.repetition_penalty != 1 for p in params)
+        if self._has_penalty:
+            self.penalty = column([p.repetition_penalty for p in params])[:, None]
+
+    def remember(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
+        """What each row has said so far; needed for a repetition penalty only."""
+        if self._has_penalty:
+            self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.device)
+            for row, said in zip(self.seen, tokens, strict=True):
+                row[torch.tensor(said, device=self.device)] = True
 
 
-def sample(
-    logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities, fp32 [B], under the distribution they were drawn from.
+class Draw(NamedTuple):
+    """Tokens [B] int64; their log-probabilities fp32 [B]; the raw ones where a row wants them."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    raw: Tensor | None
+
+
+def sample(logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tensor | None = None) -> Draw:
+    """One token per row, with its log-probability under the distribution it was drawn from.
 
     logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: space
     of the logits' shape. Greedy rows report the log-probability at temperature 1.
     """
     scratch = torch.empty_like(logits) if scratch is None else scratch
+    raw = torch.log_softmax(logits, -1) if rows.wants_raw else None
+    if rows.seen is not None:
+        penalized = torch.where(logits > 0, logits / rows.penalty, logits * rows.penalty)
+        logits.copy_(torch.where(rows.seen, penalized, logits))
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
     if not rows.is_plain:
         scaled = _filtered(scaled, rows)
@@ -126,7 +156,10 @@ def sample(
             tokens = torch.where(rows.is_greedy, logprobs.argmax(-1), tokens)
     else:
         tokens = logprobs.argmax(-1)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    at = tokens[:, None]
+    if rows.seen is not None:
+        rows.seen.scatter_(1, at, True)
+    return Draw(tokens, logprobs.gather(1, at)[:, 0], None if raw is None else raw.gather(1, at)[:, 0])
 
 
 def _filtered(scaled: Tensor, rows: SamplingRows) -> Tensor:

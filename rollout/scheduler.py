@@ -7,12 +7,11 @@ State changes only; no tensors.
 
 from collections import deque
 from collections.abc import Sequence as Many
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from .kv_cache import PagePool
 from .sequence import Group, Sequence
-
 
 HOLES_CLOSED_ABOVE = 0.85
 """Pages are moved together when less than this share of their range is in use."""
@@ -119,7 +118,9 @@ class Scheduler:
         places: dict[int, list[tuple[Sequence | Group, int]]] = {}
         for holder in (*self.running, *self.paused, *self.waiting):
             pages = enumerate(holder.pages)
-            for index, page in islice(pages, holder.num_shared) if is_shared else islice(pages, holder.num_shared, None):
+            for index, page in (
+                islice(pages, holder.num_shared) if is_shared else islice(pages, holder.num_shared, None)
+            ):
                 places.setdefault(page, []).append((holder, index))
         used = sorted(places, reverse=is_shared)
         if not used:
@@ -154,6 +155,16 @@ class Scheduler:
         group = Group([sequence], sequence.prompt_ids + sequence.token_ids)
         group.pages, group.num_cached, group.num_shared = sequence.pages, sequence.num_cached, sequence.num_shared
         self.waiting.append(group)
+
+    def reserve(self, group: Group, num_tokens: int) -> bool:
+        """Give a group that is about to be added pages for tokens whose cache it brings along; False if none are free."""
+        return self._take_pages(group, num_tokens)
+
+    def find(self, trajectory_id: int) -> Sequence | None:
+        """A trajectory, wherever it is."""
+        waiting = (s for group in self.waiting for s in group.sequences)
+        held = chain(self.running, self.paused, waiting)
+        return next((s for s in held if s.trajectory_id == trajectory_id), None)
 
     def cancel(self, trajectory_id: int) -> Sequence | None:
         """Forget a trajectory wherever it is; returns it if it was here."""

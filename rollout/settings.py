@@ -1,6 +1,6 @@
 """Settings of generation and rewards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -13,6 +13,10 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides the scores of tokens that prompt and response already have (1 is off)."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response, besides the policy's stop tokens."""
 
 
 @dataclass(slots=True)
@@ -21,6 +25,16 @@ class GeneratorSettings:
 
     max_running: int = 32
     """Trajectories decoded together."""
+    kv_gb: float | None = None
+    """Memory of the KV cache in GB; null is max_running trajectories of full context, on a GPU what is left of its share."""
+    gpu_share: float = 0.85
+    """Share of its GPU's memory that a rollout may fill."""
+    prefill_tokens: int = 2048
+    """Most prompt tokens that one step prefills."""
+    exact: bool = False
+    """Log-probabilities of generator and trainer equal bit for bit (CPU; Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
+    attention: str = "auto"
+    """Attention back-end of decoding: auto, or one by name (see docs/generator.md)."""
 
 
 @dataclass(slots=True)

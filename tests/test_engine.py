@@ -1,3 +1,4 @@
+import gc
 from typing import Any
 
 import pytest
@@ -187,8 +188,80 @@ def test_mistakes_are_told_with_the_setting_to_change(llama, tmp_path):
         engine.generate([[]])
     with pytest.raises(SettingError, match=r"sampling\.temperature must be 0 or more"):
         SamplingParams(temperature=-1)
-    with pytest.raises(SettingError, match=r"generator\.kv_gb: 1e-06 GB do not hold one sequence"):
+    with pytest.raises(SettingError, match=r"generator\.kv_gb: 1e-06 GB does not hold one sequence"):
         Engine(llama, kv_gb=1e-6)
     with pytest.raises(SettingError, match=r"model\.path: no Hugging Face checkpoint"):
         Engine(tmp_path / "nowhere")
     assert engine.idle
+
+
+def test_a_repetition_penalty_is_that_of_transformers(llama):
+    prompts = random_prompts(6, longest=20)
+    model: Any = AutoModelForCausalLM.from_pretrained(llama).eval()
+    params = SamplingParams(max_new_tokens=25, temperature=0, repetition_penalty=1.7)
+    for completion in Engine(llama, max_running=4).generate(prompts, params):
+        expected = model.generate(
+            torch.tensor([completion.prompt_ids]), max_new_tokens=25, do_sample=False, repetition_penalty=1.7
+        )
+        assert completion.token_ids == expected[0, len(completion.prompt_ids) :].tolist()
+
+
+def test_raw_logprobs_are_those_before_temperature_and_filters(llama):
+    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    params = SamplingParams(max_new_tokens=25, temperature=0.5, top_k=5, raw_logprobs=True)
+    for completion in Engine(llama).generate(random_prompts(3, longest=20), params):
+        expected = plain_logprobs(model, completion.prompt_ids, completion.token_ids)
+        assert (torch.tensor(completion.raw_logprobs) - expected).abs().max() < 2e-5
+        assert sum(completion.logprobs) > sum(completion.raw_logprobs or [])
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_a_trajectory_that_moves_goes_on_as_if_it_had_stayed(llama, with_cache):
+    prompts, params = random_prompts(5, longest=120), SamplingParams(max_new_tokens=80, ignore_eos=True)
+    stayed = {c.trajectory_id: c for c in Engine(llama).generate(prompts, params)}
+    here, there = Engine(llama), Engine(llama, seed=99)
+    for index, prompt in enumerate(prompts):
+        here.add_group(prompt, params, [index])
+    for _ in range(30):
+        here.step()
+    parcels = here.take_out([1, 3, 4], with_cache)
+    assert all((p.cache is not None) == with_cache and len(p.token_ids) == 30 for p in parcels)
+    there.put_in(parcels)
+    moved = []
+    while not (here.idle and there.idle):
+        moved += [*here.step(), *there.step()]
+    here.check()
+    there.check()
+    assert {c.trajectory_id: c.token_ids for c in moved} == {i: c.token_ids for i, c in stayed.items()}
+    for completion in moved:
+        assert torch.tensor(completion.logprobs).allclose(torch.tensor(stayed[completion.trajectory_id].logprobs))
+
+
+def test_ten_thousand_requests_leave_no_page_and_no_object_behind(llama):
+    engine = Engine(llama, max_running=64)
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+
+    def serve(count) -> int:
+        assert len(engine.generate([[5 + i % 90] for i in range(count)], params)) == count
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = serve(2_000)
+    assert serve(8_000) - before < 100
+    engine.check()
+    assert engine.pool.num_free == engine.pool.num_pages - 1
+
+
+def test_the_engine_says_what_it_chose(llama):
+    assert Engine(llama).description.startswith("lean forward, attention 'pool', 130 pages, 0.0")
+    assert "attention 'gather'" in Engine(llama, attention="gather").description
+    with pytest.raises(SettingError, match=r"generator\.attention: 'triton' cannot serve this policy here"):
+        Engine(llama, attention="triton")
+    with pytest.raises(SettingError, match=r"generator\.kv_gb: 1000000\.0 GB of KV cache, but only"):
+        Engine(llama, kv_gb=1e6)
+
+
+def test_back_ends_agree(llama):
+    prompts, params = random_prompts(9, longest=100), SamplingParams(max_new_tokens=40, n=3)
+    pool, gather = (Engine(llama, attention=name).generate(prompts, params) for name in ("pool", "gather"))
+    assert [c.token_ids for c in pool] == [c.token_ids for c in gather]

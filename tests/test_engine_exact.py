@@ -94,6 +94,6 @@ def test_a_machine_whose_kernels_differ_is_told_so(tmp_path):
     with torch.no_grad():
         policy.head.weight[5:].mul_(1 + 1e-6)
         # The packed forward now sees other weights than the head that the engine prepared.
-        engine._head._wide = policy.head.weight.clone() * (1 + 1e-6)
+        engine.runner.head._wide = policy.head.weight.clone() * (1 + 1e-6)
     with pytest.raises(SettingError, match=r"generator\.exact: this machine's kernels"):
         engine.generate([[5, 6, 7]])

@@ -1,0 +1,65 @@
+"""The arithmetic of a step: prefill and decode of the policy over the cache, with one attention back-end chosen at start."""
+
+import torch
+from torch import Tensor
+
+from ..comm.errors import SettingError
+from ..trainer.attention import Attention
+from ..trainer.attention_exact import Run
+from ..trainer.decoder import Head, LeanDecoder
+from ..trainer.exact import BLOCK
+from ..trainer.model import Policy
+from .backends import choose
+from .batch import DecodeBatch
+from .kv_cache import KVCache
+from .prefill import ExactPrefillAttention, PrefillAttention
+from .sampler import Draw, sample
+from .scheduler import Chunk
+
+
+class Runner:
+    """Runs the policy for an engine: chunks of prompts into the cache, one token for every row of a batch.
+
+    `description` says what was chosen. Space for logits is kept, so that a step allocates little.
+    """
+
+    def __init__(self, policy: Policy, cache: KVCache, max_running: int, exact: bool, attention: str) -> None:
+        self.policy = policy
+        self.cache = cache
+        self.exact = exact
+        if exact:
+            self.forward = policy.exact or policy.make_exact()
+        else:
+            self.forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
+        if exact and attention not in ("auto", "pool"):
+            raise SettingError(f"generator.attention: exact mode runs on 'pool', not on '{attention}'")
+        self.attention = choose(attention, policy, cache, exact)
+        self.head = Head(policy, exact)
+        shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
+        self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
+        forward = "exact" if exact else "module" if self.forward is policy else "lean"
+        self.description = f"{forward} forward, attention '{self.attention.name}'"
+
+    def refresh(self) -> None:
+        """The policy's parameters were overwritten: follow."""
+        if isinstance(self.forward, LeanDecoder):
+            self.forward.refresh()
+        self.head.refresh()
+
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Compute the keys and values of chunks of prompts."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
+        tokens = [t for c in chunks for t in c.group.tokens[c.start : c.stop]]
+        positions = [p for c in chunks for p in range(c.start, c.stop)]
+        device = self.policy.device
+        runs = [Run(c.start, c.stop, c.group.pages) for c in chunks]
+        attention: Attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
+        self.forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
+
+    def decode(self, batch: DecodeBatch) -> Draw:
+        """Draw the next token of every row."""
+        self.attention.prepare(batch)
+        positions = torch.from_numpy(batch.positions).to(self.policy.device)
+        hidden: Tensor = self.forward(batch.tokens, positions, self.attention)
+        logits = self.head(hidden, out=self._logits)
+        return sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
