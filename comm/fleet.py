@@ -180,9 +180,8 @@ class StoreFleet(Fleet):
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         """One end of a link whose ends find each other on the store."""
-        interface = self.settings.interface
-        link = open_link(backend, self.store_address, name, end, deadline_s, secret=self._secret, interface=interface)
-        return paced(link, self.settings.pace)
+        whom = {"secret": self._secret, "interface": self.settings.interface, "store": self._store}
+        return paced(open_link(backend, self.store_address, name, end, deadline_s, **whom), self.settings.pace)
 
     def leave(self) -> None:
         """Deliver what was sent, leave, end the threads."""

@@ -16,11 +16,12 @@ import time
 from collections import deque
 
 import numpy as np
+from torch.distributed import DistError
 
 from .errors import LinkBroken, SettingError
 from .group_link import GroupLink
 from .handshake import Link, prove
-from .store import connect_store
+from .store import Store, connect_store
 from .tcp_link import TcpLink
 from .waits import waiting
 
@@ -37,21 +38,27 @@ def open_link(
     *,
     secret: bytes = b"",
     interface: str = "127.0.0.1",
+    store: Store | None = None,
 ) -> Link:
     """Open end 0 or 1 of the link `name`; returns once both ends are there and each has proved to know `secret`.
 
-    A name is good for one link. Raises `LinkBroken` if the other end does not come within `deadline_s`.
+    A name is good for one link. Raises `LinkBroken` if the other end does not come within `deadline_s`. The ends find each
+    other on the store at `store_address`; `store` is a client of it that may be used for questions that do not wait.
     """
     assert end in (0, 1), end
-    store = connect_store(store_address, deadline_s)
-    with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
-        if backend == "tcp":
-            return TcpLink.open(store, name, end, deadline_s, secret, interface)
-        if backend in ("gloo", "nccl"):
+    if backend not in ("tcp", "gloo", "nccl"):
+        raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, gloo, nccl")
+    try:
+        if store is None or backend != "tcp":
+            store = connect_store(store_address, deadline_s)
+        with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
+            if backend == "tcp":
+                return TcpLink.open(store, name, end, deadline_s, secret, interface)
             link = GroupLink.open(backend, store, name, end, deadline_s, interface)
             prove(link, name, end, secret, deadline_s)
             return link
-    raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, gloo, nccl")
+    except DistError as error:
+        raise LinkBroken(f"link {name}: {error}") from error
 
 
 class _Pipe:

@@ -13,6 +13,10 @@ class RunSettings:
     """Seeds the data order, sampling and everything else that is random."""
     steps: int = 100
     """Optimizer steps of the whole run."""
+    mode: str = "train"
+    """`train`, or `replay`: train a finished run in `run.dir` again from its saved rows and compare every step."""
+    save_rows: bool = True
+    """Keep what each step trained on under `rows/`, for `run.mode=replay`."""
     resume: str = "never"
     """`never` (a run folder with a journal is refused), or `auto` (go on from the newest checkpoint if there is one)."""
 

@@ -1,0 +1,131 @@
+"""The benchmark of the weights: same-host copies, the actor's stall, the chain, its repair.
+
+    python -m headrace.relay.bench [--json FILE] [--only WORKLOAD ...] [--megabytes N]
+
+Hosts are processes on this machine, their links held to a pace where the network is what is measured. Every figure is set
+against a peer measured in the same run.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ..comm.measure import Row, best_seconds, parse, report
+from .bench_hosts import LARGE_COPIES, Hosts
+from .carrier import START_S
+from .chunks import best_num_chunks, push_seconds
+
+_PACE = 40e6
+_PACED_BYTES = 32 << 20
+_REPEATS = 5
+
+
+def shm_copies(num_bytes: int) -> list[Row]:
+    """Push and pull through a relay's segment on this host, against one `numpy.copyto` of the same bytes."""
+    source, into = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    copy_s = best_seconds(lambda: np.copyto(into, source))
+    with Hosts(1, num_bytes, link="shm") as hosts:
+        reader, stalls = hosts.reader(), []
+        for _ in range(_REPEATS + 2):
+            stalls.append(hosts.publish())
+            hosts.wait()
+            time.sleep(0.2)  # the next slot is claimed meanwhile, as it is in a training step
+        into = np.zeros(hosts.layout.num_bytes, np.uint8)
+        pull_s = best_seconds(lambda: reader.pull(into, 60), 2 * _REPEATS)
+        digest_s = best_seconds(lambda: hosts.layout.digest(into))
+    gigabytes = num_bytes / 1e9
+    return [
+        Row("shm-push", "numpy.copyto", gigabytes / min(stalls), "GB/s", copy_s / min(stalls)),
+        Row("shm-pull", "numpy.copyto", gigabytes / pull_s, "GB/s", copy_s / pull_s),
+        Row("digest", "numpy.copyto", gigabytes / digest_s, "GB/s", copy_s / digest_s),
+    ]
+
+
+def actor_stall(num_bytes: int) -> list[Row]:
+    """The actor's stall with 6 relays against that with 1, links held to a pace."""
+    stalls = {}
+    for num_relays in (1, 6):
+        with Hosts(num_relays, _PACED_BYTES, pace=_PACE) as hosts:
+            hosts.push()
+            timings = []
+            for _ in range(_REPEATS):
+                timings.append(hosts.publish())
+                hosts.wait()
+            stalls[num_relays] = min(timings)
+    return [Row("actor-stall-6-relays", "1 relay", stalls[6] * 1e3, "ms", stalls[6] / stalls[1])]
+
+
+def stopped_relay(num_bytes: int) -> list[Row]:
+    """Steps of 50 ms with a push after each while a relay is stopped: the slowest of a hundred against the median."""
+    steps = []
+    with Hosts(3, 4 << 20, pace=_PACE) as hosts:
+        hosts.push()
+        hosts.relays[1].send_signal(signal.SIGSTOP)
+        for _ in range(100):
+            started = time.monotonic()
+            time.sleep(0.05)
+            hosts.publish()
+            steps.append(time.monotonic() - started)
+    slowest, median = sorted(steps)[-2], statistics.median(steps)
+    return [Row("step-p99-relay-stopped", "median step", slowest * 1e3, "ms", slowest / median)]
+
+
+def chain(num_bytes: int) -> list[Row]:
+    """A push to 11 relays (12 hosts with the actor's) against one to a single relay, and against the model."""
+    seconds = {}
+    for num_relays in (1, 11):
+        with Hosts(num_relays, _PACED_BYTES, pace=_PACE) as hosts:
+            hosts.push()
+            seconds[num_relays] = min(hosts.push() for _ in range(3))
+    model = {n: _model_seconds(n + 1) for n in seconds}
+    return [
+        Row("chain-12-hosts", "2 hosts", seconds[11], "s", seconds[11] / seconds[1]),
+        Row("chain-12-hosts", "T(k) of the model", seconds[11], "s", seconds[11] / model[11]),
+    ]
+
+
+def relay_killed(num_bytes: int) -> list[Row]:
+    """A push in whose middle a relay is killed, against an unbroken one."""
+    with Hosts(5, _PACED_BYTES, pace=_PACE) as hosts:
+        hosts.push()
+        unbroken = min(hosts.push() for _ in range(2))
+        started = time.monotonic()
+        hosts.publish()
+        time.sleep(unbroken / 2)
+        hosts.relays[2].kill()
+        broken = hosts.wait(frozenset({2})) - started
+    return [Row("push-with-relay-killed", "unbroken", broken, "s", broken / unbroken)]
+
+
+def _model_seconds(num_nodes: int) -> float:
+    chunks = best_num_chunks(num_nodes, _PACED_BYTES, 1 / _PACE, START_S)
+    return push_seconds(num_nodes, _PACED_BYTES, chunks, 1 / _PACE, START_S)
+
+
+WORKLOADS: dict[str, Callable[[int], list[Row]]] = {
+    "shm-copies": shm_copies,
+    "actor-stall-6-relays": actor_stall,
+    "step-p99-relay-stopped": stopped_relay,
+    "chain-12-hosts": chain,
+    "push-with-relay-killed": relay_killed,
+}
+
+
+def main(argv: list[str]) -> None:
+    """Run the workloads asked for, print the table."""
+    if LARGE_COPIES.items() - os.environ.items():
+        again = [sys.executable, "-m", "headrace.relay.bench", *argv]
+        sys.exit(subprocess.run(again, env={**os.environ, **LARGE_COPIES}, check=False).returncode)
+    arguments = parse("headrace.relay.bench", argv, list(WORKLOADS))
+    rows = [row for name in arguments.only for row in WORKLOADS[name](arguments.megabytes << 20)]
+    report(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
