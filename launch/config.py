@@ -19,6 +19,7 @@ from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerS
 CONFIG_FILE = "config.yaml"
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "run.mode": ("train", "replay"),
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),

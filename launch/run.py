@@ -61,6 +61,8 @@ def main(words: Sequence[str]) -> int:
             if is_first:
                 sys.stdout.write(plan(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
             return 0
+        if recipe.run.mode == "replay":
+            return replay_run(recipe)
         if is_first and LAUNCHER not in os.environ:
             prepare(recipe)
         return take_seat(recipe) if under_torchrun else Launch(recipe).run()
@@ -68,6 +70,14 @@ def main(words: Sequence[str]) -> int:
         if is_first:
             say(f"error: {error}")
         return 2
+
+
+def replay_run(recipe: Recipe) -> int:
+    """Replay in this process, with as many threads as the run had; 1 if a step differs."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from ..trainer.replay import replay
+
+    return 1 if replay(recipe) else 0
 
 
 def prepare(recipe: Recipe) -> None:

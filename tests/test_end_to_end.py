@@ -230,6 +230,18 @@ def test_weights_travel_over_every_wire(job: MakeJob, settings: dict[str, object
     assert all(len(found) == 1 for found in digests.values())
 
 
+def test_an_asynchronous_run_is_replayed_bit_for_bit(job: MakeJob):
+    run = job(run__steps=8)
+    run.run()
+    assert max(m["staleness/max"] for m in run.metrics()) > 0
+    output = run.run(**{"run.mode": "replay"})
+    assert "8 steps replayed, 0 of them differ" in output
+    torn = (run.dir / "metrics.jsonl").read_text().replace('"actor/grad_norm": ', '"actor/grad_norm": 1', 1)
+    (run.dir / "metrics.jsonl").write_text(torn)
+    code, output = run.start().end()
+    assert code == 1 and "1 of them differ" in output
+
+
 def test_several_actor_ranks_train_as_one_would(job: MakeJob):
     """Same data, same sums: on policy the first steps agree up to the order of additions."""
     exact = {"queue__max_staleness": 0, "checkpoint__every": 2}

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import ActorDone, CheckpointWritten, HandOut, StepTrained, Stop
+from ..comm.messages import ActorDone, CheckpointWritten, HandOut, RowId, StepTrained, Stop
 from ..comm.settings import CommSettings
 from ..comm.waits import waited_seconds
 from ..relay.layout import Layout
@@ -25,6 +26,7 @@ from .checkpoint import Checkpoints
 from .metrics import MetricsLog, Value, console_line
 from .model import load_tokenizer, save_policy
 from .parallel import ActorGroup, whole
+from .rowlog import RowLog
 from .tally import StepTally
 
 
@@ -54,7 +56,9 @@ class Trainer:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         torch.manual_seed(recipe.run.seed)
         self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
-        self.actor = Actor(recipe, self.group, Units(fleet).fetch)
+        self.units = Units(fleet)
+        self.rows = RowLog(self.run_dir, self.group.rank) if recipe.run.save_rows else None
+        self.actor = Actor(recipe, self.group, self.fetch)
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.checkpoints = Checkpoints(self.run_dir, recipe.checkpoint.keep, self.group)
         resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
@@ -88,11 +92,15 @@ class Trainer:
         while received < total:
             answer = self.take(step, received)
             received, total, fleet_metrics = received + len(answer.groups), answer.total, answer.metrics
+            if self.rows is not None:
+                self.rows.add_hand_out(answer)
             self.actor.accumulate(answer.groups, tally)
         metrics: dict[str, Value] = {**self.actor.step(tally), **tally.metrics(step)}
         if self.record is not None:
             self.record.mailbox.send("hub", StepTrained(step))
         metrics |= self.publish()
+        if self.rows is not None:
+            self.rows.write(step)
         if self.record is not None:
             self.record.step(step, time.monotonic() - started, self.waited_s, tally, metrics | fleet_metrics)
 
@@ -111,6 +119,13 @@ class Trainer:
             raise RunStopped(message.reason)
         assert isinstance(message, HandOut)
         return message
+
+    def fetch(self, unit: str, row: RowId) -> dict[str, np.ndarray]:
+        """A row's columns from its unit, kept for replay."""
+        columns = self.units.fetch(unit, row)
+        if self.rows is not None:
+            self.rows.add_row(row, columns)
+        return columns
 
     def publish(self) -> dict[str, Value]:
         """Hand the present weights to the relays; returns after the copy."""
