@@ -1,0 +1,136 @@
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from headrace.comm.fleet import Fleet
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.comm.store import host_store
+from headrace.comm.waits import waiting
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.weights import WeightPublisher, WeightReader
+
+NUM_FLOATS = 50_000
+
+
+class Cluster:
+    """Two relays, an actor and readers on a real store and real links, all in this process."""
+
+    def __init__(self, link, num_readers=1):
+        self.hosted = host_store("127.0.0.1")
+        self.settings = CommSettings(link=link, heartbeat_s=0.05, deadline_s=20)
+        self.tensors = {"w": torch.zeros(NUM_FLOATS)}
+        self.layout = Layout.of(self.tensors, "float32")
+        self.fleets, self.closing = [], []
+        self.keepers = [self.keeper(index) for index in range(2)]
+        self.publisher = WeightPublisher(self.join("actor", 0), self.layout, self.settings)
+        self.readers = [
+            WeightReader(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
+        ]
+        self.closing += [*self.readers, self.publisher]
+
+    def join(self, role, index, info=None):
+        self.fleets.append(Fleet.join(self.hosted.address, role, index, b"s", info or {}, self.settings))
+        return self.fleets[-1]
+
+    def keeper(self, index):
+        segment = Segment.create_anonymous()
+        keeper = WeightKeeper(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
+        self.closing += [segment, keeper]
+        return keeper
+
+    def publish(self, version):
+        self.tensors["w"].fill_(version)
+        self.publisher.publish(version, version, self.tensors)
+
+    def wait_for(self, version):
+        with waiting("the relays", f"version {version}", 20) as wait:
+            wait.until(lambda: all(keeper.newest == version for keeper in self.keepers), 0.0005)
+
+    def pull(self, reader, into):
+        receipt = reader.pull(into, 10)
+        floats = into.view(np.float32)[:NUM_FLOATS]
+        assert (floats == receipt.version).all(), f"version {receipt.version} is mixed with {set(floats.tolist())}"
+        return receipt.version
+
+    def close(self):
+        for thing in reversed(self.closing):
+            thing.close()
+        for fleet in reversed(self.fleets):
+            fleet.leave()
+
+
+def footprint():
+    """Threads, descriptors and resident megabytes of this process."""
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        psutil.Process().memory_info().rss / 1e6,
+    )
+
+
+@pytest.mark.parametrize("link", ["auto", "tcp"])
+def test_five_hundred_pushes_leave_nothing_behind(link):
+    cluster = Cluster(link)
+    into = np.zeros(cluster.layout.num_bytes, np.uint8)
+    before = (0, 0, 0.0)
+    for version in range(1, 501):
+        cluster.publish(version)
+        cluster.wait_for(version)
+        cluster.pull(cluster.readers[0], into)
+        if version == 100:
+            before = footprint()
+    after = footprint()
+    assert after[0] <= before[0] + 1
+    assert after[1] <= before[1] + 3
+    assert after[2] <= before[2] + 8
+    cluster.close()
+
+
+def pull_during_pushes(link, seconds):
+    cluster = Cluster(link, num_readers=3)
+    cluster.publish(1)
+    cluster.wait_for(1)
+    stop, pulled, slowest, failures = threading.Event(), set(), [0.0], []
+
+    def pull(reader):
+        into, dice = np.zeros(cluster.layout.num_bytes, np.uint8), random.Random(id(reader))
+        try:
+            while not stop.wait(dice.uniform(0, 0.02)):
+                started = time.monotonic()
+                pulled.add(cluster.pull(reader, into))
+                slowest[0] = max(slowest[0], time.monotonic() - started)
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=pull, args=(reader,)) for reader in cluster.readers]
+    for thread in threads:
+        thread.start()
+    until, version = time.monotonic() + seconds, 1
+    while time.monotonic() < until:
+        version += 1
+        cluster.publish(version)
+        time.sleep(0.002)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    cluster.close()
+    return pulled, slowest[0], failures
+
+
+@pytest.mark.parametrize(
+    ("link", "seconds"),
+    [("auto", 2), ("tcp", 2), pytest.param("auto", 60, marks=pytest.mark.slow)],
+)
+def test_pulls_at_random_times_during_continuous_pushes_are_never_torn_and_never_wait(link, seconds):
+    pulled, slowest_s, failures = pull_during_pushes(link, seconds)
+    assert not failures
+    assert len(pulled) > 10 * seconds
+    assert slowest_s < 1.0
