@@ -1,3 +1,4 @@
+import itertools
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from headrace.comm.fleet import Member, MemoryFleet, MemoryTown
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
+from headrace.comm.timed_link import Clock, TimedLink
 from headrace.comm.waits import waiting
 from headrace.relay.chain import chain_order, successor_of
 from headrace.relay.chunks import best_num_chunks, chunk_bytes, push_seconds
@@ -53,6 +55,40 @@ def test_the_papers_largest_case_comes_out():
 def test_a_pair_needs_no_chunks_and_chunks_stay_within_what_links_carry_well():
     assert chunk_bytes(2, 1 << 30, 1e-9, 1e-4) == 32 << 20
     assert chunk_bytes(128, 1 << 20, 1e-9, 1e-6) == 64 << 10
+
+
+def seconds_down_the_line(num_nodes, num_bytes, num_chunks, byte_s, start_s):
+    """Seconds until the last of the nodes has everything, each sending on what it received; bytes checked at the end."""
+    clocks = [Clock() for _ in range(num_nodes)]
+    links = [TimedLink(near, far, start_s, byte_s) for near, far in itertools.pairwise(clocks)]
+    version = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
+    chunks = np.array_split(version, num_chunks)
+    for chunk in chunks:
+        links[0].send(chunk)
+    for upstream, downstream in itertools.pairwise(links):
+        for chunk in chunks:
+            piece = np.empty_like(chunk)
+            upstream.receive(piece)
+            downstream.send(piece)
+    received = [np.empty_like(chunk) for chunk in chunks]
+    for piece in received:
+        links[-1].receive(piece)
+    assert np.array_equal(np.concatenate(received), version)
+    return clocks[-1].now
+
+
+@pytest.mark.parametrize("num_nodes", [2, 12, 128])
+@pytest.mark.parametrize("num_chunks", [1, 16, 200])
+def test_chains_of_any_length_take_the_time_of_the_model(num_nodes, num_chunks):
+    num_bytes, byte_s, start_s = 200_000, 1e-8, 2e-6
+    taken = seconds_down_the_line(num_nodes, num_bytes, num_chunks, byte_s, start_s)
+    assert taken == pytest.approx(push_seconds(num_nodes, num_bytes, num_chunks, byte_s, start_s), rel=0.05)
+
+
+def test_the_papers_72b_reaches_127_relays_in_the_papers_time():
+    """At 90 GB/s effective and chunks of 32 MB, 144 GB in 4,500 chunks; a byte of the test stands for a megabyte."""
+    taken = seconds_down_the_line(128, 144_000, 4_500, 1e6 / 90e9, 5e-6)
+    assert taken == pytest.approx(1.65, rel=0.05)
 
 
 class Relays:
