@@ -1,14 +1,14 @@
 """What can be said about a recipe before anything is started; every check raises `SettingError`."""
 
 import ast
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..comm.errors import SettingError
-from ..relay.prompts import check_rows
+from ..relay.dataset import checked_prompts, open_rows
+from ..relay.settings import DataSettings
 from .config import Recipe
 from .policy_files import PolicyFiles
 
@@ -20,7 +20,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     """Check files, data and the reward function of a recipe; returns warnings."""
     check_run_folder(recipe)
     check_reward(recipe.reward.path)
-    data = check_data(recipe.data.path)
+    data = check_data(recipe.data)
     policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     return check_lengths(recipe, data, policy)
 
@@ -58,22 +58,10 @@ def check_reward(path: str) -> None:
         raise SettingError(f"reward.path: {file} has no function {function!r}; it defines {defined or 'none'}")
 
 
-def check_data(path: str) -> list[Any]:
-    """The prompts of a JSONL file, after each row was looked at."""
-    file = Path(_given("data.path", path, "a JSONL file with a `prompt` column"))
-    if not file.is_file():
-        raise SettingError(f"data.path: there is no file {file}")
-    try:
-        check_rows(file)
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SettingError(f"data.path: cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingError(f"data.path: {file} is not UTF-8 text: {error}") from error
-    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
-    if not prompts:
-        raise SettingError(f"data.path: {file} has no rows")
-    return prompts
+def check_data(settings: DataSettings) -> list[Any]:
+    """The prompts of the data, after each row was looked at."""
+    _given("data.path", settings.path, "a file or data set with a `prompt` column")
+    return list(checked_prompts(open_rows(settings), settings.path))
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: PolicyFiles) -> list[str]:

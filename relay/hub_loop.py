@@ -16,6 +16,7 @@ from ..comm.messages import ActorDone, Failed, Interrupt
 from ..comm.settings import CommSettings, RunSettings
 from . import events as ev
 from .admission import Admission
+from .dataset import open_rows
 from .ending import Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
@@ -44,7 +45,7 @@ def run(fleet: Fleet, recipe: HubRecipe) -> None:
     run_dir = Path(recipe.run.dir)
     mailbox = fleet.post.open("hub")
     state, journal = open_journal(run_dir, recipe)
-    pool = PromptPool(Path(recipe.data.path), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
+    pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps)
     hub = Hub(mailbox, state, journal, pool, admission, recipe.queue)
     watch = Watch(hub, fleet)

@@ -8,7 +8,10 @@ class DataSettings:
     """`data.*`: the prompts."""
 
     path: str = ""
-    """JSONL file with a `prompt` column (text or chat messages); other columns go to the reward function."""
+    """JSONL or parquet file, or a Hugging Face data set (id, or folder of `save_to_disk`), with a `prompt` column (text or
+    chat messages); other columns go to the reward function."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
     shuffle: bool = True
     """Draw a new order in each epoch, from `run.seed`."""
     too_long: str = "error"

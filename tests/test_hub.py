@@ -21,6 +21,7 @@ from headrace.comm.messages import (
 )
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
+from headrace.relay.dataset import JsonLines
 from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.prompts import PromptPool
@@ -39,7 +40,7 @@ class Scene:
         self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
-        pool = PromptPool(data, shuffle=True, seed=3)
+        pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(self.post.open("hub"), HubState(), Journal(self.path), pool, admission, settings)
         self.hub.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
 
@@ -199,7 +200,7 @@ def test_the_account_of_a_run_is_printed(scene: MakeScene, capsys: pytest.Captur
 def test_the_data_is_dealt_out_once_per_epoch_in_a_seeded_order(tmp_path: Path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(7)))
-    deals = [[PromptPool(data, shuffle=True, seed=s).group_at(c) for c in range(14)] for s in (1, 1, 2)]
+    deals = [[PromptPool(JsonLines(data), shuffle=True, seed=s).group_at(c) for c in range(14)] for s in (1, 1, 2)]
     assert deals[0] == deals[1] != deals[2]
     assert sorted(g.prompt for g in deals[0][:7]) == list(range(7))
     assert [g.prompt for g in deals[0][:7]] != [g.prompt for g in deals[0][7:]]

@@ -1,0 +1,100 @@
+"""Rows of a user's data as JSON objects: a JSONL file, a parquet file, or a Hugging Face data set.
+
+JSONL needs nothing else. For the other forms the `datasets` library reads, caches and memory-maps.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..comm.errors import SettingError
+from .settings import DataSettings
+
+
+class Rows(Protocol):
+    """Rows by index, each as the bytes of one JSON object."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> bytes: ...
+
+
+class JsonLines:
+    """A JSONL file, held in memory as its lines."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise SettingError(f"data.path: there is no file {path}") from None
+        except UnicodeDecodeError as error:
+            raise SettingError(f"data.path: {path} is not UTF-8 text: {error}") from error
+        except OSError as error:
+            raise SettingError(f"data.path: cannot read {path}: {error.strerror}") from error
+        self._lines = [line.encode() for line in text.split("\n") if line.strip()]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int, /) -> bytes:
+        return self._lines[index]
+
+
+class TableRows:
+    """A data set of the `datasets` library."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int, /) -> bytes:
+        return json.dumps(self._table[index], default=str).encode()
+
+
+def open_rows(settings: DataSettings) -> Rows:
+    """The rows that `data.path` (and `data.split`) name. Raises `SettingError` if there are none."""
+    path = Path(settings.path)
+    if path.suffix in (".jsonl", ".json"):
+        rows: Rows = JsonLines(path)
+    else:
+        rows = TableRows(_load_table(settings, path))
+    if not len(rows):
+        raise SettingError(f"data.path: {settings.path} has no rows")
+    return rows
+
+
+def checked_prompts(rows: Rows, path: str) -> Iterator[str | list[Any]]:
+    """The prompt of each row: text, or a list of chat messages. Raises `SettingError` at the first row without one."""
+    for index in range(len(rows)):
+        try:
+            row = json.loads(rows[index])
+        except json.JSONDecodeError as error:
+            raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error.msg})") from error
+        if not isinstance(row, dict) or "prompt" not in row:
+            has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is no object with columns"
+            raise SettingError(f"data.path: {path}:{index + 1} has no `prompt` column; {has}")
+        if not isinstance(row["prompt"], str | list):
+            raise SettingError(f"data.path: {path}:{index + 1}: `prompt` must be text or a list of chat messages")
+        yield row["prompt"]
+
+
+def _load_table(settings: DataSettings, path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise SettingError(
+            f"data.path: {settings.path} is no .jsonl file, and parquet files and Hugging Face data sets need the"
+            " `datasets` package: pip install 'headrace[data]'"
+        ) from None
+    datasets.disable_progress_bars()
+    try:
+        if path.suffix == ".parquet":
+            return datasets.load_dataset("parquet", data_files=str(path), split="train")
+        if (path / "dataset_info.json").exists():
+            return datasets.load_from_disk(str(path))
+        return datasets.load_dataset(settings.path, split=settings.split)
+    except (OSError, ValueError, KeyError) as error:  # what the library raises for a wrong name, split or file
+        raise SettingError(f"data.path: cannot load {settings.path}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,48 @@
+"""A user's data comes in several forms; all of them give the same rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.relay.dataset import checked_prompts, open_rows
+from headrace.relay.settings import DataSettings
+
+ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
+datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data sets need the `datasets` package")
+
+
+@pytest.fixture(params=["jsonl", "parquet", "folder"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same rows in each form."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    table = datasets.Dataset.from_list(ROWS)
+    path = tmp_path / f"data.{request.param}"
+    match request.param:
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        case "parquet":
+            table.to_parquet(path)
+        case "folder":
+            table.save_to_disk(path)
+    return path
+
+
+def test_every_form_gives_the_same_rows(path: Path):
+    rows = open_rows(DataSettings(path=str(path)))
+    assert [json.loads(rows[i]) for i in range(len(rows))] == ROWS
+    assert list(checked_prompts(rows, str(path))) == [row["prompt"] for row in ROWS]
+
+
+def test_what_cannot_be_read_is_told_by_its_setting(tmp_path: Path):
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(SettingError, match="data.path"):
+        open_rows(DataSettings(path=str(tmp_path / "bad.parquet")))
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "x"}\n{"question": "y"}\n')
+    with pytest.raises(SettingError, match=r"data.jsonl:2 has no `prompt` column; it has question"):
+        list(checked_prompts(open_rows(DataSettings(path=str(path))), str(path)))
