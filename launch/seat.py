@@ -20,10 +20,8 @@ from .roles import Place, assign, count_gpus, visible_devices
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
-LAST_LEAVE_S = 30.0
-"""Seconds that the store of a finished run waits for the members of other seats."""
-LEAVE_S, LOOK_S = 3.0, 0.2
-"""The same for a failed run, whose dead never leave, counted from its summary; and how often that is looked for."""
+LEAVE_S, LOOK_S = 5.0, 0.2
+"""Seconds from the run's summary until the store ends whoever has not left; and how often the summary is looked for."""
 MAX_RESTARTS = 5
 """Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -146,8 +144,8 @@ class Seat:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.place.role if child.name == self.place.name else child.name
         is_ending = bool(self.stopped_by or self.exit_code)
-        if role == "rollout" and self.is_over():
-            return  # a rollout that dies now is missed by nobody
+        if self.is_over() and (role == "rollout" or code == STORE_GONE_EXIT):
+            return  # nobody misses it any more
         verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending)
         if verdict is Verdict.RESTART:
             self.restarts.append(time.monotonic())
@@ -155,8 +153,6 @@ class Seat:
             self._start_worker(self.place.name)
         elif verdict in (Verdict.TOLD, Verdict.UNTOLD):
             self._fail(child, code, is_told=verdict is Verdict.TOLD)
-        elif self.children.keys() == {"store"}:
-            self._set_deadline(LAST_LEAVE_S)
 
     def _fail(self, child: Child, code: int, *, is_told: bool) -> None:
         is_first = not (self.stopped_by or self.exit_code)
@@ -193,14 +189,12 @@ class Seat:
         return (Path(self.recipe.run.dir) / SUMMARY_FILE).exists()
 
     def _patience_s(self) -> float:
-        """How long to sleep: to the deadline, but a failed run's last seat looks whether the hub is through."""
-        if self.deadline is None:
-            return 3600.0
-        if self.exit_code and self.children.keys() == {"store"}:
+        """How long to sleep: to the deadline, but where only the store is left, the run's end is looked for."""
+        if self.children.keys() == {"store"}:
             if self.is_over():
                 self._set_deadline(LEAVE_S)
             return LOOK_S
-        return max(0.0, self.deadline - time.monotonic())
+        return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def _hold_to_deadline(self) -> None:
         if self.deadline is None or time.monotonic() < self.deadline or not self.children:
