@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..comm.errors import SettingError
+from ..relay.admission import Admission
 from .config import Recipe, recipe_yaml
 from .policy_files import PolicyFiles
 from .roles import assign, count_gpus, visible_devices
@@ -38,7 +39,7 @@ def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
 
 def _batch(recipe: Recipe) -> Iterator[str]:
     prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
-    capacity = recipe.queue.capacity or 2 * prompts
+    capacity = Admission(recipe.batch, recipe.queue, recipe.run.steps).capacity
     longest = prompts * samples * recipe.sampling.max_new_tokens
     bound = "by the queue's capacity alone" if recipe.queue.max_staleness is None else recipe.queue.max_staleness
     trajectories = prompts * samples
@@ -50,6 +51,8 @@ def _batch(recipe: Recipe) -> Iterator[str]:
 
 
 def _epochs(recipe: Recipe) -> str:
+    if not recipe.data.path.endswith(".jsonl"):
+        return ""
     try:
         num_rows = sum(bool(line.strip()) for line in Path(recipe.data.path).read_bytes().splitlines())
     except OSError:
