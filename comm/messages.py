@@ -261,10 +261,11 @@ class LinkOffered(Message, frozen=True):
 
 
 class FeedWanted(Message, frozen=True):
-    """Somebody wants each new version over the link named; the relay is to open end 1 of it."""
+    """Somebody wants each new version over the link named, or `version` alone; the relay is to open end 1 of it."""
 
     link: str
     backend: str
+    version: int = -1
 
 
 MESSAGES: Sequence[type[Message]] = (

@@ -22,7 +22,7 @@ from .carrier import START_S
 from .chunks import best_num_chunks, push_seconds
 
 _PACE = 40e6
-_PACED_BYTES = 32 << 20
+_PACED_BYTES = 64 << 20
 _REPEATS = 5
 
 

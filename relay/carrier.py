@@ -4,16 +4,19 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
 from ..comm.segment import Segment
 from .arrival import Arrival
 from .chunks import chunk_bytes
 from .desk import Desk
+from .digests import digest
 from .frames import Answer, Kind, Offer, Trailer, Verdict
-from .wire import IDLE_S, SILENCE_S, receive_header, receive_struct, send_cargo, send_frame, send_idle
+from .wire import IDLE_S, SILENCE_S, receive_frame, receive_header, receive_struct, send_cargo, send_frame, send_idle
 
-START_S = 100e-6
+START_S = 400e-6
 """What a data frame costs besides its bytes, in seconds: headers, wake-ups and Python on both sides."""
 
 
@@ -61,6 +64,30 @@ def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstr
             return is_right
 
 
+def take_one(link: Link, into: np.ndarray) -> tuple[Offer, str] | None:
+    """Take one version into a buffer, uint8 [num_bytes]; None if the other side does not hold it. Raises `LinkBroken`."""
+    _, num_bytes = receive_header(link, SILENCE_S)
+    offer = receive_struct(link, num_bytes, SILENCE_S)
+    if not isinstance(offer, Offer):
+        return None
+    if offer.num_bytes != into.nbytes:
+        raise LinkBroken(f"version {offer.version} has {offer.num_bytes} bytes, not {into.nbytes}")
+    send_frame(link, Answer(0), SILENCE_S)
+    at = 0
+    while at < into.nbytes:
+        kind, num_bytes = receive_header(link, SILENCE_S)
+        if kind is Kind.STRUCT or at + num_bytes > into.nbytes:
+            raise LinkBroken(f"version {offer.version} was overwritten on its way")
+        link.receive(into[at : at + num_bytes], SILENCE_S)
+        at += num_bytes
+    trailer = receive_frame(link, Trailer, SILENCE_S)
+    is_right = digest(into) == trailer.digest
+    send_frame(link, Verdict(is_right), SILENCE_S)
+    if not is_right:
+        raise LinkBroken(f"version {offer.version} arrived wrong")
+    return offer, trailer.digest
+
+
 class Feeder:
     """Sends each new version of a desk over one link, until the link breaks or `stop` is set."""
 
@@ -91,4 +118,18 @@ class Feeder:
                 finally:
                     cargo.close()
         finally:
+            segment.close()
+
+    def feed_one(self, link: Link, version: int) -> None:
+        """Send one complete version if it is still held, else an empty trailer."""
+        segment = Segment.open(self._path)
+        cargo = self._desk.complete_cargo(segment, version)
+        try:
+            if cargo is None:
+                send_frame(link, Trailer(""), SILENCE_S)
+            else:
+                send_cargo(link, cargo, SILENCE_S)
+        finally:
+            if cargo is not None:
+                cargo.close()
             segment.close()

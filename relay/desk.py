@@ -156,6 +156,12 @@ class Desk:
             found = None if self._closed else self._find(above)
         return None if found is None else SlotCargo(self, segment, found)
 
+    def complete_cargo(self, segment: Segment, version: int) -> "SlotCargo | None":
+        """A complete version, by number; None if it is not held (any more)."""
+        with self._changed:
+            held = self.shelf.find(version)
+        return None if held is None else SlotCargo(self, segment, held)
+
     def wait_newer(self, version: int, timeout_s: float) -> int | None:
         """The newest complete version if it is above `version`; waits up to `timeout_s` for one."""
         with self._changed:

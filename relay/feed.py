@@ -4,18 +4,44 @@ import logging
 import threading
 import time
 
-from ..comm.errors import HeadraceError
+import numpy as np
+
+from ..comm.errors import HeadraceError, LinkBroken
 from ..comm.fleet import Fleet
 from ..comm.links import Link
 from ..comm.messages import FeedWanted
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
-from .carrier import take_versions
+from .carrier import take_one, take_versions
 from .desk import Desk
 from .push import remote_backend
 from .wire import SILENCE_S
 
 _log = logging.getLogger(__name__)
+
+
+def fetch(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> tuple[int, str] | None:
+    """Bring one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its step and digest, or None."""
+    mailbox = fleet.post.open(f"{fleet.name}/fetch")
+    try:
+        for relay in fleet.living("relay", having="segment"):
+            name = f"{relay.name}>{mailbox.name} {fleet.incarnation}.{time.monotonic_ns()}"
+            mailbox.send(f"{relay.name}/weights", FeedWanted(name, remote_backend(settings), version))
+            try:
+                link = fleet.open_link(name, 0, SILENCE_S, remote_backend(settings))
+            except HeadraceError as error:
+                _log.warning("%s: no link to %s: %s", fleet.name, relay.name, str(error))
+                continue
+            try:
+                if (taken := take_one(link, into)) is not None:
+                    return taken[0].step, taken[1]
+            except LinkBroken as error:
+                _log.warning("%s: version %d did not come from %s: %s", fleet.name, version, relay.name, str(error))
+            finally:
+                link.close()
+        return None
+    finally:
+        mailbox.close()
 
 
 class Feed:

@@ -85,6 +85,10 @@ class WeightKeeper:
                 self._start("check", lambda: self._check(sender, message))
             case LinkOffered(link=name, backend=backend):
                 self._start("take", lambda: self._carry(name, 0, backend, lambda link: self._take(link, sender)))
+            case FeedWanted(link=name, backend=backend, version=version) if version >= 0:
+                self._start(
+                    "feed", lambda: self._carry(name, 1, backend, lambda link: self._feeder.feed_one(link, version))
+                )
             case FeedWanted(link=name, backend=backend):
                 self._start(
                     "feed", lambda: self._carry(name, 1, backend, lambda link: self._feeder.feed(link, lambda: True))

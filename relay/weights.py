@@ -21,12 +21,12 @@ from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import chain_order
-from .feed import Feed
+from .feed import Feed, fetch
 from .frames import Offer
 from .layout import Layout
 from .parts import Part
 from .push import LinkPush, Parcel, ShmPush, is_shared, open_push
-from .versions import Shelf
+from .versions import NothingReadable, Shelf
 from .wire import IDLE_S
 
 _log = logging.getLogger(__name__)
@@ -196,6 +196,8 @@ class WeightReader:
 
     def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings) -> None:
         self.layout = layout
+        self._fleet = fleet
+        self._settings = settings
         self._relay = fleet.nearest("relay", having="segment")
         self._feed: Feed | None = None
         if is_shared(self._relay, fleet, settings):
@@ -225,6 +227,23 @@ class WeightReader:
                 return Receipt(held.version, held.step, held.digest)
             _log.warning("version %d of %s has not its digest", held.version, self._relay.name)
         raise WrongDigest(f"the bytes of {self._relay.name} have not the digest of the version that it shows")
+
+    def pull_version(self, version: int, into: np.ndarray) -> Receipt:
+        """Copy one version, which need not be the newest, from any relay that still holds it.
+
+        Raises `NothingReadable` if none does: then only a checkpoint of the trainer has it.
+        """
+        try:
+            held, digest = self._shelf.read_by(lambda source: self._copy(source, into), version)
+            if digest == held.digest:
+                return Receipt(held.version, held.step, held.digest)
+        except NothingReadable:
+            _log.info("version %d is not held by %s: asking the others", version, self._relay.name)
+        if (fetched := fetch(self._fleet, version, into, self._settings)) is None:
+            raise NothingReadable(
+                f"version {version} is held by no relay: it has to come from the checkpoint of its step"
+            )
+        return Receipt(version, fetched[0], fetched[1])
 
     def close(self) -> None:
         """End the feed if there is one, and let go of the memory."""

@@ -12,6 +12,7 @@ from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
+from headrace.relay.versions import NothingReadable
 from headrace.relay.weights import WeightPublisher, WeightReader
 
 SHAPES = {"embed": (1000, 64), "norm": (64,), "head": (1000, 64)}
@@ -246,3 +247,22 @@ def test_a_version_that_only_the_dead_head_had_is_brought_to_the_next():
     town.fleets[0].vanish()
     assert until(lambda: town.relays[1].newest == 4)
     town.close()
+
+
+def test_an_older_version_comes_from_whichever_relay_still_holds_it(town):
+    publisher, reader = town.publisher(), town.reader()
+    for version in (1, 2):
+        publisher.publish(version, version * 10, weights(version))
+        until(lambda version=version: reader.newest() == version)
+    into = np.zeros(town.layout.num_bytes, np.uint8)
+    assert reader.pull_version(1, into)[:2] == (1, 10)
+    assert_is(town.layout.views(into), 1)
+    late = town.relay(1)
+    until(lambda: late.newest == 2)
+    other = next(r for r in (town.reader(1), town.reader(2)) if r._relay.name == "relay-1")
+    if town.settings.link == "auto":
+        assert [held.version for held in other._shelf.held()] == [2]
+    assert other.pull_version(1, into)[:2] == (1, 10)
+    assert_is(town.layout.views(into), 1)
+    with pytest.raises(NothingReadable, match="checkpoint"):
+        other.pull_version(0, into)
