@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from ..trainer.attention_exact import attend_pages
 from ..trainer.decoder import Head, LeanDecoder
-from .attention import attend_pages
 from .engine import Engine
 from .sampler import SamplingParams
 
@@ -210,11 +209,11 @@ def _kernels(engine: Engine) -> Callable[[], None]:
 
     def run() -> None:
         for index, layer in enumerate(decoder.layers):
-            F.linear(hidden, layer.qkv, layer.qkv_bias)
+            layer.qkv(hidden)
             attend_pages(query, engine.cache.keys[index][:num_pages], engine.cache.values[index][:num_pages], bias, 0.1)
-            torch.mm(mixed, layer.out)
-            F.linear(hidden, layer.gate_up)
-            torch.mm(wide, layer.down)
+            layer.out(mixed)
+            layer.gate_up(hidden)
+            layer.down(wide)
         head(hidden, out=logits)
 
     return run

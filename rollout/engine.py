@@ -185,7 +185,7 @@ class Engine:
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Make these tensors (by parameter name) the weights, without a copy; overwriting them later is a new version."""
         self.policy.bind(views)
-        self.weights_changed()
+        self.runner.bind()
 
     def weights_changed(self) -> None:
         """Announce that the parameters were overwritten in place."""

@@ -40,8 +40,17 @@ class Runner:
         forward = "exact" if exact else "module" if self.forward is policy else "lean"
         self.description = f"{forward} forward, attention '{self.attention.name}'"
 
+    def bind(self) -> None:
+        """The policy's parameters are other tensors now: take them."""
+        if isinstance(self.forward, LeanDecoder):
+            self.forward.bind()
+        self.head.bind()
+
     def refresh(self) -> None:
-        """The policy's parameters were overwritten: follow."""
+        """The policy's parameters were overwritten (or replaced): follow."""
+        if not self.head.is_bound:
+            self.bind()
+            return
         if isinstance(self.forward, LeanDecoder):
             self.forward.refresh()
         self.head.refresh()

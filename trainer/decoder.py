@@ -8,46 +8,38 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention import Attention, Rule
 from .exact import BLOCK, products_of
 from .family import is_llama_line, rope_table, window_of
+from .matrix import Matrix
 from .model import Policy
 
 
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    out: Matrix
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     rule: Rule
 
 
 class LeanDecoder:
-    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP.
-
-    Projections that read the same input run as one. Where their weights lie one after the other in memory the fused one is a
-    view of them (`Policy.weights` is ordered so that a flat buffer has them so); elsewhere it is a copy, and `refresh` must
-    follow every change of the weights.
-    """
+    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP; `refresh` must follow every change of the weights."""
 
     def __init__(self, policy: Policy) -> None:
         assert self.supports(policy)
         self.policy = policy
-        model: Any = policy.model.base_model
-        self._model = model
+        self._model: Any = policy.model.base_model
         self._num_heads, self._num_kv_heads = policy.num_heads, policy.num_kv_heads
         self._eps: float = policy.config.rms_norm_eps
-        self._cos, self._sin = rope_table(model, policy.context, policy.dtype, policy.device)
-        self._copies: dict[tuple[int, str], Tensor] = {}
-        self.refresh()
+        self._cos, self._sin = rope_table(self._model, policy.context, policy.dtype, policy.device)
+        self.bind()
 
     @staticmethod
     def supports(policy: Policy) -> bool:
@@ -55,50 +47,41 @@ class LeanDecoder:
         return is_llama_line(policy.config)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the policy's present weights."""
+    def bind(self) -> None:
+        """Take the tensors that are the policy's parameters now."""
         self.layers = [self._layer(index, layer) for index, layer in enumerate(self._model.layers)]
-        self._embedding: Tensor = self._model.embed_tokens.weight
-        self._norm: Tensor = self._model.norm.weight
+        self._embedding: Tensor = self._model.embed_tokens.weight.detach()
+        self._norm: Tensor = self._model.norm.weight.detach()
+
+    def refresh(self) -> None:
+        """The parameters' values changed: follow."""
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                matrix.refresh()
 
     def _layer(self, index: int, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         if hasattr(attention, "qkv_proj"):
-            qkv, bias, gate_up = attention.qkv_proj.weight, None, mlp.gate_up_proj.weight
+            qkv, gate_up = [attention.qkv_proj], [mlp.gate_up_proj]
         else:
-            parts: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
-            qkv = self._fused(index, "qkv", [p.weight for p in parts])
-            bias = None if parts[0].bias is None else self._fused(index, "bias", [p.bias for p in parts])
-            gate_up = self._fused(index, "gate_up", [mlp.gate_proj.weight, mlp.up_proj.weight])
-        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+            qkv, gate_up = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+        matrices = [
+            Matrix([module.weight for module in modules], [module.bias for module in modules])
+            for modules in (qkv, [attention.o_proj], gate_up, [mlp.down_proj])
+        ]
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
         return _Layer(
-            layer.input_layernorm.weight,
-            qkv,
-            bias,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            attention.o_proj.weight.t(),
-            attention.o_proj.bias,
-            layer.post_attention_layernorm.weight,
-            gate_up,
-            mlp.down_proj.weight.t(),
-            Rule(attention.scaling, window_of(self.policy.config, index)),
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=matrices[0],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=matrices[1],
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=matrices[2],
+            down=matrices[3],
+            rule=Rule(attention.scaling, window_of(self.policy.config, index)),
         )
-
-    def _fused(self, index: int, name: str, parts: list[Tensor]) -> Tensor:
-        """The parts one below the other: a view if they lie so, else a copy in a place of its own."""
-        first = parts[0]
-        expected = first.data_ptr()
-        for part in parts:
-            if part.data_ptr() != expected or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-                break
-            expected += part.numel() * part.element_size()
-        else:
-            rows = sum(part.shape[0] for part in parts)
-            return first.as_strided((rows, *first.shape[1:]), first.stride())
-        if (index, name) not in self._copies:
-            self._copies[index, name] = torch.cat(parts)
-        return torch.cat(parts, out=self._copies[index, name])
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden] after the last norm, as `Policy.forward` gives them."""
@@ -108,18 +91,15 @@ class LeanDecoder:
         rotated = heads + self._num_kv_heads
         for index, layer in enumerate(self.layers):
             normed = F.rms_norm(hidden, shape, layer.input_norm, self._eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), rotated + self._num_kv_heads, -1)
+            qkv = layer.qkv(normed).view(len(hidden), rotated + self._num_kv_heads, -1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[:, :heads] = F.rms_norm(qkv[:, :heads], layer.q_norm.shape, layer.q_norm, self._eps)
                 qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], layer.k_norm.shape, layer.k_norm, self._eps)
             _rotate(qkv[:, :rotated], cos, sin)
             mixed = attention(index, qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:], layer.rule)
-            hidden.addmm_(mixed.flatten(1), layer.out)
-            if layer.out_bias is not None:
-                hidden.add_(layer.out_bias)
-            normed = F.rms_norm(hidden, shape, layer.post_norm, self._eps)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-            hidden.addmm_(F.silu(gate, inplace=True).mul_(up), layer.down)
+            hidden = layer.out.add_to(hidden, mixed.flatten(1))
+            gate, up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps)).chunk(2, -1)
+            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
         return F.rms_norm(hidden, shape, self._norm, self._eps)
 
 
@@ -133,32 +113,44 @@ class Head:
     def __init__(self, policy: Policy, is_exact: bool = False) -> None:
         self.policy = policy
         self._is_exact = is_exact
-        self._wide: Tensor | None = None
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the tensor that is the head's weight now."""
+        self._weight = self.policy.head.weight.detach()
+        self._is_kept = self._weight.device.type == "cpu" and not (
+            self._is_exact and self._weight.dtype == torch.float32
+        )
+        # Exact mode must make the very call that `Policy.logits` makes.
+        self._kept = (
+            torch.empty(self._weight.shape if self._is_exact else self._weight.shape[::-1]) if self._is_kept else None
+        )
         self.refresh()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the policy's head still is the tensor that `bind` took."""
+        return self._weight.data_ptr() == self.policy.head.weight.data_ptr()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the policy's present weights."""
-        self._weight = self.policy.head.weight
-        if self._weight.dtype == torch.float32 or self._weight.device.type != "cpu":
-            self._wide = self._weight
-        elif self._wide is None:
-            self._wide = self._weight.float()
-        else:
-            self._wide.copy_(self._weight)
+        """The weight's values changed: follow."""
+        if self._kept is not None:
+            self._kept.copy_(self._weight if self._is_exact else self._weight.t())
+        kept = self._weight if self._kept is None else self._kept
+        self._wide = kept if self._kept is not None and not self._is_exact else kept.t()
 
     def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`, whose length is a multiple of BLOCK."""
-        wide, softcap, count = self._wide, self.policy.logit_softcap, len(hidden)
-        assert wide is not None
+        softcap, count = self.policy.logit_softcap, len(hidden)
         if hidden.device.type != "cpu" and hidden.dtype != torch.float32:
-            torch.mm(hidden, wide.t(), out_dtype=torch.float32, out=out[:count])
+            torch.mm(hidden, self._wide, out_dtype=torch.float32, out=out[:count])
         else:
             wanted = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK)) if self._is_exact else hidden.float()
+            step = BLOCK if self._is_exact else count
             with products_of(self._weight.dtype):
-                for rows in range(0, len(wanted), BLOCK if self._is_exact else len(wanted)):
-                    block = wanted[rows : rows + BLOCK] if self._is_exact else wanted
-                    torch.mm(block, wide.t(), out=out[rows : rows + len(block)])
+                for first in range(0, len(wanted), step):
+                    torch.mm(wanted[first : first + step], self._wide, out=out[first : first + step])
         logits = out[:count]
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
