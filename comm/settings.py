@@ -45,5 +45,7 @@ class CommSettings:
     """Seconds that a blocking wait may take before it ends the run with a message that names both sides."""
     link: str = "auto"
     """How weights travel: auto (shared memory on one host, tcp elsewhere), shm, tcp, gloo or nccl."""
+    delta: bool = False
+    """Send what changed since the last version instead of all of it, over links; worth it where they are slow."""
     pace: float | None = None
     """Bytes per second that a link may send at most; null for no bound."""

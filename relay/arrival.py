@@ -43,6 +43,8 @@ class Arrival:
         self.slot = slot
         self.state = state
         self.digest = ""
+        self.is_delta = False
+        """It comes as a difference to a version that is held, and is of use only once it is complete."""
         self.right_parts: set[int] = set()
         self._ranges: dict[int, Ranges] = {}
         self._done: dict[int, int] = {}
@@ -74,6 +76,7 @@ class Arrival:
         """`upstream` brings the offered part from now on; returns the offset to go on from."""
         self._ranges[offer.part] = offer.ranges
         self._upstreams[offer.part] = upstream
+        self.is_delta = False
         return self._done.setdefault(offer.part, 0)
 
     def advance(self, part: int, upstream: str, done: int) -> bool:

@@ -13,7 +13,7 @@ from .arrival import Arrival
 from .chunks import chunk_bytes
 from .desk import Desk
 from .digests import digest
-from .frames import Answer, Kind, Offer, Trailer, Verdict
+from .frames import Answer, Delta, Kind, Offer, Trailer, Verdict
 from .wire import IDLE_S, SILENCE_S, receive_frame, receive_header, receive_struct, send_cargo, send_frame, send_idle
 
 START_S = 400e-6
@@ -35,9 +35,30 @@ def take_versions(
         if not isinstance(offer, Offer):
             raise LinkBroken(f"{type(offer).__name__} from {upstream} where an offer was due")
         opened = desk.open(offer, upstream)
-        send_frame(link, Answer(-1 if opened is None else opened[1]), SILENCE_S)
-        if opened is not None and _take(link, desk, opened[0], offer, opened[1], upstream):
-            on_complete(opened[0])
+        if opened is None:
+            send_frame(link, Answer(-1), SILENCE_S)
+            continue
+        arrival, at = opened
+        takes_delta = at == 0 and desk.expect_delta(arrival, offer.delta)
+        send_frame(link, Answer(at, takes_delta), SILENCE_S)
+        if takes_delta and offer.delta is not None:
+            at = _take_delta(link, desk, arrival, offer, offer.delta, upstream)
+        if _take(link, desk, arrival, offer, at, upstream):
+            on_complete(arrival)
+
+
+def _take_delta(link: Link, desk: Desk, arrival: Arrival, offer: Offer, delta: Delta, upstream: str) -> int:
+    """Take a difference in, and make the version of it; returns the bytes that are in place then, which is all."""
+    changes, at = np.empty(delta.num_bytes, np.uint8), 0
+    while at < changes.nbytes:
+        kind, num_bytes = receive_header(link, SILENCE_S)
+        if kind is not Kind.DATA or at + num_bytes > changes.nbytes:
+            raise LinkBroken(f"{upstream} offered a delta and sent something else")
+        link.receive(changes[at : at + num_bytes], SILENCE_S)
+        at += num_bytes
+    if not desk.apply_delta(arrival, offer, delta, changes, upstream):
+        raise LinkBroken(f"the delta of version {offer.version} from {upstream} does not fit")
+    return offer.num_bytes
 
 
 def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstream: str) -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 from ..comm.errors import LinkBroken
 from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
-from .frames import Offer
-from .versions import Held, Shelf
+from .delta import apply
+from .frames import Delta, Offer
+from .versions import Held, NothingReadable, Shelf
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Desk:
         """Parts that went on in their middle, over another link than the one on which they had begun."""
         self._changed = threading.Condition()
         self._arrival: Arrival | None = None
+        self._delta: tuple[int, Delta, np.ndarray] | None = None
         self._closed = False
 
     @property
@@ -82,6 +84,29 @@ class Desk:
                 return None
             arrival.take_over(offer, upstream)
             return arrival
+
+    def expect_delta(self, arrival: Arrival, delta: Delta | None) -> bool:
+        """Whether an arrival is to come as this difference: only if its base is held. It is sent on once it is complete."""
+        with self._changed:
+            arrival.is_delta = delta is not None and self.shelf.find(delta.base) is not None
+            return arrival.is_delta
+
+    def apply_delta(self, arrival: Arrival, offer: Offer, delta: Delta, changes: np.ndarray, upstream: str) -> bool:
+        """Make a version of its base and the changes; False if the base is gone or they are no delta of it."""
+        try:
+            self.shelf.read(arrival.buffer, delta.base)
+            apply(arrival.buffer, changes, delta.width)
+        except (NothingReadable, ValueError) as error:
+            _log.warning("version %d: %s", offer.version, str(error))
+            return False
+        with self._changed:
+            self._delta = (offer.version, delta, changes)
+        return self.advance(arrival, offer.part, upstream, offer.num_bytes)
+
+    def delta_of(self, version: int) -> tuple[Delta, np.ndarray] | None:
+        """The difference as which a version came, if it did and is the last that did."""
+        with self._changed:
+            return self._delta[1:] if self._delta is not None and self._delta[0] == version else None
 
     def advance(self, arrival: Arrival, part: int, upstream: str, done: int) -> bool:
         """`upstream` has brought a part up to `done`; False if it is not its to bring any more."""
@@ -183,7 +208,8 @@ class Desk:
 
     def _find(self, above: int) -> Arrival | Held | None:
         arrival, newest = self._arrival, self.shelf.newest_held()
-        if arrival is not None and arrival.state is State.ARRIVING and arrival.offer.version > above:
+        is_arriving = arrival is not None and arrival.state is State.ARRIVING and not arrival.is_delta
+        if arrival is not None and is_arriving and arrival.offer.version > above:
             return arrival
         return newest if newest is not None and newest.version > above else None
 
@@ -197,10 +223,12 @@ class SlotCargo:
         self._is_leased = False
         self._held_digest = found.digest
         if isinstance(found, Arrival):
+            self.delta = None
             self._arrival, self._slot = found, found.slot.slot
             self._generations = (found.slot.generation, found.slot.generation + 1)
             self.offer = Offer(found.offer.version, found.offer.step, found.offer.num_bytes, found.offer.fingerprint)
         else:
+            self.delta = desk.delta_of(found.version)
             self._arrival, self._slot, self._generations = None, found.slot, (found.generation,)
             self.offer = Offer(found.version, found.step, segment.slot_bytes, desk.shelf.fingerprint)
         self._buffer = segment.slot(self._slot)

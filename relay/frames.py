@@ -15,6 +15,14 @@ class Kind(IntEnum):
     DATA = 2
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """The version may come as its difference of `num_bytes` bytes to version `base`, in elements of `width` bytes."""
+
+    base: int
+    num_bytes: int
+    width: int
+
+
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
 
@@ -28,6 +36,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     num_parts: int = 1
     part: int = 0
     spans: tuple[tuple[int, int], ...] = ()
+    delta: Delta | None = None
 
     @property
     def identity(self) -> tuple[int, ...]:
@@ -41,9 +50,10 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The receiver wants the bytes from `offset` on; -1 if it wants none."""
+    """The receiver wants the bytes from `offset` on, or the delta that was offered; -1 if it wants none."""
 
     offset: int
+    takes_delta: bool = False
 
 
 class Trailer(msgspec.Struct, frozen=True, tag=True):

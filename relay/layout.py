@@ -65,6 +65,11 @@ class Layout:
         manifest = [f"{e.name} {e.dtype} {e.shape} {e.offset}" for e in self.entries]
         return xxhash.xxh3_64_intdigest("\n".join(manifest).encode()) >> 1
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of the elements in which two versions are best compared: those of the smallest dtype, at least 2."""
+        return max(2, min((entry.dtype.itemsize for entry in self.entries), default=2))
+
     def digest(self, buffer: np.ndarray) -> str:
         """The digest of a whole buffer, uint8 [num_bytes]: 32 hex digits."""
         return digest(buffer)

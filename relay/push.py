@@ -20,7 +20,8 @@ from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import dial
-from .frames import Offer
+from .delta import encode
+from .frames import Delta, Offer
 from .parts import Part
 from .versions import Shelf
 from .wire import SILENCE_S, send_cargo, send_idle
@@ -41,6 +42,7 @@ class Parcel:
     is_in_slot: bool = False
     """True if `buffer` is that slot; else it is still to be copied there."""
     computed: str = ""
+    delta: tuple[Delta, np.ndarray] | None = None
 
     def moved(self) -> "Parcel":
         """The parcel without its slot, in memory of this process."""
@@ -157,9 +159,13 @@ class ShmPush:
 class LinkPush:
     """Pushes over a link to a relay anywhere."""
 
-    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, backend: str) -> None:
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> None:
         self.relay = relay
-        self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
+        self.num_sent = 0
+        """Bytes of versions sent so far, as deltas or whole."""
+        self._uses_deltas = settings.delta
+        self._last: Parcel | None = None
+        self._link = dial(fleet, mailbox, relay.name, remote_backend(settings), SILENCE_S)
 
     def claim_ahead(self, part: Part) -> None:
         """There is nothing to claim."""
@@ -173,7 +179,27 @@ class LinkPush:
 
     def push(self, parcel: Parcel) -> None:
         """Send a parcel; returns when the relay has checked the bytes. Raises `LinkBroken`."""
+        parcel.delta = self._delta(parcel) if self._uses_deltas else None
         send_cargo(self._link, parcel, SILENCE_S)
+        self.num_sent += parcel.part.num_bytes if parcel.delta is None else parcel.delta[1].nbytes
+        if self._uses_deltas:
+            self._last = Parcel(parcel.offer, parcel.part, parcel.buffer.copy())
+
+    def _delta(self, parcel: Parcel) -> tuple[Delta, np.ndarray] | None:
+        """The parcel as a difference to the last one, where that is less than half of it."""
+        last, num_bytes = self._last, parcel.part.num_bytes
+        if last is None or parcel.part.num_parts > 1 or last.offer.version >= parcel.offer.version:
+            return None
+        started = time.monotonic()
+        width = parcel.part.layout.element_bytes
+        changes = encode(last.buffer, parcel.buffer, width)
+        is_worth_it = 2 * changes.nbytes < num_bytes
+        _log.info(
+            "version %d: a delta has %.1f %% of the bytes and took %.3f s to make; %s",
+            parcel.offer.version, 100 * changes.nbytes / num_bytes, time.monotonic() - started,
+            "sent as a delta" if is_worth_it else "sent whole",
+        )  # fmt: skip
+        return (Delta(last.offer.version, changes.nbytes, width), changes) if is_worth_it else None
 
     def keep_alive(self) -> None:
         """Show the relay that this end is there. Raises `LinkBroken`."""
@@ -188,7 +214,7 @@ def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSetti
     """The way to a relay under these settings. Raises `PeerGone` or `LinkBroken`."""
     if is_shared(relay, fleet, settings):
         return ShmPush(relay, fleet, mailbox, settings)
-    return LinkPush(relay, fleet, mailbox, remote_backend(settings))
+    return LinkPush(relay, fleet, mailbox, settings)
 
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:

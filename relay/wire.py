@@ -18,7 +18,7 @@ import numpy as np
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
-from .frames import Answer, Frame, Kind, Offer, Trailer, Verdict
+from .frames import Answer, Delta, Frame, Kind, Offer, Trailer, Verdict
 
 IDLE_S = 1.0
 SILENCE_S = 5.0
@@ -37,6 +37,8 @@ class Cargo(Protocol):
     """A version to be sent, which may still be arriving."""
 
     offer: Offer
+    delta: tuple[Delta, np.ndarray] | None
+    """The same as a difference to an older version, for a receiver that has that one."""
 
     def view(self, at: int, start: int, end: int) -> np.ndarray:
         """The bytes from `at` of the part on, which are those of [start, end) of the layout."""
@@ -60,12 +62,15 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float, piece_bytes: int = P
 
     Raises `LinkBroken`; `deadline_s` bounds each piece.
     """
-    for _ in range(_MAX_ATTEMPTS):
-        send_frame(link, cargo.offer, deadline_s)
-        at = receive_frame(link, Answer, deadline_s).offset
-        if at < 0:
+    for attempt in range(_MAX_ATTEMPTS):
+        delta = cargo.delta if attempt == 0 else None
+        send_frame(link, msgspec.structs.replace(cargo.offer, delta=delta[0] if delta else None), deadline_s)
+        answer = receive_frame(link, Answer, deadline_s)
+        if answer.offset < 0:
             return True
-        if not _send_bytes(link, cargo, at, deadline_s, piece_bytes):
+        if delta is not None and answer.takes_delta:
+            _send_delta(link, delta[1], deadline_s)
+        elif not _send_bytes(link, cargo, answer.offset, deadline_s, piece_bytes):
             return False
         while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
             send_idle(link, deadline_s)
@@ -89,6 +94,13 @@ def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float, piece_byte
         _send_header(link, Kind.DATA, end - start, deadline_s)
         link.send(cargo.view(offset, start, end), deadline_s)
     return True
+
+
+def _send_delta(link: Link, delta: np.ndarray, deadline_s: float) -> None:
+    for start in range(0, delta.nbytes, PIECE_BYTES):
+        piece = delta[start : start + PIECE_BYTES]
+        _send_header(link, Kind.DATA, piece.nbytes, deadline_s)
+        link.send(piece, deadline_s)
 
 
 def send_idle(link: Link, deadline_s: float) -> None:

@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.comm.waits import waiting
+from headrace.relay.delta import apply, encode
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.weights import WeightPublisher, WeightReader
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([2, 4]), st.integers(1, 200_000))
+def test_a_delta_turns_the_base_into_the_new_version_bit_for_bit(seed, share, width, num_elements):
+    random = np.random.default_rng(seed)
+    base = random.integers(0, 256, num_elements * width, dtype=np.uint8)
+    new = base.copy()
+    touched = random.random(num_elements) < share**8  # mostly sparse, so that gaps beyond 16 bits occur
+    new.view(f"u{width}")[touched] += 1
+    changes = encode(base, new, width)
+    apply(base, changes, width)
+    assert np.array_equal(base, new)
+    assert changes.nbytes <= (touched.sum() + num_elements // 65_535 + 1) * (2 + width)
+
+
+def test_equal_versions_have_an_empty_delta():
+    base = np.zeros(1000, np.uint8)
+    assert encode(base, base.copy(), 2).nbytes == 0
+
+
+def test_what_is_no_delta_of_the_base_is_refused():
+    with pytest.raises(ValueError, match="no delta"):
+        apply(np.zeros(10, np.uint8), np.zeros(7, np.uint8), 2)
+    with pytest.raises(ValueError, match="no delta"):
+        apply(np.zeros(10, np.uint8), encode(np.zeros(100, np.uint8), np.ones(100, np.uint8), 2), 2)
+
+
+class Trained:
+    """A bf16 model under Adam at a small learning rate, published at each step with deltas, two relays in a chain."""
+
+    def __init__(self, delta):
+        self.settings = CommSettings(link="tcp", heartbeat_s=0.02, delta=delta)
+        self.town = MemoryTown()
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(256, 256)
+        self.model.weight.data.normal_(0, 0.02)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-6)
+        self.layout = Layout.of(dict(self.model.named_parameters()), "bfloat16")
+        self.segments = [Segment.create_anonymous() for _ in range(2)]
+        self.keepers = [self.keeper(index, segment) for index, segment in enumerate(self.segments)]
+        self.publisher = WeightPublisher(self.join("actor", 0, {}), self.layout, self.settings)
+        self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
+
+    def join(self, role, index, info):
+        return MemoryFleet.enter(self.town, role, index, info, self.settings)
+
+    def keeper(self, index, segment):
+        return WeightKeeper(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
+
+    def step(self, version):
+        self.model(torch.randn(16, 256)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.publisher.publish(version, version, dict(self.model.named_parameters()))
+        with waiting("the relays", f"version {version}", 10) as wait:
+            wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
+            wait.until(lambda: self.reader.newest() == version)
+        into = np.zeros(self.layout.num_bytes, np.uint8)
+        receipt = self.reader.pull(into, 5)
+        full = np.zeros(self.layout.num_bytes, np.uint8)
+        self.layout.write(dict(self.model.named_parameters()), full)
+        assert receipt.version == version
+        assert np.array_equal(into, full)
+
+    def close(self):
+        for thing in (self.reader, self.publisher, *self.keepers, *self.segments):
+            thing.close()
+
+
+def test_deltas_of_a_real_run_are_small_and_lossless_down_the_chain():
+    run = Trained(delta=True)
+    for version in range(1, 51):
+        run.step(version)
+    sent, whole = run.publisher._way.num_sent, 50 * run.layout.num_bytes
+    assert all(keeper.desk.delta_of(50) is not None for keeper in run.keepers)
+    run.close()
+    assert sent <= 0.25 * whole
+
+
+def test_a_relay_without_the_base_is_sent_everything():
+    run = Trained(delta=True)
+    run.step(1)
+    run.step(2)
+    late = Segment.create_anonymous()
+    keeper = run.keeper(2, late)
+    with waiting("the late relay", "version 2", 10) as wait:
+        wait.until(lambda: keeper.newest == 2)
+    assert keeper.desk.delta_of(2) is None
+    run.step(3)
+    with waiting("the late relay", "version 3", 10) as wait:
+        wait.until(lambda: keeper.newest == 3)
+    assert keeper.desk.delta_of(3) is not None
+    keeper.close()
+    late.close()
+    run.close()
