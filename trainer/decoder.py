@@ -118,13 +118,13 @@ class Head:
     def bind(self) -> None:
         """Take the tensor that is the head's weight now."""
         self._weight = self.policy.head.weight.detach()
-        self._is_kept = self._weight.device.type == "cpu" and not (
-            self._is_exact and self._weight.dtype == torch.float32
-        )
-        # Exact mode must make the very call that `Policy.logits` makes.
-        self._kept = (
-            torch.empty(self._weight.shape if self._is_exact else self._weight.shape[::-1]) if self._is_kept else None
-        )
+        is_wide = self._weight.dtype == torch.float32
+        # Exact mode makes the very call that `Policy.logits` makes; else an fp32 weight is faster transposed.
+        self._is_transposed = is_wide and not self._is_exact
+        self._kept: Tensor | None = None
+        if self._weight.device.type == "cpu" and not (is_wide and self._is_exact):
+            shape = self._weight.shape
+            self._kept = torch.empty(shape[::-1] if self._is_transposed else shape)
         self.refresh()
 
     @property
@@ -135,10 +135,11 @@ class Head:
     @torch.no_grad()
     def refresh(self) -> None:
         """The weight's values changed: follow."""
-        if self._kept is not None:
-            self._kept.copy_(self._weight if self._is_exact else self._weight.t())
-        kept = self._weight if self._kept is None else self._kept
-        self._wide = kept if self._kept is not None and not self._is_exact else kept.t()
+        if self._kept is None:
+            self._wide = self._weight.t()
+            return
+        self._kept.copy_(self._weight.t() if self._is_transposed else self._weight)
+        self._wide = self._kept if self._is_transposed else self._kept.t()
 
     def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`, whose length is a multiple of BLOCK."""
