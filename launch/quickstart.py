@@ -3,6 +3,7 @@
 python -m headrace.launch.quickstart [KEY=VALUE ...]
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,11 @@ from .recipes import sort_digits
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 WARM_UP_STEPS = 350
 NUM_ROWS = 4096
+OPENINGS = (
+    "Once upon a time", "One day,", "There was a little girl", "There was a boy named Tim", "Lily and Ben", "Tom had a dog",
+    "In a small house", "A big bear", "The sun was", "Mom said", "The old man", "A bird sat", "It was a", "Sara wanted",
+    "The cat and the", "At the park",
+)  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
@@ -35,21 +41,34 @@ def main(words: Sequence[str]) -> int:
 
 
 def missing_parts(recipe: Recipe, *, is_dry_run: bool) -> list[str]:
-    """Overrides for the policy, the data and the reward function that the recipe does not name; makes the files."""
-    parts: list[str] = []
+    """Overrides for what the recipe does not name, after making the files (unless `is_dry_run`).
+
+    The policy and the task that are made here belong together: a policy of the user's gets the openings of stories as
+    prompts, and the reward function is then the user's too.
+    """
     home = Path("runs") / "quickstart-policy" / f"seed-{recipe.run.seed}"
+    parts: dict[str, Path] = {}
     if not recipe.model.path:
-        if not is_dry_run:
-            make_policy(home / "policy", recipe.run.seed)
-        parts.append(f"model.path={home / 'policy'}")
+        parts["model.path"] = home / "policy"
     if not recipe.data.path:
-        if not is_dry_run:
-            home.mkdir(parents=True, exist_ok=True)
-            sort_digits.write_data(home / "prompts.jsonl", NUM_ROWS, recipe.run.seed)
-        parts.append(f"data.path={home / 'prompts.jsonl'}")
-    if not recipe.reward.path:
-        parts.append(f"reward.path={Path(sort_digits.__file__)}:reward")
-    return parts
+        parts["data.path"] = home / "openings.jsonl" if recipe.model.path else home / "prompts.jsonl"
+    words = [f"{name}={path}" for name, path in parts.items()]
+    if not (recipe.model.path or recipe.data.path or recipe.reward.path):
+        words.append(f"reward.path={Path(sort_digits.__file__)}:reward")
+    if not is_dry_run and parts:
+        home.mkdir(parents=True, exist_ok=True)
+        for name, path in parts.items():
+            _make(name, path, recipe.run.seed)
+    return words
+
+
+def _make(name: str, path: Path, seed: int) -> None:
+    if name == "model.path":
+        make_policy(path, seed)
+    elif path.name == "openings.jsonl":
+        path.write_text("".join(json.dumps({"prompt": opening}) + "\n" for opening in OPENINGS), encoding="utf-8")
+    else:
+        sort_digits.write_data(path, NUM_ROWS, seed)
 
 
 def make_policy(folder: Path, seed: int) -> None:
@@ -63,7 +82,6 @@ def make_policy(folder: Path, seed: int) -> None:
         prompt = sort_digits.draw_prompt(random)
         return prompt, sort_digits.demonstrate(prompt, random)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     build_policy(folder, sort_digits.CHARACTERS, example, seed=seed, num_steps=WARM_UP_STEPS)
 
 

@@ -81,6 +81,14 @@ def test_a_dry_run_names_what_would_be_made_and_makes_nothing(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_users_policy_gets_prompts_but_needs_a_reward_of_the_users(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--dry-run", "model.path=m", "reward.path=r.py:f"]) == 0
+    assert "path: runs/quickstart-policy/seed-0/openings.jsonl" in capsys.readouterr().out
+    assert main([f"model.path={tmp_path}", "run.dir=run"]) == 2
+    assert "reward.path is not set" in capsys.readouterr().err
+
+
 def test_the_quickstart_tells_a_mistake_like_the_program(capsys):
     assert main(["run.stpes=3"]) == 2
     assert capsys.readouterr().err == "headrace: error: unknown setting 'run.stpes'; the nearest is 'run.steps'\n"
