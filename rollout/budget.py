@@ -20,14 +20,15 @@ class Budget(NamedTuple):
 
 
 def page_budget(
-    policy: Policy, page_size: int, max_running: int, kv_gb: float | None, gpu_share: float = 0.85
+    policy: Policy, page_size: int, num_kv_heads: int, max_running: int, kv_gb: float | None, gpu_share: float
 ) -> Budget:
     """Pages for `kv_gb`, or by default for `max_running` sequences of full context as far as memory goes.
 
+    `num_kv_heads` are those of one rank.
     On a GPU memory goes as far as `gpu_share` of it, less what is taken; on the CPU to half of what is free. Raises
     SettingError for more than there is, and for less than one sequence of full context needs.
     """
-    page_bytes = 2 * policy.num_layers * page_size * policy.num_kv_heads * policy.head_dim * policy.dtype.itemsize
+    page_bytes = 2 * policy.num_layers * page_size * num_kv_heads * policy.head_dim * policy.dtype.itemsize
     # One page is nobody's, one more lets a sequence fork.
     least = -(-policy.context // page_size) + 2
     free = _free_bytes(policy.device, gpu_share)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.errors import SettingError
 from ..trainer.attention_exact import PAGE
 from ..trainer.model import Policy, load_policy, load_tokenizer
+from ..trainer.shard import Shard
 from .batch import DecodeBatch
 from .budget import page_budget
 from .exact_check import check_exact
@@ -43,6 +45,7 @@ class Engine:
     max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
     kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`.
     prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
+    tp_group: the ranks of one tensor-parallel replica; all of them get the same calls and give the same answers.
     `description` says what was chosen.
     """
 
@@ -60,6 +63,7 @@ class Engine:
         attention: str = "auto",
         gpu_share: float = 0.85,
         tokenizer: Any = None,
+        tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         if max_running < 1:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
@@ -69,13 +73,15 @@ class Engine:
         self.policy = policy
         self.tokenizer = tokenizer
         self.seed = seed
-        budget = page_budget(policy, page_size, max_running, kv_gb, gpu_share)
+        shard = Shard(tp_group)
+        num_kv_heads = max(1, policy.num_kv_heads // shard.size)
+        budget = page_budget(policy, page_size, num_kv_heads, max_running, kv_gb, gpu_share)
         self.pool = PagePool(budget.num_pages, page_size)
-        shape = (budget.num_pages, policy.num_kv_heads, page_size, policy.head_dim)
+        shape = (budget.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
-        self.runner = Runner(policy, self.cache, max_running, exact, attention)
+        self.runner = Runner(policy, self.cache, max_running, exact, attention, shard)
         self.description = f"{self.runner.description}, {budget}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact

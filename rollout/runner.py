@@ -9,6 +9,7 @@ from ..trainer.attention_exact import Run
 from ..trainer.decoder import Head, LeanDecoder
 from ..trainer.exact import BLOCK
 from ..trainer.model import Policy
+from ..trainer.shard import Shard
 from .backends import choose
 from .batch import DecodeBatch
 from .kv_cache import KVCache
@@ -23,14 +24,21 @@ class Runner:
     `description` says what was chosen. Space for logits is kept, so that a step allocates little.
     """
 
-    def __init__(self, policy: Policy, cache: KVCache, max_running: int, exact: bool, attention: str) -> None:
+    def __init__(
+        self, policy: Policy, cache: KVCache, max_running: int, exact: bool, attention: str, shard: Shard
+    ) -> None:
         self.policy = policy
         self.cache = cache
         self.exact = exact
+        self.shard = shard
+        is_lean = LeanDecoder.supports(policy) and not exact
+        if shard.size > 1 and not is_lean:
+            kind = "exact mode" if exact else f"model type '{policy.config.model_type}'"
+            raise SettingError(f"rollout.tp: {kind} runs on one rank only, not on {shard.size}")
         if exact:
             self.forward = policy.exact or policy.make_exact()
         else:
-            self.forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
+            self.forward = LeanDecoder(policy, shard) if is_lean else policy
         if exact and attention not in ("auto", "pool"):
             raise SettingError(f"generator.attention: exact mode runs on 'pool', not on '{attention}'")
         self.attention = choose(attention, policy, cache, exact)
@@ -71,4 +79,6 @@ class Runner:
         positions = torch.from_numpy(batch.positions).to(self.policy.device)
         hidden: Tensor = self.forward(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
-        return sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
+        draw = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
+        self.shard.agree(draw.tokens)
+        return draw

@@ -15,6 +15,7 @@ from .exact import BLOCK, products_of
 from .family import is_llama_line, rope_table, window_of
 from .matrix import Matrix
 from .model import Policy
+from .shard import Shard
 
 
 class _Layer(NamedTuple):
@@ -32,11 +33,14 @@ class _Layer(NamedTuple):
 class LeanDecoder:
     """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP; `refresh` must follow every change of the weights."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, shard: Shard | None = None) -> None:
         assert self.supports(policy)
         self.policy = policy
+        self.shard = shard or Shard()
+        self.shard.check(policy.config)
         self._model: Any = policy.model.base_model
-        self._num_heads, self._num_kv_heads = policy.num_heads, policy.num_kv_heads
+        self._num_heads = policy.num_heads // self.shard.size
+        self._num_kv_heads = policy.num_kv_heads // self.shard.size
         self._eps: float = policy.config.rms_norm_eps
         self._cos, self._sin = rope_table(self._model, policy.context, policy.dtype, policy.device)
         self.bind()
@@ -61,13 +65,15 @@ class LeanDecoder:
 
     def _layer(self, index: int, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        if hasattr(attention, "qkv_proj"):
-            qkv, gate_up = [attention.qkv_proj], [mlp.gate_up_proj]
-        else:
-            qkv, gate_up = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+        cut = self.shard.cut
+        qkv, gate_up = _inputs(attention, mlp, self.policy)
+        # A bias that follows a sum over ranks is added by one of them.
+        out_bias = attention.o_proj.bias if self.shard.rank == 0 else None
         matrices = [
-            Matrix([module.weight for module in modules], [module.bias for module in modules])
-            for modules in (qkv, [attention.o_proj], gate_up, [mlp.down_proj])
+            Matrix([cut(w) for w, _ in qkv], [cut(b) for _, b in qkv]),
+            Matrix([cut(attention.o_proj.weight, 1)], [out_bias]),
+            Matrix([cut(w) for w, _ in gate_up], [None]),
+            Matrix([cut(mlp.down_proj.weight, 1)], [None]),
         ]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
@@ -97,10 +103,26 @@ class LeanDecoder:
                 qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], layer.k_norm.shape, layer.k_norm, self._eps)
             _rotate(qkv[:, :rotated], cos, sin)
             mixed = attention(index, qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:], layer.rule)
-            hidden = layer.out.add_to(hidden, mixed.flatten(1))
+            hidden = self._add(layer.out, hidden, mixed.flatten(1))
             gate, up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps)).chunk(2, -1)
-            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
+            hidden = self._add(layer.down, hidden, F.silu(gate).mul_(up))
         return F.rms_norm(hidden, shape, self._norm, self._eps)
+
+    def _add(self, matrix: Matrix, hidden: Tensor, x: Tensor) -> Tensor:
+        """hidden plus the matrix's product, summed over the ranks."""
+        if self.shard.size == 1:
+            return matrix.add_to(hidden, x)
+        return hidden.add_(self.shard.sum(matrix(x)))
+
+
+def _inputs(attention: Any, mlp: Any, policy: Policy) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """Weights and biases of query, key, value, and of gate and up."""
+    if not hasattr(attention, "qkv_proj"):
+        qkv = [(m.weight, m.bias) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        return qkv, [(m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj)]
+    sizes = [heads * policy.head_dim for heads in (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)]
+    gate_up = mlp.gate_up_proj.weight.chunk(2)
+    return list(zip(attention.qkv_proj.weight.split(sizes), [None] * 3, strict=True)), [(w, None) for w in gate_up]
 
 
 class Head:

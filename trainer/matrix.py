@@ -18,9 +18,9 @@ class Matrix:
     `refresh` must follow every change of the weights; it keeps the addresses outside the CPU.
     """
 
-    def __init__(self, parts: list[Tensor], biases: list[Tensor | None]) -> None:
-        self._parts = [part.detach() for part in parts]
-        self._biases = [bias.detach() for bias in biases if bias is not None]
+    def __init__(self, parts: list[Any], biases: list[Any]) -> None:
+        self._parts: list[Tensor] = [part.detach() for part in parts]
+        self._biases: list[Tensor] = [bias.detach() for bias in biases if bias is not None]
         self._kind = _kind(parts[0])
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -33,7 +33,7 @@ class Matrix:
         if self._kind == "transposed":
             self._weight = fused.t().contiguous() if self._weight is None else self._weight.copy_(fused.t())
         elif self._kind == "packed":
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(fused, ROWS_EXPECTED)
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(fused.contiguous(), ROWS_EXPECTED)
         else:
             self._weight = fused
         if self._biases:
