@@ -15,7 +15,7 @@ PATIENCE = timedelta(seconds=60)
 
 def on_two_ranks(path, prompts, params, **options):
     """Completions of each of two ranks (threads) of one replica."""
-    store: Any = dist.distributed_c10d.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
     def rank(index):
         group: Any = dist.ProcessGroupGloo(store, index, 2, PATIENCE)
