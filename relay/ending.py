@@ -31,6 +31,7 @@ class Ending:
         self.hub = hub
         self.fleet = fleet
         self.deadline_s = deadline_s
+        self._early: dict[str, Message] = {}
 
     def run(
         self, status: str, error: str, exit_code: int, done: ActorDone | None, without: Iterable[str]
@@ -61,8 +62,8 @@ class Ending:
         return names
 
     def _collect(self, kind: type[M], senders: list[str]) -> dict[str, M]:
-        """One letter of this kind from each sender that lives; all others go to the hub as ever."""
-        answers: dict[str, M] = {}
+        """One letter of this kind from each sender that lives; what the hub has no rule for is kept for a later call."""
+        answers = {name: letter for name, letter in self._early.items() if isinstance(letter, kind)}
         with waiting(", ".join(senders), f"{kind.__name__} at the end of the run", self.deadline_s) as wait:
             while wait.remaining_s > 0:
                 alive = {m.name for m in self.fleet.members() if m.alive}
@@ -73,8 +74,8 @@ class Ending:
                     continue
                 if isinstance(letter.message, kind):
                     answers[letter.sender] = letter.message
-                else:
-                    self.hub.handle(letter)
+                elif not self.hub.handle(letter):
+                    self._early[letter.sender] = letter.message
         return answers
 
     def _wanted(self) -> int:

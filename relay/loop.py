@@ -27,9 +27,10 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     """The relay's process, until the hub's `Stop`."""
     mailbox = fleet.post.open(fleet.name)
     unit = RowUnit(recipe.comm.interface)
-    keeper = WeightKeeper(fleet, Segment.inherited(), recipe.comm)
+    segment = Segment.inherited()
+    keeper = WeightKeeper(fleet, segment, recipe.comm)
     rows = RowClient(unit.address)
-    fleet.announce(unit=unit.address)
+    fleet.announce(unit=unit.address, segment=segment.path)
     started, reported = time.monotonic(), 0.0
     while True:
         letter = mailbox.receive(REPORT_S)
@@ -44,6 +45,7 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
             reported = time.monotonic()
             mailbox.send("hub", busy_report(reported - started))
     keeper.close()
+    segment.close()
     unit.close()
     mailbox.close()
 

@@ -4,6 +4,7 @@ Any decoder-only checkpoint that transformers loads and `family.refuse_unsupport
 transformers gives them; a tied weight has one name.
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from .family import refuse_unsupported
 
 transformers_logging.disable_progress_bar()
 
+_LOADING = threading.Lock()
+"""Held while a model is made: transformers does it under switches of the whole process (default dtype, initialisation)."""
 LOGPROB_ROWS = 256
 """Tokens whose logits exist at one time while log-probabilities are computed."""
 
@@ -152,20 +155,27 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
     refuse_unsupported(config)
-    if weights:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, attn_implementation=NAME)
-        except OSError as error:
-            raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
-    else:
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
-        model.tie_weights()
-        model.generation_config = _generation_config(path, config)
+    with _LOADING:
+        model = _load(path, config, wanted) if weights else _build(path, config, wanted)
     policy = Policy(model.to(device).eval(), _stop_ids(path, config))  # pyright: ignore[reportArgumentType]
     if exact:
         policy.make_exact()
     return policy
+
+
+def _load(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+    except OSError as error:
+        raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
+
+
+def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.tie_weights()
+    model.generation_config = _generation_config(path, config)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -1,0 +1,159 @@
+"""The whole system in one process: every role's own loop as a thread, on the fleet's twin in memory."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policies import tiny_policy
+
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.messages import Interrupt
+from headrace.launch.config import Recipe, read_recipe
+from headrace.relay import hub_loop
+from headrace.relay import loop as relay_loop
+from headrace.relay.journal import account_of, read_events, replay
+from headrace.rollout import loop as rollout_loop
+from headrace.trainer import loop as trainer_loop
+
+REWARD = (
+    "def reward(prompts, completions, completion_ids, **rest):\n    return [c.count('a') / 8 for c in completions]\n"
+)
+PATIENCE_S = 15.0
+
+
+class System:
+    """A hub, a relay, an actor and rollouts as threads."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        tiny_policy(folder, "llama")
+        (folder / "rewards.py").write_text(REWARD)
+        (folder / "data.jsonl").write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(20)))
+        words = {
+            "run.dir": folder / "run",
+            "run.steps": 3,
+            "model.path": folder / "llama",
+            "data.path": folder / "data.jsonl",
+            "reward.path": f"{folder / 'rewards.py'}:reward",
+            "batch.prompts_per_step": 2,
+            "batch.samples_per_prompt": 2,
+            "sampling.max_new_tokens": 6,
+            "comm.deadline_s": PATIENCE_S,
+        } | settings
+        self.recipe: Recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
+        self.dir = Path(self.recipe.run.dir)
+        self.dir.mkdir()
+        self.town = MemoryTown()
+        self.threads: dict[str, threading.Thread] = {}
+        self.errors: list[BaseException] = []
+
+    def start(self, role: str, main: Callable[[Any, Any], None], index: int = 0) -> MemoryFleet:
+        fleet = MemoryFleet.enter(self.town, role, index, settings=self.recipe.comm)
+
+        def live() -> None:
+            try:
+                main(fleet, self.recipe)
+                fleet.leave()
+            except BaseException as error:  # noqa: BLE001 - the test that waits for the thread raises it
+                self.errors.append(error)
+
+        self.threads[fleet.name] = threading.Thread(target=live, name=fleet.name, daemon=True)
+        self.threads[fleet.name].start()
+        return fleet
+
+    def start_all(self, num_rollouts: int = 2) -> "System":
+        self.start("hub", hub_loop.run)
+        self.start("relay", relay_loop.run)
+        self.rollouts = [self.start("rollout", rollout_loop.run, index) for index in range(num_rollouts)]
+        self.start("actor", trainer_loop.run)
+        return self
+
+    def wait(self) -> dict[str, Any]:
+        """The summary, once all threads have ended."""
+        for name, thread in self.threads.items():
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive() and not self.errors, (name, self.errors)
+        self.town.post.close()
+        return json.loads((self.dir / "summary.json").read_text())
+
+    def wait_for_event(self, kind: str) -> None:
+        deadline, journal = time.monotonic() + PATIENCE_S, self.dir / "journal.jsonl"
+        while not journal.exists() or kind not in [type(event).__name__ for _, event in read_events(journal)]:
+            assert time.monotonic() < deadline and not self.errors, self.errors
+            time.sleep(0.01)
+
+
+def test_all_loops_together_train_and_add_up(tmp_path: Path):
+    system = System(tmp_path).start_all()
+    summary = system.wait()
+    assert (summary["status"], summary["steps"], summary["version"]) == ("finished", 3, 3)
+    account = account_of(replay(system.dir / "journal.jsonl"))
+    assert account == summary["accounting"]
+    assert (account["trained"], account["in_flight"], account["holds"]) == (12, 0, True)
+
+
+def test_an_interrupt_ends_all_loops_and_what_is_in_flight_is_counted(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000}).start_all()
+    system.wait_for_event("Trained")
+    teller = system.town.post.open("teller")
+    teller.send("hub", Interrupt(2))
+    summary = system.wait()
+    assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
+    assert summary["accounting"]["holds"] is True
+    assert Path(summary["export"], "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_bound_holds_with_many_rollouts(tmp_path: Path, bound: int):
+    system = System(tmp_path, **{"queue.max_staleness": bound, "run.steps": 5}).start_all(num_rollouts=3)
+    summary = system.wait()
+    assert max(int(lag) for lag in summary["staleness"]) <= bound
+    assert summary["versions_per_trajectory"] == {"1": 20}
+
+
+def test_a_quota_makes_a_rollout_drain_and_go_on(tmp_path: Path):
+    summary = System(tmp_path, **{"rollout.batch_groups": 1}).start_all(num_rollouts=1).wait()
+    assert summary["accounting"]["trained"] == 12
+
+
+def test_every_pull_is_in_the_journal_with_the_digest_that_was_published(tmp_path: Path):
+    system = System(tmp_path).start_all()
+    system.wait()
+    published, received = {}, {}
+    for _, event in read_events(system.dir / "journal.jsonl"):
+        match type(event).__name__:
+            case "Published":
+                published[event.version] = event.digest  # pyright: ignore[reportAttributeAccessIssue]
+            case "Received":
+                received[event.version] = event.digest  # pyright: ignore[reportAttributeAccessIssue]
+    assert received and all(published[version] == digest for version, digest in received.items())
+
+
+def test_prompts_that_are_too_long_are_dropped_when_asked_for_and_counted(tmp_path: Path):
+    system = System(tmp_path, **{"data.too_long": "drop"})
+    rows = [{"prompt": "x" * 300 if i % 4 == 0 else f"say {i}"} for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = system.start_all().wait()
+    account = summary["accounting"]
+    assert account["trained"] == 12 and account["failed"] > 0 and account["holds"] is True
+
+
+def test_groups_without_signal_are_filtered_and_replaced(tmp_path: Path):
+    system = System(tmp_path, **{"queue.filter_zero_std": "true", "batch.samples_per_prompt": 4})
+    summary = system.start_all().wait()
+    account = summary["accounting"]
+    assert account["trained"] == 3 * 2 * 4 and account["filtered"] > 0 and account["holds"] is True
+
+
+def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 12, "sampling.max_new_tokens": 60}).start_all()
+    system.wait_for_event("Trained")
+    system.rollouts[0].vanish()
+    system.wait_for_event("Returned")
+    system.rollouts[0].announce(woke="yes")
+    summary = system.wait()
+    assert summary["accounting"]["trained"] == 12 * 4
+    assert summary["accounting"]["holds"] is True
