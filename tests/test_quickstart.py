@@ -124,18 +124,15 @@ def test_the_quickstart_learns_within_six_minutes(tmp_path: Path, seed: int):
 def test_the_quickstart_command_trains_a_real_checkpoint(tmp_path: Path, stories260k: Path):
     (tmp_path / "rewards.py").write_text(
         "def count_she(prompts, completions, completion_ids, **columns):\n"
-        "    return [min(completion.lower().split().count('she'), 4) / 4 for completion in completions]\n"
+        "    return [min(completion.lower().count('she'), 5) / 5 for completion in completions]\n"
     )
-    (tmp_path / "stories.jsonl").write_text("".join(
-        json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "One day, a girl", "Lily was", "Mom said")
-    ))  # fmt: skip
     process = quickstart(
-        tmp_path, f"model.path={stories260k}", "data.path=stories.jsonl", "reward.path=rewards.py:count_she",
-        "run.dir=run", "run.steps=60", "sampling.max_new_tokens=64", "optimizer.lr=1e-3",
+        tmp_path, f"model.path={stories260k}", "reward.path=rewards.py:count_she",
+        "run.dir=run", "run.steps=60",
     )  # fmt: skip
     assert process.wait(timeout=280) == 0
     rewards = [row["reward/mean"] for row in metrics(tmp_path / "run")]
-    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.15
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.3
 
 
 def test_ctrl_c_ends_the_quickstart_in_order(tmp_path: Path):
