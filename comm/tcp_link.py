@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import struct
 import time
 
 import numpy as np
@@ -22,6 +23,9 @@ class TcpLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._timeouts: dict[int, float] = {}
+        # The kernel keeps the deadlines: it then moves a whole buffer in one call, without a poll for every segment.
+        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
@@ -37,21 +41,19 @@ class TcpLink:
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes."""
-        view, until = buffer.data, time.monotonic() + deadline_s
         try:
-            while view:
-                self._socket.settimeout(max(until - time.monotonic(), 1e-3))
-                view = view[self._socket.send(view) :]
+            self._limit(socket.SO_SNDTIMEO, deadline_s)
+            self._socket.sendall(buffer.data)
         except OSError as error:
             raise self._broken("send", error) from error
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Fill the buffer."""
-        view, until = buffer.data, time.monotonic() + deadline_s
+        view = buffer.data
         try:
+            self._limit(socket.SO_RCVTIMEO, deadline_s)
             while view:
-                self._socket.settimeout(max(until - time.monotonic(), 1e-3))
-                if not (num_bytes := self._socket.recv_into(view)):
+                if not (num_bytes := self._socket.recv_into(view, 0, socket.MSG_WAITALL)):
                     raise ConnectionResetError("closed by the other end")
                 view = view[num_bytes:]
         except OSError as error:
@@ -63,9 +65,17 @@ class TcpLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
+    def _limit(self, option: int, seconds: float) -> None:
+        if self._timeouts.get(option) != seconds:
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
+            )
+            self._timeouts[option] = seconds
+
     def _broken(self, what: str, error: OSError) -> LinkBroken:
         self.close()
-        return LinkBroken(f"{what}: {error or type(error).__name__}")
+        why = "the other end did nothing before the deadline" if isinstance(error, BlockingIOError) else str(error)
+        return LinkBroken(f"{what}: {why}")
 
 
 def _listen(store: Store, key: str, name: str, deadline_s: float, secret: bytes, interface: str) -> TcpLink:

@@ -18,11 +18,13 @@ import numpy as np
 
 from ..comm.measure import Row, best_seconds, parse, report
 from .bench_hosts import LARGE_COPIES, Hosts
+from .bench_network import Network, can_shape, chain_seconds, gloo_seconds
 from .carrier import START_S
 from .chunks import best_num_chunks, push_seconds
 
 _PACE = 40e6
 _PACED_BYTES = 64 << 20
+_SHAPED_BYTES = 32 << 20
 _REPEATS = 5
 
 
@@ -90,6 +92,21 @@ def chain(num_bytes: int) -> list[Row]:
     ]
 
 
+def gloo_broadcast(num_bytes: int) -> list[Row]:
+    """Gloo's broadcast to 12 hosts against our chain, and the chain against one to 2, in shaped network namespaces."""
+    if not can_shape():
+        sys.stderr.write("gloo-broadcast-12-hosts: left out, shaped links need root, ip and tc\n")
+        return []
+    with Network(12, _PACE) as network:
+        pair = chain_seconds(network, 2, _SHAPED_BYTES)
+        chain = chain_seconds(network, 12, _SHAPED_BYTES)
+        gloo = gloo_seconds(network, 12, _SHAPED_BYTES)
+    return [
+        Row("gloo-broadcast-12-hosts", "our chain", gloo, "s", gloo / chain),
+        Row("chain-12-namespaces", "2 hosts", chain, "s", chain / pair),
+    ]
+
+
 def relay_killed(num_bytes: int) -> list[Row]:
     """A push in whose middle a relay is killed, against an unbroken one."""
     with Hosts(5, _PACED_BYTES, pace=_PACE) as hosts:
@@ -114,6 +131,7 @@ WORKLOADS: dict[str, Callable[[int], list[Row]]] = {
     "step-p99-relay-stopped": stopped_relay,
     "chain-12-hosts": chain,
     "push-with-relay-killed": relay_killed,
+    "gloo-broadcast-12-hosts": gloo_broadcast,
 }
 
 

@@ -1,6 +1,6 @@
 """The emulated cluster of the benchmark: relays in processes of their own, and an actor here.
 
-    python -m headrace.relay.bench_hosts STORE INDEX LINK PACE
+    python -m headrace.relay.bench_hosts STORE INDEX LINK PACE INTERFACE
 
 is one relay; it prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that it holds whole.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -30,17 +31,30 @@ LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000
 _SECRET = b"bench"
 
 
-def bench_settings(link: str, pace: float) -> CommSettings:
-    """Settings of every process of the cluster; pace 0 means none."""
-    return CommSettings(link=link, heartbeat_s=0.1, expiry_s=30.0, deadline_s=60.0, pace=pace or None)
+def bench_settings(link: str, pace: float, interface: str) -> CommSettings:
+    """Settings of a process of the cluster; pace 0 means none."""
+    return CommSettings(
+        interface=interface, link=link, heartbeat_s=0.1, expiry_s=30.0, deadline_s=60.0, pace=pace or None
+    )
 
 
 class Hosts:
     """A store, relays in their own processes, an actor and a reader in this one."""
 
-    def __init__(self, num_relays: int, num_bytes: int, link: str = "tcp", pace: float = 0.0) -> None:
-        self._settings = bench_settings(link, pace)
-        self._hosted = host_store("127.0.0.1")
+    def __init__(
+        self,
+        num_relays: int,
+        num_bytes: int,
+        link: str = "tcp",
+        pace: float = 0.0,
+        *,
+        interface: str = "127.0.0.1",
+        places: Sequence[tuple[list[str], str]] = (),
+    ) -> None:
+        """`places` are, for each relay, the words that start a command where it is to run, and its interface there."""
+        self._settings = bench_settings(link, pace, interface)
+        self._hosted = host_store(interface)
+        self._places = places or [([], interface)] * num_relays
         self._complete: dict[tuple[int, int], float] = {}
         self._listeners: list[threading.Thread] = []
         self.relays = [self._start(index, link, pace) for index in range(num_relays)]
@@ -103,15 +117,9 @@ class Hosts:
         return Fleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
 
     def _start(self, index: int, link: str, pace: float) -> "subprocess.Popen[str]":
-        command = [
-            sys.executable,
-            "-m",
-            "headrace.relay.bench_hosts",
-            self._hosted.address,
-            str(index),
-            link,
-            str(pace),
-        ]
+        enter, interface = self._places[index]
+        words = [self._hosted.address, str(index), link, str(pace), interface]
+        command = [*enter, sys.executable, "-m", "headrace.relay.bench_hosts", *words]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **LARGE_COPIES})
         self._listeners.append(threading.Thread(target=self._listen, args=(index, relay), daemon=True))
         self._listeners[-1].start()
@@ -125,10 +133,10 @@ class Hosts:
                 self._complete[index, int(version)] = float(seconds)
 
 
-def _relay(address: str, index: int, link: str, pace: float) -> None:
+def _relay(address: str, index: int, link: str, pace: float, interface: str) -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    settings, segment = bench_settings(link, pace), Segment.create_anonymous()
+    settings, segment = bench_settings(link, pace, interface), Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
     keeper = WeightKeeper(fleet, segment, settings)
     version = 0
@@ -141,4 +149,4 @@ def _relay(address: str, index: int, link: str, pace: float) -> None:
 
 
 if __name__ == "__main__":
-    _relay(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+    _relay(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5])
