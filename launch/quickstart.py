@@ -20,8 +20,8 @@ WARM_UP_STEPS = 350
 NUM_ROWS = 4096
 OPENINGS = (
     "Once upon a time", "One day,", "There was a little girl", "There was a boy named Tim", "Lily and Ben",
-    "Tom had a dog", "In a small house", "A big bear", "The sun was", "Mom said", "The old man", "A bird sat", "It was a",
-    "Sara wanted", "The cat and the", "At the park",
+    "Tom had a dog", "In a small house", "A big bear", "The sun was", "Mom said", "The old man", "A bird sat",
+    "It was a", "Sara wanted", "The cat and the", "At the park",
 )  # fmt: skip
 
 
