@@ -117,40 +117,38 @@ class Feeder:
         """Nodes of the chain that this link is part of."""
         self._byte_s = 1 / 2e9
         self._desk = desk
-        self._path = segment_path
+        # An opening of its own, for leases that stand against the writer's; mapping it takes too long to do it in a repair.
+        self._segment = Segment.open(segment_path)
         self._stop = stop
 
     def feed(self, link: Link, is_wanted: Callable[[], bool]) -> None:
         """Send on. Consumes versions of the desk; waits for the next; woken by its arrival. Raises `LinkBroken`."""
-        segment, sent = Segment.open(self._path), -1
-        try:
-            while not self._stop.is_set() and is_wanted():
-                cargo = self._desk.cargo(segment, sent, IDLE_S / 2)
-                if cargo is None:
-                    send_idle(link, SILENCE_S)
-                    continue
-                try:
-                    num_bytes, started = cargo.offer.num_bytes, time.monotonic()
-                    if send_cargo(
-                        link, cargo, SILENCE_S, chunk_bytes(self.num_nodes, num_bytes, self._byte_s, START_S)
-                    ):
-                        sent = cargo.offer.version
-                        self._byte_s = (time.monotonic() - started) / max(num_bytes, 1)
-                finally:
-                    cargo.close()
-        finally:
-            segment.close()
+        sent = -1
+        while not self._stop.is_set() and is_wanted():
+            cargo = self._desk.cargo(self._segment, sent, IDLE_S / 2)
+            if cargo is None:
+                send_idle(link, SILENCE_S)
+                continue
+            try:
+                num_bytes, started = cargo.offer.num_bytes, time.monotonic()
+                piece_bytes = chunk_bytes(self.num_nodes, num_bytes, self._byte_s, START_S)
+                if send_cargo(link, cargo, SILENCE_S, piece_bytes):
+                    sent = cargo.offer.version
+                    self._byte_s = (time.monotonic() - started) / max(num_bytes, 1)
+            finally:
+                cargo.close()
 
     def feed_one(self, link: Link, version: int) -> None:
         """Send one complete version if it is still held, else an empty trailer."""
-        segment = Segment.open(self._path)
-        cargo = self._desk.complete_cargo(segment, version)
+        cargo = self._desk.complete_cargo(self._segment, version)
+        if cargo is None:
+            send_frame(link, Trailer(""), SILENCE_S)
+            return
         try:
-            if cargo is None:
-                send_frame(link, Trailer(""), SILENCE_S)
-            else:
-                send_cargo(link, cargo, SILENCE_S)
+            send_cargo(link, cargo, SILENCE_S)
         finally:
-            if cargo is not None:
-                cargo.close()
-            segment.close()
+            cargo.close()
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        self._segment.close()

@@ -59,6 +59,7 @@ class Chain:
         """Stop sending."""
         self._stop.set()
         self._thread.join(2 * SILENCE_S)
+        self._feeder.close()
         self._mailbox.close()
 
     def successor(self) -> Member | None:

@@ -69,6 +69,7 @@ class WeightKeeper:
         self._letters.join(2 * SILENCE_S)
         for thread in self._carriers:
             thread.join(2 * SILENCE_S)
+        self._feeder.close()
         self._mailbox.close()
 
     def _read_letters(self) -> None:
