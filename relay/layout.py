@@ -106,6 +106,15 @@ def write_tensor(tensor: Tensor, buffer: np.ndarray, dtype: torch.dtype) -> None
         torch.from_numpy(buffer).view(dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
+def host_buffer(num_bytes: int) -> np.ndarray:
+    """Zeroed host memory, uint8 [num_bytes], with all pages in place and pinned where there is a GPU to copy from."""
+    if torch.cuda.is_available():
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    buffer = np.empty(num_bytes, np.uint8)
+    buffer.fill(0)
+    return buffer
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the shard of a DTensor, else all of it."""
     # Asking for the type would load torch.distributed.tensor, a second of each process's start.

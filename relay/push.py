@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet, Member
@@ -81,13 +82,14 @@ class ShmPush:
         self._claim: SlotGranted | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._pinned: set[int] = set()
 
     def claim_ahead(self, part: Part) -> None:
         """Ask for the slot of the next version; parts of several ranks meet in one slot, which none can claim alone."""
         if part.num_parts == 1 and self._claim is None:
             answer = self._ask(self._wanted(Offer(-1, -1, part.layout.num_bytes, part.layout.fingerprint), part))
             if isinstance(answer, SlotGranted):
-                self._segment.slot(answer.slot)  # maps the slots now, while nobody waits for them
+                _pin(self._segment.slot(answer.slot), self._pinned)  # maps the slots now, while nobody waits for them
                 with self._lock:
                     self._claim = answer
 
@@ -225,3 +227,11 @@ def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
 def remote_backend(settings: CommSettings) -> str:
     """The back end of links between hosts under these settings."""
     return settings.link if settings.link in ("gloo", "nccl") else "tcp"
+
+
+def _pin(slot: np.ndarray, pinned: set[int]) -> None:
+    """Pin a slot's pages for copies from a GPU, once; where CUDA refuses, copies are merely slower."""
+    address = slot.ctypes.data
+    if address not in pinned and torch.cuda.is_available() and (runtime := torch.cuda.cudart()) is not None:
+        runtime.cudaHostRegister(address, slot.nbytes, 0)
+    pinned.add(address)

@@ -23,7 +23,7 @@ from ..comm.waits import waiting
 from .chain import chain_order
 from .feed import Feed, fetch
 from .frames import Offer
-from .layout import Layout
+from .layout import Layout, host_buffer
 from .parts import Part
 from .push import LinkPush, Parcel, ShmPush, is_shared, open_push
 from .versions import NothingReadable, Shelf
@@ -106,7 +106,7 @@ class WeightPublisher:
             if self._way is not None and (claim := self._way.claimed()) is not None:
                 self._is_slot_out = True
                 return Parcel(offer, self._part, self._way.slot(claim), claim, is_in_slot=True)
-            buffer = self._spare.pop() if self._spare else np.zeros(self._part.num_bytes, np.uint8)
+            buffer = self._spare.pop() if self._spare else host_buffer(self._part.num_bytes)
             return Parcel(offer, self._part, buffer)
 
     def _relays(self) -> list[Member]:
