@@ -5,13 +5,14 @@ run ended. Under torchrun it is a seat.
 """
 
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..comm.errors import SettingError
 from .children import WATCHED, Child, block_signals, say
@@ -65,7 +66,12 @@ def main(words: Sequence[str]) -> int:
             return replay_run(recipe)
         if is_first and LAUNCHER not in os.environ:
             prepare(recipe)
-        return take_seat(recipe) if under_torchrun else Launch(recipe).run()
+        if not under_torchrun:
+            return Launch(recipe).run()
+        exit_code = take_seat(recipe)
+        if is_first and LAUNCHER not in os.environ:
+            tell_summary(Path(recipe.run.dir))
+        return exit_code
     except SettingError as error:
         if is_first:
             say(f"error: {error}")
@@ -92,11 +98,22 @@ def prepare(recipe: Recipe) -> None:
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
+def tell_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Print how the run in `run_dir` ended, and return its summary; None if there is none."""
+    from .summary import read_summary, show_summary
+
+    summary = read_summary(run_dir)
+    if summary is not None:
+        show_summary(summary, run_dir)
+    return summary
+
+
 class Launch:
     """torchrun as a child, and the way of signals to the seats."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.run_dir = Path(recipe.run.dir)
         self.received = 0
         self.deadline = float("inf")
         self.kills = iter((signal.SIGTERM, signal.SIGKILL))
@@ -107,23 +124,24 @@ class Launch:
         Waits for signals alone: SIGCHLD when torchrun ended, SIGINT or SIGTERM to pass on.
         """
         block_signals()
-        with tempfile.TemporaryDirectory(prefix="headrace-torchrun-") as log_dir:
-            torchrun = Child("torchrun", self._command(log_dir), environment=self._environment())
-            while (code := torchrun.poll()) is None:
-                received = signal.sigtimedwait(WATCHED, min(3600.0, max(0.0, self.deadline - time.monotonic())))
-                if received is not None and received.si_signo != signal.SIGCHLD:
-                    self._interrupt(torchrun, received.si_signo)
-                if time.monotonic() >= self.deadline:
-                    self.deadline = time.monotonic() + PATIENCE_S
-                    torchrun.send(next(self.kills, signal.SIGKILL))
+        own_files = self.run_dir / "logs" / "torchrun"  # empty ones; without a place of theirs they stay in /tmp
+        torchrun = Child("torchrun", self._command(own_files), environment=self._environment())
+        while (code := torchrun.poll()) is None:
+            received = signal.sigtimedwait(WATCHED, min(3600.0, max(0.0, self.deadline - time.monotonic())))
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._interrupt(torchrun, received.si_signo)
+            if time.monotonic() >= self.deadline:
+                self.deadline = time.monotonic() + PATIENCE_S
+                torchrun.send(next(self.kills, signal.SIGKILL))
+        shutil.rmtree(own_files, ignore_errors=True)
         return self._tell_end(code)
 
-    def _command(self, log_dir: str) -> list[str]:
+    def _command(self, own_files: Path) -> list[str]:
         roles = self.recipe.roles
         num_ranks = str(roles.actor + roles.relay + roles.rollout)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-        config = Path(self.recipe.run.dir) / CONFIG_FILE
-        return [*torchrun, "--log-dir", log_dir, "-m", "headrace.launch.run", str(config)]
+        config = self.run_dir / CONFIG_FILE
+        return [*torchrun, "--log-dir", str(own_files), "-m", "headrace.launch.run", str(config)]
 
     def _environment(self) -> Mapping[str, str]:
         return {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -144,15 +162,11 @@ class Launch:
             torchrun.send(signal.SIGTERM)
 
     def _tell_end(self, code: int) -> int:
-        from .summary import read_summary, show_summary
-
-        summary = read_summary(Path(self.recipe.run.dir))
-        if summary is not None:
-            show_summary(summary, Path(self.recipe.run.dir))
+        summary = tell_summary(self.run_dir)
         if self.received:
             return 128 + self.received
         if summary is None:
-            say(f"error: the run ended without a summary; see {self.recipe.run.dir}/logs")
+            say(f"error: the run ended without a summary; see {self.run_dir}/logs")
             return 1
         if code != 0 and summary.get("exit_code") == 0:
             return 1
