@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..comm.errors import PeerGone
+from ..comm.errors import PeerGone, SettingError
 from ..comm.fleet import Fleet, Member
 from ..comm.mailbox import Mailbox
 from ..comm.messages import PartFilled, PushEnded, SlotGranted, SlotWanted
@@ -220,8 +220,13 @@ def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSetti
 
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
-    """Whether the relay's segment is to be used by a process of this host."""
-    return settings.link in ("auto", "shm") and relay.host == fleet.me.host
+    """Whether the relay's segment is to be used by a process of this host. Raises `SettingError`."""
+    if settings.link not in ("auto", "shm", "tcp", "gloo", "nccl"):
+        raise SettingError(f"comm.link: {settings.link!r} is none of auto, shm, tcp, gloo, nccl")
+    is_here = relay.host == fleet.me.host
+    if settings.link == "shm" and not is_here:
+        raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host} from {fleet.me.host}; use auto")
+    return is_here and settings.link in ("auto", "shm")
 
 
 def remote_backend(settings: CommSettings) -> str:

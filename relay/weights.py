@@ -62,6 +62,7 @@ class WeightPublisher:
         self._is_slot_out = False
         """A version is being written into a claimed slot, or waits there: nobody may claim the slot again."""
         self._closed = False
+        self._failure: Exception | None = None
         self._way: ShmPush | LinkPush | None = None
         self._head = ("", 0)
         """The relay that took the last version."""
@@ -70,7 +71,12 @@ class WeightPublisher:
         self._thread.start()
 
     def publish(self, version: int, step: int, tensors: Mapping[str, Tensor]) -> Receipt:
-        """Copy the tensors (cast to the layout's dtype) and return; the copy is the trainer's whole stall."""
+        """Copy the tensors (cast to the layout's dtype) and return; the copy is the trainer's whole stall.
+
+        Raises what ended the publisher's thread, if something has.
+        """
+        if self._failure is not None:
+            raise self._failure
         parcel = self._parcel(version, step)
         self._part.write(tensors, parcel.buffer)
         with self._changed:
@@ -113,6 +119,18 @@ class WeightPublisher:
         return chain_order(self._fleet.living("relay", having="segment"))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - the border of the thread: the trainer is told at its next publish
+            _log.error("%s: the publisher ended: %s", self._fleet.name, str(error))
+            with self._changed:
+                self._failure, self._waiting, self._is_sending = error, None, False
+                self._changed.notify_all()
+        finally:
+            self._last = None
+            self._drop_way()
+
+    def _serve(self) -> None:
         """Push what was published. Waits for `publish`, then for a relay; woken by `publish`, `close` and letters."""
         while True:
             with self._changed:
@@ -134,8 +152,6 @@ class WeightPublisher:
                     self._is_sending = False
                     self._changed.notify_all()
             self._prepare()
-        self._last = None
-        self._drop_way()
 
     def _push(self, parcel: Parcel) -> None:
         """Bring one version to a relay, whichever takes it first; given up only for a newer one or at the close."""

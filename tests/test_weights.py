@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.comm.errors import WaitTimeout, WrongDigest
+from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.messages import VersionComplete
 from headrace.comm.segment import Segment
@@ -266,3 +266,34 @@ def test_an_older_version_comes_from_whichever_relay_still_holds_it(town):
     assert_is(town.layout.views(into), 1)
     with pytest.raises(NothingReadable, match="checkpoint"):
         other.pull_version(0, into)
+
+
+def test_a_link_that_does_not_exist_is_a_users_mistake_on_both_sides():
+    town = Town(link="pigeon")
+    with pytest.raises(SettingError, match="comm.link: 'pigeon'"):
+        town.reader()
+    publisher = town.publisher()
+    publisher.publish(1, 1, weights(1))
+    until(lambda: publisher._failure)
+    with pytest.raises(SettingError, match="comm.link: 'pigeon'"):
+        publisher.publish(2, 2, weights(2))
+    town.close()
+
+
+def test_shared_memory_cannot_be_forced_onto_another_host():
+    town = Town(link="shm")
+    elsewhere = town.join("rollout", 7, host="elsewhere")
+    with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
+        WeightReader(elsewhere, town.layout, town.settings)
+    town.close()
+
+
+def test_a_reader_on_a_host_without_a_relay_is_fed():
+    town = Town()
+    publisher = town.publisher()
+    reader = WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
+    town.open.append(reader)
+    publisher.publish(1, 1, weights(1))
+    until(lambda: reader.newest() == 1)
+    assert_is(pulled(reader)[1], 1)
+    town.close()
