@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
@@ -65,6 +65,7 @@ def test_numbers_in_names_stay_text_and_null_unsets():
     assert (recipe.run.dir, recipe.queue.capacity) == ("0012", None)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.text(st.characters(exclude_categories=["C"], exclude_characters="$"), min_size=1), st.integers(0, 2**31))
 def test_a_saved_recipe_reads_as_itself(tmp_path_factory: pytest.TempPathFactory, name: str, seed: int):
     recipe = read_recipe(None, [f"model.path={name}", f"run.seed={seed}"])
