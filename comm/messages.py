@@ -27,6 +27,10 @@ class RowId(msgspec.Struct, frozen=True, order=True):
         """The trajectory id of the sampler's random numbers: 63 bits, one for each (epoch, prompt, sample)."""
         return self.epoch << 48 | self.prompt << 12 | self.sample
 
+    def key(self, attempt: int) -> str:
+        """Where its bytes lie in a unit: those of another attempt can neither be read nor overwritten by mistake."""
+        return f"{self}@{attempt}"
+
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
 
@@ -86,9 +90,10 @@ class Load(Message, frozen=True):
 
 
 class Holding(Message, frozen=True):
-    """How many unfinished trajectories a rollout held when it left: its answer to `Stop`."""
+    """The unfinished trajectories that a rollout held when it left, by name and attempt: its answer to `Stop`."""
 
-    num_rows: int
+    rows: list[RowId]
+    attempts: list[int]
 
 
 class VersionComplete(Message, frozen=True):
@@ -178,6 +183,7 @@ class GroupRef(msgspec.Struct, frozen=True):
 
     group: GroupId
     samples: list[int]
+    attempts: list[int]
     units: list[str]
     versions: list[int]
     num_tokens: list[int]
@@ -197,7 +203,7 @@ class HandOut(Message, frozen=True):
 class DropRows(Message, frozen=True):
     """The hub tells a relay that no task needs these rows any more."""
 
-    rows: list[RowId]
+    keys: list[str]
 
 
 class CountRows(Message, frozen=True):

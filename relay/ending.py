@@ -46,7 +46,8 @@ class Ending:
         for missing in hub.holders() - set(holdings):
             hub.lose(missing, "gone when the run ended")
         units = self._collect(UnitCount, self._tell("relay", CountRows(), gone))
-        counted = sum(h.num_rows for h in holdings.values()) + sum(u.num_rows for u in units.values()) + self._wanted()
+        num_held = sum(self._confirmed(holder, holding) for holder, holding in holdings.items())
+        counted = num_held + sum(unit.num_rows for unit in units.values()) + self._wanted()
         if counted != hub.state.in_flight:
             log.error(
                 "holders and units have %d trajectories in flight, the books say %d", counted, hub.state.in_flight
@@ -77,6 +78,14 @@ class Ending:
                 elif not self.hub.handle(letter):
                     self._early[letter.sender] = letter.message
         return answers
+
+    def _confirmed(self, holder: str, holding: Holding) -> int:
+        """How many of the rows that a rollout says it holds are leased to it: others were leased anew meanwhile."""
+        rows = [self.hub.state.row(row_id) for row_id in holding.rows]
+        return sum(
+            row is not None and (row.status, row.attempt, row.holder) == (RowStatus.LEASED, attempt, holder)
+            for row, attempt in zip(rows, holding.attempts, strict=True)
+        )
 
     def _wanted(self) -> int:
         state = self.hub.state

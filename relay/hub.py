@@ -164,6 +164,8 @@ class Hub:
         row = self.state.row(done.row)
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self.num_fenced += 1
+            if not done.failure:
+                self.mailbox.send(done.unit, DropRows([done.row.key(done.attempt)]))
             log.info("row %s attempt %d from %s is fenced off", done.row, done.attempt, sender)
             return
         if done.failure or done.reward is None:
@@ -190,13 +192,14 @@ class Hub:
 
     def _drop(self, groups: list[Group]) -> None:
         """Tell the units to forget the rows of these groups."""
-        by_unit: dict[str, list[RowId]] = {}
+        by_unit: dict[str, list[str]] = {}
         for group in groups:
             for sample in group.samples(RowStatus.READY):
-                row_id = RowId(group.id.epoch, group.id.prompt, sample)
-                by_unit.setdefault(group.rows[sample].unit, []).append(row_id)
-        for unit, rows in by_unit.items():
-            self.mailbox.send(unit, DropRows(rows))
+                row = group.rows[sample]
+                key = RowId(group.id.epoch, group.id.prompt, sample).key(row.attempt)
+                by_unit.setdefault(row.unit, []).append(key)
+        for unit, keys in by_unit.items():
+            self.mailbox.send(unit, DropRows(keys))
 
     # ----------------------------------------------------------------------------------------------------- training
 
@@ -241,6 +244,7 @@ def _reference(group: Group) -> GroupRef:
     return GroupRef(
         group=group.id,
         samples=samples,
+        attempts=[row.attempt for row in rows],
         units=[row.unit for row in rows],
         versions=[row.version for row in rows],
         num_tokens=[row.num_tokens for row in rows],

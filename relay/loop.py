@@ -35,8 +35,8 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     while True:
         letter = mailbox.receive(REPORT_S)
         match letter.message if letter else None:
-            case DropRows(rows=dropped):
-                rows.drop([str(row) for row in dropped])
+            case DropRows(keys=keys):
+                rows.drop(keys)
             case CountRows():
                 mailbox.send("hub", UnitCount(rows.count()))
             case Stop():

@@ -5,7 +5,7 @@ import numpy as np
 from ..comm.errors import HeadraceError
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import HandOut, RowId, Stop, TakeGroups
+from ..comm.messages import HandOut, Stop, TakeGroups
 from ..comm.rows import RowClient, Rows
 from ..comm.waits import waiting
 
@@ -56,9 +56,9 @@ class Units:
         self._fleet = fleet
         self._clients: dict[str, Rows] = {}
 
-    def fetch(self, unit: str, row: RowId) -> dict[str, np.ndarray]:
-        """The columns of a row. Raises `PeerGone` if its unit is gone, `KeyError` if the unit does not hold it."""
+    def fetch(self, unit: str, key: str) -> dict[str, np.ndarray]:
+        """The columns of a row by its key. Raises `PeerGone` if its unit is gone, `KeyError` if the unit does not hold it."""
         if unit not in self._clients:
             (relay,) = [member for member in self._fleet.members("relay") if member.name == unit]
             self._clients[unit] = RowClient(relay.info["unit"])
-        return self._clients[unit].get(str(row))
+        return self._clients[unit].get(key)

@@ -71,7 +71,7 @@ class Courier:
 
     def _deliver(self, parcel: Parcel) -> None:
         if not parcel.failure:
-            self._unit.put(str(parcel.row), parcel.columns())
+            self._unit.put(parcel.row.key(parcel.attempt), parcel.columns())
         num_tokens = len(parcel.prompt_ids) + len(parcel.response_ids)
         done = RowDone(
             row=parcel.row,

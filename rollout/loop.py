@@ -146,20 +146,27 @@ class Rollout:
     def start_group(self, lease: Lease) -> None:
         """Tokenize a prompt and give its samples to the engine."""
         row = msgspec.json.decode(lease.row)
-        row_ids = [RowId(lease.group.epoch, lease.group.prompt, sample) for sample in lease.samples]
-        for row_id in row_ids:
-            self.held[row_id.number] = Held(row_id, lease.attempt, self.weights.version, row)
+        fresh: list[Held] = []
+        for sample in lease.samples:
+            row_id = RowId(lease.group.epoch, lease.group.prompt, sample)
+            held = self.held.get(row_id.number)
+            if held is not None and held.version == self.weights.version:
+                held.attempt = lease.attempt  # given up for dead, this rollout got its own row back: it goes on with it
+            else:
+                fresh.append(Held(row_id, lease.attempt, self.weights.version, row))
+        self.held |= {held.row_id.number: held for held in fresh}
         tokens = prompt_tokens(row, self.tokenizer)
         if len(tokens) < self.policy.context:
-            self.engine.add_group(tokens, self.params, [row_id.number for row_id in row_ids])
+            if fresh:
+                self.engine.add_group(tokens, self.params, [held.row_id.number for held in fresh])
             return
         problem = (
             f"prompt {lease.group.prompt} has {len(tokens)} tokens, the context of the policy is {self.policy.context}"
         )
         if self.recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
-        for row_id in row_ids:
-            self.hand_over(self.held.pop(row_id.number), reward=None, failure=problem)
+        for held in fresh:
+            self.hand_over(self.held.pop(held.row_id.number), reward=None, failure=problem)
 
     def ask(self) -> None:
         """Ask the hub for groups while there is room, the quota lasts, and no newer version waits to be taken."""
@@ -196,13 +203,16 @@ class Rollout:
             held = self.held[completion.trajectory_id]
             held.completion = completion
             self.meter.tokens += len(completion.token_ids)
-            self.rewards.submit(Scored(completion.trajectory_id, held.row, completion.text, completion.token_ids))
+            self.rewards.submit(Scored(held, held.row, completion.text, completion.token_ids))
         self.meter.busy_s += time.monotonic() - started
 
     def ship(self) -> None:
         """Hand scored trajectories over to the courier."""
         for scored in self.rewards.finished():
-            self.hand_over(self.held.pop(scored.key), scored.reward, scored.failure)
+            held: Held = scored.key
+            if self.held.get(held.row_id.number) is held:  # else it was leased anew, on another version
+                del self.held[held.row_id.number]
+                self.hand_over(held, scored.reward, scored.failure)
 
     def hand_over(self, held: Held, reward: float | None, failure: str) -> None:
         done = held.completion
@@ -235,7 +245,8 @@ class Rollout:
         self.ship()
         self.courier.close()
         self.rewards.close()
-        self.mailbox.send("hub", Holding(len(self.held)))
+        held = list(self.held.values())
+        self.mailbox.send("hub", Holding([h.row_id for h in held], [h.attempt for h in held]))
         self.weights.close()
         self.mailbox.close()
 

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.comm.messages import RowId
 from headrace.trainer.batch import Reference, Trajectory, pack, rounds
 
 
@@ -36,7 +35,7 @@ def test_advantages_and_freshness_are_spread_over_the_tokens():
 
 
 def reference(number: int, num_tokens: int) -> Reference:
-    return Reference(RowId(0, number, 0), "relay-0", 0, 0.0, 0.0, num_tokens)
+    return Reference(f"0.{number}.0@1", "relay-0", 0, 0.0, 0.0, num_tokens)
 
 
 @given(
@@ -50,7 +49,9 @@ def test_rounds_give_each_rank_as_many_parts_and_keep_everything_and_the_budget(
     references = [reference(number, length) for number, length in enumerate(lengths)]
     planned = rounds(references, num_ranks, budget)
     assert all(len(parts) == num_ranks for parts in planned)
-    assert sorted(r.row.prompt for parts in planned for part in parts for r in part) == list(range(len(lengths)))
+    assert sorted(int(r.key.split(".")[1]) for parts in planned for part in parts for r in part) == list(
+        range(len(lengths))
+    )
     assert all(sum(r.num_tokens for r in part) <= budget or len(part) == 1 for parts in planned for part in parts)
     loads = [sum(r.num_tokens for parts in planned for r in parts[rank]) for rank in range(num_ranks)]
     assert max(loads) - min(loads) <= max(lengths)

@@ -118,7 +118,7 @@ def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
     s.say("actor-0", TakeGroups(0, 0))
     s.say("actor-0", StepTrained(0))
     (drop,) = s.heard("relay-0")
-    assert isinstance(drop, DropRows) and len(drop.rows) == 4
+    assert isinstance(drop, DropRows) and len(drop.keys) == 4
     assert s.hub.state.account.trained == 4
     s.say("actor-0", StepTrained(0))
     assert s.hub.state.account.trained == 4
@@ -133,6 +133,8 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
     assert new.leases[0].attempt == 2
     s.finish(old)
     assert s.hub.num_fenced == 2
+    dropped = [key for message in s.heard("relay-0") if isinstance(message, DropRows) for key in message.keys]
+    assert len(dropped) == 2 and all(key.endswith("@1") for key in dropped)
     assert not s.hub.state.groups[old.leases[0].group].is_complete
     s.finish(new, "rollout-1")
     assert s.hub.state.groups[old.leases[0].group].is_complete
@@ -151,7 +153,7 @@ def test_groups_without_signal_are_replaced_when_asked_for(scene: MakeScene):
     assert s.hub.state.account.filtered == 2
     assert s.hub.state.queued() == []
     (drop,) = s.heard("relay-0")
-    assert isinstance(drop, DropRows) and len(drop.rows) == 2
+    assert isinstance(drop, DropRows) and len(drop.keys) == 2
 
 
 def test_the_journal_tells_the_same_state(scene: MakeScene):

@@ -17,8 +17,8 @@ from .parallel import ActorGroup, whole
 from .settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
 from .tally import StepTally
 
-Fetch = Callable[[str, RowId], dict[str, np.ndarray]]
-"""How the columns of a row are fetched: (unit, row) -> columns."""
+Fetch = Callable[[str, str], dict[str, np.ndarray]]
+"""How the columns of a row are fetched: (unit, key) -> columns."""
 
 
 class Sampling(Protocol):
@@ -107,15 +107,18 @@ class Actor:
         advantages = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
         return [
             Reference(
-                RowId(group.group.epoch, group.group.prompt, sample), unit, version, reward, advantage, num_tokens
+                key=RowId(group.group.epoch, group.group.prompt, sample).key(group.attempts[i]),
+                unit=group.units[i],
+                version=group.versions[i],
+                reward=group.rewards[i],
+                advantage=advantages[i],
+                num_tokens=group.num_tokens[i],
             )
-            for sample, unit, version, num_tokens, reward, advantage in zip(
-                group.samples, group.units, group.versions, group.num_tokens, group.rewards, advantages, strict=True
-            )
+            for i, sample in enumerate(group.samples)
         ]
 
     def _trajectory(self, reference: Reference) -> Trajectory:
-        columns = self._fetch(reference.unit, reference.row)
+        columns = self._fetch(reference.unit, reference.key)
         return Trajectory(
             prompt_ids=columns["prompt_ids"],
             response_ids=columns["response_ids"],

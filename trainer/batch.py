@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.messages import RowId
-
 
 @dataclass(slots=True)
 class Trajectory:
@@ -35,7 +33,7 @@ class Trajectory:
 class Reference:
     """A trajectory that is still in its unit: all that is needed to plan its training."""
 
-    row: RowId
+    key: str
     unit: str
     version: int
     reward: float

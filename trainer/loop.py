@@ -14,7 +14,7 @@ import torch
 
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import ActorDone, CheckpointWritten, HandOut, RowId, StepTrained, Stop
+from ..comm.messages import ActorDone, CheckpointWritten, HandOut, StepTrained, Stop
 from ..comm.settings import CommSettings
 from ..comm.waits import waited_seconds
 from ..relay.layout import Layout
@@ -120,11 +120,11 @@ class Trainer:
         assert isinstance(message, HandOut)
         return message
 
-    def fetch(self, unit: str, row: RowId) -> dict[str, np.ndarray]:
+    def fetch(self, unit: str, key: str) -> dict[str, np.ndarray]:
         """A row's columns from its unit, kept for replay."""
-        columns = self.units.fetch(unit, row)
+        columns = self.units.fetch(unit, key)
         if self.rows is not None:
-            self.rows.add_row(row, columns)
+            self.rows.add_row(key, columns)
         return columns
 
     def publish(self) -> dict[str, Value]:

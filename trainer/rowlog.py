@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
-from ..comm.messages import HandOut, RowId, decode, encode
+from ..comm.messages import HandOut, decode, encode
 
 
 class RowLog:
@@ -24,9 +24,9 @@ class RowLog:
         self._columns: dict[str, np.ndarray] = {}
         self._hand_outs: list[HandOut] = []
 
-    def add_row(self, row: RowId, columns: dict[str, np.ndarray]) -> None:
+    def add_row(self, key: str, columns: dict[str, np.ndarray]) -> None:
         """A row that this rank fetched."""
-        self._columns |= {f"{row}/{name}": column for name, column in columns.items()}
+        self._columns |= {f"{key}/{name}": column for name, column in columns.items()}
 
     def add_hand_out(self, hand_out: HandOut) -> None:
         """A hand-out, in the order in which they came."""
@@ -61,7 +61,7 @@ class SavedStep:
             assert isinstance(message, HandOut)
             yield message
 
-    def fetch(self, unit: str, row: RowId) -> dict[str, np.ndarray]:
+    def fetch(self, unit: str, key: str) -> dict[str, np.ndarray]:
         """The columns of a row, wherever it lay."""
-        prefix = f"{row}/"
+        prefix = f"{key}/"
         return {name.removeprefix(prefix): c for name, c in self._columns.items() if name.startswith(prefix)}
