@@ -21,8 +21,11 @@ class LossTerms(NamedTuple):
 def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-4) -> Tensor:
     """GRPO's advantage of each sample of one group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    rewards [n] -> advantages [n]: r - mean(r), divided by the standard deviation of the group if `scale_by_std`.
+    rewards [n] -> advantages [n]: r - mean(r), divided by the standard deviation of the group if `scale_by_std`. Equal rewards
+    give exact zeros: the rounding of their mean would be a gradient, which Adam scales up to a full step.
     """
+    if rewards.max() == rewards.min():
+        return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
     return centred / (rewards.std(unbiased=False) + eps) if scale_by_std else centred
 

@@ -42,10 +42,11 @@ class MetricsLog:
 def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str:
     """What the console shows of a step."""
     m = metrics
+    mismatch = f"{m['mismatch/logprob_abs_diff']:.1e}" if "mismatch/logprob_abs_diff" in m else "-"
     return (
         f"step {step + 1:>4}/{num_steps}  reward {m['reward/mean']:.3f}  length {m['response_length/mean']:6.1f}"
         f"  entropy {m['actor/entropy']:.3f}  grad {m['actor/grad_norm']:.2f}  staleness {m['staleness/mean']:.2f}"
-        f"  mismatch {m.get('mismatch/logprob_abs_diff', float('nan')):.1e}"
+        f"  mismatch {mismatch:>7}"
         f"  {m['perf/throughput']:6.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f})"
     )
 
