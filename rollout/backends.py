@@ -1,11 +1,22 @@
 """The attention back-ends of decoding: which there are, and which one this policy and this machine take."""
 
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from ..comm.errors import SettingError
 from ..trainer.attention import Attention
 from ..trainer.model import Policy
 from .attention import GatherAttention, PoolAttention
+from .attention_cuda import (
+    FLASH_PAGE,
+    FlashAttention,
+    TritonAttention,
+    VarlenAttention,
+    has_flash,
+    has_triton,
+    has_varlen,
+)
 from .batch import DecodeBatch
 from .kv_cache import KVCache
 
@@ -22,16 +33,33 @@ class DecodeAttention(Attention, Protocol):
 
 def choose(wanted: str, policy: Policy, cache: KVCache, exact: bool) -> DecodeAttention:
     """The back-end of `generator.attention`; `auto` takes the first that can."""
-    able = [name for name, is_able in _abilities(policy).items() if is_able]
+    able = [name for name, is_able in _abilities(policy, cache).items() if is_able]
     if wanted != "auto" and wanted not in able:
         raise SettingError(
             f"generator.attention: '{wanted}' cannot serve this policy here (able: auto, {', '.join(able)})"
         )
     name = able[0] if wanted == "auto" else wanted
-    return PoolAttention(cache, exact) if name == "pool" else GatherAttention(cache)
+    if name == "pool":
+        return PoolAttention(cache, exact)
+    makers: dict[str, Any] = {
+        "flash": FlashAttention,
+        "triton": TritonAttention,
+        "varlen": VarlenAttention,
+        "gather": GatherAttention,
+    }
+    return makers[name](cache)
 
 
-def _abilities(policy: Policy) -> dict[str, bool]:
+def _abilities(policy: Policy, cache: KVCache) -> dict[str, bool]:
     """What can compute this policy's attention here, best first."""
     has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
-    return {"pool": policy.device.type == "cpu" and not has_softcap, "gather": True}
+    is_cuda = policy.device.type == "cuda"
+    is_half = policy.dtype in (torch.bfloat16, torch.float16)
+    takes_flash = is_cuda and is_half and policy.head_dim <= 256 and cache.page_size % FLASH_PAGE == 0
+    return {
+        "pool": policy.device.type == "cpu" and not has_softcap,
+        "flash": takes_flash and has_flash(),
+        "triton": is_cuda and has_triton(),
+        "varlen": takes_flash and not has_softcap and has_varlen(),
+        "gather": True,
+    }

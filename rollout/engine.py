@@ -16,16 +16,17 @@ from torch import Tensor
 
 from ..comm.errors import SettingError
 from ..trainer.attention_exact import PAGE
-from ..trainer.model import Policy, load_policy, load_tokenizer
+from ..trainer.model import Policy, load_policy
 from ..trainer.shard import Shard
 from .batch import DecodeBatch
 from .budget import page_budget
 from .exact_check import check_exact
 from .kv_cache import KVCache, PagePool
 from .runner import Runner
-from .sampler import SamplingParams, stream_key
+from .sampler import Draw, SamplingParams, stream_key
 from .scheduler import Scheduler
 from .sequence import Completion, Group, Parcel, Sequence
+from .text import Text
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,13 @@ class Live(NamedTuple):
 
     trajectory_id: int
     num_tokens: int
+
+
+class Pending(NamedTuple):
+    """A step that is launched and not read yet."""
+
+    sequences: list[Sequence]
+    draw: Draw
 
 
 class Engine:
@@ -68,10 +76,11 @@ class Engine:
         if max_running < 1:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
         if not isinstance(policy, Policy):
-            tokenizer = tokenizer or _tokenizer_if_any(policy)
+            self.text = Text(tokenizer) if tokenizer is not None else Text.of(policy)
             policy = load_policy(policy, dtype)
+        else:
+            self.text = Text(tokenizer)
         self.policy = policy
-        self.tokenizer = tokenizer
         self.seed = seed
         shard = Shard(tp_group)
         num_kv_heads = max(1, policy.num_kv_heads // shard.size)
@@ -85,6 +94,9 @@ class Engine:
         self.description = f"{self.runner.description}, {budget}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
+        self._is_lagging = policy.device.type == "cuda"
+        self._pending: Pending | None = None
+        self._late: list[Completion] = []
         self._next_id = 0
 
     # ------------------------------------------------------------------------------------------------ lists in, lists out
@@ -114,7 +126,7 @@ class Engine:
             ids = list(range(self._next_id, self._next_id + wanted.n))
             self._next_id += wanted.n
             streams = list(range(wanted.n)) if wanted.seed is not None else ids
-            self._add(self._encode(prompt), wanted, ids, streams)
+            self._add(self.text.encode(prompt), wanted, ids, streams)
             mine.update(ids)
             if order is not None:
                 order.extend(ids)
@@ -139,6 +151,9 @@ class Engine:
     def step(self) -> list[Completion]:
         """Prefill what may enter, decode one token for every running sequence; returns those that finished."""
         scheduler = self.scheduler
+        finished, self._late = self._late, []
+        if self._must_settle():
+            finished += self._settle()
         has_changed = bool(scheduler.make_room())
         chunks = scheduler.next_chunks()
         if chunks:
@@ -153,10 +168,11 @@ class Engine:
             self.batch.refill(scheduler.running)
         elif len(self.batch):
             self.batch.extend()
-        return self._decode() if len(self.batch) else []
+        return finished + self._decode() if len(self.batch) else finished
 
     def pause(self, trajectory_id: int) -> bool:
         """Hold a running trajectory; it keeps its pages until others need them. False if it does not run."""
+        self._late += self._settle()
         return self.scheduler.pause(trajectory_id)
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
@@ -165,6 +181,7 @@ class Engine:
 
     def cancel(self, trajectory_id: int) -> bool:
         """Forget a trajectory; False if it is not here."""
+        self._late += self._settle()
         return self.scheduler.cancel(trajectory_id) is not None
 
     def live(self) -> list[Live]:
@@ -186,7 +203,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing is queued, running or paused."""
-        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused)
+        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused or self._late)
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Make these tensors (by parameter name) the weights, without a copy; overwriting them later is a new version."""
@@ -202,6 +219,7 @@ class Engine:
 
         with_cache: also their keys and values, where they have any; else `put_in` computes them again.
         """
+        self._late += self._settle()
         parcels = []
         for trajectory_id in trajectory_ids:
             sequence = self.scheduler.find(trajectory_id)
@@ -231,13 +249,6 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------------- inside
 
-    def _encode(self, prompt: list[int] | str) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise SettingError("prompts are text, but the policy has no tokenizer: give token ids")
-        return self.tokenizer.encode(prompt)
-
     def _add(
         self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
     ) -> None:
@@ -264,8 +275,7 @@ class Engine:
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
         strings = tuple(s for s in params.stops if isinstance(s, str))
-        if strings and self.tokenizer is None:
-            raise SettingError("sampling.stop has strings, but the policy has no tokenizer: give token ids")
+        self.text.check_stops(strings)
         stop_ids = frozenset(s for s in params.stops if isinstance(s, int))
         if not params.ignore_eos:
             stop_ids |= self.policy.stop_ids
@@ -274,41 +284,47 @@ class Engine:
         return Sequence(trajectory_id, key, prompt_ids, params, limit, stop_ids, strings)
 
     def _decode(self) -> list[Completion]:
+        """Launch a step. On a GPU read the one before meanwhile, so that the device never waits for the host."""
         batch = self.batch
         draw = self.runner.decode(batch)
         batch.advance(draw.tokens)
+        for sequence in batch.sequences:
+            sequence.num_cached += 1
+        before, self._pending = self._pending, Pending(batch.sequences, draw)
+        if not self._is_lagging:
+            return self._settle()
+        return [] if before is None else self._read(before)
+
+    def _must_settle(self) -> bool:
+        """Whether the next step's rows cannot be known before the launched one is read."""
+        scheduler = self.scheduler
+        if self._pending is None:
+            return False
+        may_enter = bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_running
+        is_short = self.pool.num_free < len(scheduler.running)
+        is_last = any(len(s.token_ids) + 1 >= s.limit for s in scheduler.running)
+        return may_enter or is_short or is_last or self.batch.sequences != scheduler.running
+
+    def _settle(self) -> list[Completion]:
+        """Read the step that is launched, if any."""
+        pending, self._pending = self._pending, None
+        return [] if pending is None else self._read(pending)
+
+    def _read(self, step: Pending) -> list[Completion]:
+        draw = step.draw
         logprobs = draw.logprobs.tolist()
         raw = logprobs if draw.raw is None else draw.raw.tolist()
         finished = []
-        for sequence, *drawn in zip(batch.sequences, draw.tokens.tolist(), logprobs, raw, strict=True):
-            sequence.num_cached += 1
+        for sequence, *drawn in zip(step.sequences, draw.tokens.tolist(), logprobs, raw, strict=True):
+            if sequence.finish_reason:
+                continue  # it ended one step earlier, which was not read when this one was launched
             sequence.append(*drawn)
-            if sequence.stop_strings:
-                self._stop_at_string(sequence)
+            if self.text.has_ended(sequence):
+                sequence.finish_reason = "stop"
             if sequence.finish_reason:
                 finished.append(sequence)
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:
-            batch.sequences = []
-        return [self._completion(sequence) for sequence in finished]
-
-    def _stop_at_string(self, sequence: Sequence) -> None:
-        window = max(len(s) for s in sequence.stop_strings) + 8
-        tail = self.tokenizer.decode(sequence.token_ids[-window:], skip_special_tokens=True)
-        if any(s in tail for s in sequence.stop_strings):
-            sequence.finish_reason = "stop"
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
-            cuts = [text.find(s) for s in sequence.stop_strings if s in text]
-            sequence.text = text[: min(cuts)] if cuts else text
-        return sequence.completion()
-
-
-def _tokenizer_if_any(path: str | Path) -> Any:
-    try:
-        return load_tokenizer(path)
-    except SettingError:
-        return None
+            self.batch.sequences, self._pending = [], None
+        return [sequence.completion(self.text.decode(sequence)) for sequence in finished]

@@ -10,8 +10,10 @@ from ..trainer.decoder import Head, LeanDecoder
 from ..trainer.exact import BLOCK
 from ..trainer.model import Policy
 from ..trainer.shard import Shard
+from .attention_cuda import TableAttention
 from .backends import choose
 from .batch import DecodeBatch
+from .graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .prefill import ExactPrefillAttention, PrefillAttention
 from .sampler import Draw, sample
@@ -45,14 +47,22 @@ class Runner:
         self.head = Head(policy, exact)
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
         self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
+        self._graphs: DecodeGraphs | None = None
+        if isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
+            space = (self._logits, self._scratch)
+            max_pages = -(-policy.context // cache.page_size)
+            self._graphs = DecodeGraphs(self.forward, self.head, self.attention, space, max_pages, max_running)
         forward = "exact" if exact else "module" if self.forward is policy else "lean"
-        self.description = f"{forward} forward, attention '{self.attention.name}'"
+        graphs = "" if self._graphs is None else ", CUDA graphs"
+        self.description = f"{forward} forward, attention '{self.attention.name}'{graphs}"
 
     def bind(self) -> None:
         """The policy's parameters are other tensors now: take them."""
         if isinstance(self.forward, LeanDecoder):
             self.forward.bind()
         self.head.bind()
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def refresh(self) -> None:
         """The policy's parameters were overwritten (or replaced): follow."""
@@ -75,6 +85,8 @@ class Runner:
 
     def decode(self, batch: DecodeBatch) -> Draw:
         """Draw the next token of every row."""
+        if self._graphs is not None and self._graphs.can_run(batch) and self.shard.size == 1:
+            return self._graphs.decode(batch)
         self.attention.prepare(batch)
         positions = torch.from_numpy(batch.positions).to(self.policy.device)
         hidden: Tensor = self.forward(batch.tokens, positions, self.attention)

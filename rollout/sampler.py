@@ -116,6 +116,14 @@ class SamplingRows:
         if self._has_penalty:
             self.penalty = column([p.repetition_penalty for p in params])[:, None]
 
+    @classmethod
+    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingRows":
+        """Plain rows, greedy or not, whose parameters lie in tensors that may be overwritten: for captured graphs."""
+        rows = cls([], [])
+        rows.keys, rows.scale, rows.is_greedy = keys, scale, is_greedy
+        rows.has_greedy = rows.has_random = rows.is_plain = True
+        return rows
+
     def remember(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
         """What each row has said so far; needed for a repetition penalty only."""
         if self._has_penalty:

@@ -61,7 +61,6 @@ class Sequence:
     """Leading pages that lie in the shared range."""
     num_cached: int = 0
     finish_reason: str = ""
-    text: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +85,11 @@ class Sequence:
         if self.params.raw_logprobs:
             self.raw_logprobs.extend([0.0] * len(token_ids))
 
-    def completion(self) -> Completion:
+    def completion(self, text: str) -> Completion:
         """What the caller gets."""
         raw = self.raw_logprobs if self.params.raw_logprobs else None
         return Completion(
-            self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, raw, self.text
+            self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, raw, text
         )
 
     def take_over(self, parcel: Parcel) -> None:

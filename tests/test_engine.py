@@ -265,3 +265,16 @@ def test_back_ends_agree(llama):
     prompts, params = random_prompts(9, longest=100), SamplingParams(max_new_tokens=40, n=3)
     pool, gather = (Engine(llama, attention=name).generate(prompts, params) for name in ("pool", "gather"))
     assert [c.token_ids for c in pool] == [c.token_ids for c in gather]
+
+
+def test_reading_one_step_late_changes_nothing(llama):
+    prompts = random_prompts(20, longest=120)
+    params = [SamplingParams(max_new_tokens=40, n=3, stop=(9 + i,), ignore_eos=i % 2 == 0) for i in range(20)]
+    outcomes = []
+    for is_lagging in (False, True):
+        engine = Engine(llama, max_running=12, kv_gb=30 * 64 * 512 / 1e9)
+        engine._is_lagging = is_lagging
+        outcomes.append([(c.token_ids, c.logprobs) for c in engine.generate(prompts, params)])
+        engine.check()
+        assert engine.idle and engine.pool.num_free == engine.pool.num_pages - 1
+    assert [tokens for tokens, _ in outcomes[0]] == [tokens for tokens, _ in outcomes[1]]

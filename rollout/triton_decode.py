@@ -1,0 +1,129 @@
+"""Paged decode attention as Triton kernels: what CUDA runs where nothing else is installed.
+
+A row's keys are cut at fixed positions into splits of SPLIT tokens, one program each, and a second kernel merges the splits
+in their order. So a row's bits do not depend on the other rows, and the launch does not depend on the lengths: it fits a
+CUDA graph. Any page size that is a multiple of BLOCK.
+"""
+
+# Kernels are Triton's language, not Python's; and Triton is installed only where there is a GPU.
+# ruff: noqa: ANN001, ANN202
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT = 512
+"""Keys of one program."""
+BLOCK = 32
+"""Keys of one iteration."""
+EVER = 1 << 30
+"""A window that hides nothing."""
+
+
+@triton.jit
+def _split_kernel(
+    query, keys, values, table, lengths, out, lse, scale, softcap, window, table_stride, page_stride, head_stride,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr, PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One split of one row's keys under the query heads of one KV head."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    oldest = length - window
+    start = split * SPLIT
+    if start < length:
+        groups, dims, offsets = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROWS), tl.arange(0, BLOCK)
+        heads = row * KV_HEADS * GROUP + head * GROUP + groups
+        is_real = (groups[:, None] < GROUP) & (dims[None, :] < DIM)
+        q = tl.load(query + heads[:, None] * DIM + dims[None, :], mask=is_real, other=0.0)
+        peak = tl.full((GROUP_ROWS,), -1e30, tl.float32)
+        total = tl.zeros((GROUP_ROWS,), tl.float32)
+        mixed = tl.zeros((GROUP_ROWS, DIM_ROWS), tl.float32)
+        for first in range(0, SPLIT, BLOCK):
+            positions = start + first + offsets
+            sees = (positions < length) & (positions >= oldest)
+            page = tl.load(table + row * table_stride + positions // PAGE, mask=sees, other=0).to(tl.int64)
+            place = page * page_stride + head * head_stride + (positions % PAGE) * DIM
+            at = place[:, None] + dims[None, :]
+            mask = sees[:, None] & (dims[None, :] < DIM)
+            k = tl.load(keys + at, mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+            scores = tl.where(sees[None, :], scores, -1e30)
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.where(sees[None, :], tl.exp(scores - new_peak[:, None]), 0.0)
+            fade = tl.exp(peak - new_peak)
+            total = total * fade + tl.sum(weights, 1)
+            v = tl.load(values + at, mask=mask, other=0.0)
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            peak = new_peak
+        place = heads * SPLITS + split
+        sum_or_one = tl.where(total > 0, total, 1.0)
+        tl.store(out + place[:, None] * DIM + dims[None, :], mixed / sum_or_one[:, None], mask=is_real)
+        tl.store(lse + place, tl.where(total > 0, peak + tl.log(sum_or_one), -1e30), mask=groups < GROUP)
+
+
+@triton.jit
+def _merge_kernel(
+    parts, lse, lengths, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The splits of one row and head, merged in order."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    dims = tl.arange(0, DIM_ROWS)
+    first = (row * HEADS + head) * SPLITS
+    peak, total = -1e30, 0.0
+    mixed = tl.zeros((DIM_ROWS,), tl.float32)
+    for split in range(SPLITS):
+        if split * SPLIT < length:
+            part = tl.load(lse + first + split)
+            new_peak = tl.maximum(peak, part)
+            fade, weight = tl.exp(peak - new_peak), tl.exp(part - new_peak)
+            value = tl.load(parts + (first + split) * DIM + dims, mask=dims < DIM, other=0.0)
+            mixed = mixed * fade + value * weight
+            total = total * fade + weight
+            peak = new_peak
+    place = out + (row * HEADS + head) * DIM + dims
+    tl.store(place, (mixed / total).to(out.dtype.element_ty), mask=dims < DIM)
+
+
+def paged_decode(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query per row over its pages: query [B, heads, d] -> [B, heads, d].
+
+    keys and values [pages, kv_heads, page_size, d], contiguous; table int32 [B, P] of page numbers; lengths int32 [B] of
+    cached tokens, the query's own included. Source of the scheme: flash decoding with splits at fixed positions.
+    """
+    query = query.contiguous()
+    (rows, heads, dim), (_, kv_heads, page, _) = query.shape, keys.shape
+    assert keys.is_contiguous() and values.is_contiguous() and page % BLOCK == 0
+    splits = -(-table.shape[1] * page // SPLIT)
+    parts = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
+    group, dim_rows = heads // kv_heads, triton.next_power_of_2(dim)
+    _split_kernel[(rows, kv_heads, splits)](
+        query, keys, values, table, lengths, parts, lse, scale, softcap or 1.0, EVER if window is None else window,
+        table.stride(0), keys.stride(0), keys.stride(1), GROUP=group,
+        GROUP_ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_ROWS=max(16, dim_rows), PAGE=page,
+        KV_HEADS=kv_heads, SPLITS=splits, SPLIT=SPLIT, BLOCK=BLOCK, HAS_SOFTCAP=softcap is not None, num_warps=4,
+    )  # fmt: skip
+    out = torch.empty_like(query)
+    _merge_kernel[(rows, heads)](
+        parts,
+        lse,
+        lengths,
+        out,
+        HEADS=heads,
+        DIM=dim,
+        DIM_ROWS=max(16, dim_rows),
+        SPLITS=splits,
+        SPLIT=SPLIT,
+        num_warps=1,
+    )
+    return out
