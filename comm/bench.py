@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from .links import Link, open_link
-from .measure import Row, best_seconds, parse, read_json, report
+from .measure import HEADING, Row, Workload, best_seconds, parse, read_json, run, write_json
 from .store import host_store
 
 _PIECE = 1 << 20
@@ -91,30 +90,28 @@ def _child(kind: str, address: str, num_bytes: int) -> "subprocess.Popen[bytes]"
     return subprocess.Popen([sys.executable, "-c", _CHILD, kind, address, str(num_bytes)])
 
 
-WORKLOADS: dict[str, Callable[[int], list[Row]]] = {"tcp-link": tcp_link}
+WORKLOADS: dict[str, Workload] = {"tcp-link": tcp_link}
 
 
-def _weights(argv: list[str]) -> list[Row]:
+def _weights(arguments: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        subprocess.run(
-            [sys.executable, "-m", "headrace.relay.bench", *argv, "--json", str(path)],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "headrace.relay.bench", "--no-heading", *arguments, "--json", str(path)]
+        subprocess.run(command, check=True)
         return read_json(path)
 
 
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
     arguments = parse("headrace.comm.bench", argv, [*WORKLOADS, "those of headrace.relay.bench"])
-    is_all = "--only" not in argv
-    own = [name for name in WORKLOADS if is_all or name in arguments.only]
+    is_all = not arguments.only
+    print(HEADING, flush=True)
+    rows = run(WORKLOADS, [n for n in WORKLOADS if is_all or n in arguments.only], arguments.megabytes << 20)
     others = [name for name in arguments.only if name not in WORKLOADS]
-    rows = [row for name in own for row in WORKLOADS[name](arguments.megabytes << 20)]
     if is_all or others:
-        size = ["--megabytes", str(arguments.megabytes)]
-        rows += _weights(size if is_all else [*size, "--only", *others])
-    report(rows, arguments.json)
+        rows += _weights(["--megabytes", str(arguments.megabytes), *(["--only", *others] if others else [])])
+    if arguments.json is not None:
+        write_json(rows, arguments.json)
 
 
 if __name__ == "__main__":

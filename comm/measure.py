@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,10 @@ class Row:
     ratio: float
 
 
+Workload = Callable[[int], list[Row]]
+"""Takes the bytes of a version, for what memory or loopback bounds; returns its rows."""
+
+
 def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
     """The shortest of several timings of `work`, after one that does not count."""
     work()
@@ -31,12 +35,12 @@ def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return min(timings)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows for reading."""
-    lines = [f"{'workload':<28} {'value':>10} {'unit':<6} {'ratio':>7}  to"]
-    return "\n".join(
-        [*lines, *(f"{r.workload:<28} {r.value:>10.3f} {r.unit:<6} {r.ratio:>7.3f}  {r.peer}" for r in rows)]
-    )
+HEADING = f"{'workload':<28} {'value':>10} {'unit':<6} {'ratio':>7}  to"
+
+
+def line(row: Row) -> str:
+    """A row for reading, under `HEADING`."""
+    return f"{row.workload:<28} {row.value:>10.3f} {row.unit:<6} {row.ratio:>7.3f}  {row.peer}"
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
@@ -53,15 +57,20 @@ def parse(prog: str, argv: Sequence[str], workloads: Sequence[str]) -> argparse.
     """The arguments that every benchmark takes."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
-    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", default=list(workloads), help=", ".join(workloads))
+    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", default=[], help=", ".join(workloads))
+    parser.add_argument("--no-heading", action="store_true", help="leave out the table's first line")
     parser.add_argument(
         "--megabytes", type=int, default=256, help="bytes of a version for what memory or loopback bounds"
     )
     return parser.parse_args(argv)
 
 
-def report(rows: Sequence[Row], path: Path | None) -> None:
-    """Print the table, and write JSON if asked to."""
-    sys.stdout.write(table(rows) + "\n")
-    if path is not None:
-        write_json(rows, path)
+def run(workloads: Mapping[str, Workload], names: Sequence[str], num_bytes: int) -> list[Row]:
+    """Run workloads by name and print their rows as they come."""
+    rows: list[Row] = []
+    for name in names:
+        for row in workloads[name](num_bytes):
+            rows.append(row)
+            sys.stdout.write(line(row) + "\n")
+            sys.stdout.flush()
+    return rows

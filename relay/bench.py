@@ -12,11 +12,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import numpy as np
 
-from ..comm.measure import Row, best_seconds, parse, report
+from ..comm.measure import HEADING, Row, Workload, best_seconds, parse, run, write_json
 from .bench_hosts import LARGE_COPIES, Hosts
 from .bench_network import Network, can_shape, chain_seconds, gloo_seconds
 from .carrier import START_S
@@ -125,7 +124,7 @@ def _model_seconds(num_nodes: int) -> float:
     return push_seconds(num_nodes, _PACED_BYTES, chunks, 1 / _PACE, START_S)
 
 
-WORKLOADS: dict[str, Callable[[int], list[Row]]] = {
+WORKLOADS: dict[str, Workload] = {
     "shm-copies": shm_copies,
     "actor-stall-6-relays": actor_stall,
     "step-p99-relay-stopped": stopped_relay,
@@ -141,8 +140,11 @@ def main(argv: list[str]) -> None:
         again = [sys.executable, "-m", "headrace.relay.bench", *argv]
         sys.exit(subprocess.run(again, env={**os.environ, **LARGE_COPIES}, check=False).returncode)
     arguments = parse("headrace.relay.bench", argv, list(WORKLOADS))
-    rows = [row for name in arguments.only for row in WORKLOADS[name](arguments.megabytes << 20)]
-    report(rows, arguments.json)
+    if not arguments.no_heading:
+        print(HEADING, flush=True)
+    rows = run(WORKLOADS, arguments.only or list(WORKLOADS), arguments.megabytes << 20)
+    if arguments.json is not None:
+        write_json(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from .keeper import WeightKeeper
 from .layout import Layout
 from .weights import WeightPublisher, WeightReader
 
-LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
+LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment in which the C library copies large pieces past the caches; it is read at a process's start."""
 _SECRET = b"bench"
 

@@ -3,7 +3,7 @@ import sys
 
 import numpy as np
 
-from headrace.comm.measure import Row, best_seconds, read_json, table, write_json
+from headrace.comm.measure import Row, best_seconds, line, read_json, run, write_json
 from headrace.comm.timed_link import Clock, TimedLink
 from headrace.relay.bench_hosts import Hosts
 
@@ -15,8 +15,14 @@ def test_rows_survive_their_file(tmp_path):
     assert read_json(tmp_path / "rows.json") == ROWS
 
 
-def test_the_table_shows_value_unit_ratio_and_peer():
-    assert all(word in table(ROWS) for word in ("tcp-link", "4.000 GB/s", "0.950", "raw socket"))
+def test_a_line_shows_value_unit_ratio_and_peer():
+    assert all(word in line(ROWS[0]) for word in ("tcp-link", "4.000 GB/s", "0.950", "raw socket"))
+
+
+def test_workloads_are_run_by_name_and_shown_as_they_come(capsys):
+    workloads = {row.workload: lambda num_bytes, row=row: [row] * num_bytes for row in ROWS}
+    assert run(workloads, ["actor-stall-6-relays"], 2) == [ROWS[1]] * 2
+    assert capsys.readouterr().out.count("1 relay") == 2
 
 
 def test_the_best_of_several_timings_counts():
