@@ -49,7 +49,7 @@ class Engine:
     """Generates with one replica of a policy.
 
     policy: a checkpoint's path, or a `Policy` whose parameters the caller may overwrite in place between steps (and must
-    then announce with `weights_changed`); `dtype` counts for a path only.
+    then announce with `weights_changed`); `dtype` and `device` (None: a GPU if there is one) count for a path only.
     max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
     kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`.
     prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
@@ -69,6 +69,7 @@ class Engine:
         exact: bool = False,
         prefill_tokens: int = 2048,
         attention: str = "auto",
+        device: str | None = None,
         gpu_share: float = 0.85,
         tokenizer: Any = None,
         tp_group: dist.ProcessGroup | None = None,
@@ -77,7 +78,7 @@ class Engine:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
         if not isinstance(policy, Policy):
             self.text = Text(tokenizer) if tokenizer is not None else Text.of(policy)
-            policy = load_policy(policy, dtype)
+            policy = load_policy(policy, dtype, device or _device(exact))
         else:
             self.text = Text(tokenizer)
         self.policy = policy
@@ -328,3 +329,8 @@ class Engine:
         if not self.scheduler.running:
             self.batch.sequences, self._pending = [], None
         return [sequence.completion(self.text.decode(sequence)) for sequence in finished]
+
+
+def _device(exact: bool) -> str:
+    """A GPU where there is one; exact mode runs on the CPU."""
+    return "cuda" if torch.cuda.is_available() and not exact else "cpu"
