@@ -1,0 +1,42 @@
+"""A run's metrics lie in a file that anything can read, one object per step, none twice."""
+
+import json
+from pathlib import Path
+
+from headrace.trainer.metrics import MetricsLog, Value, console_line
+
+METRICS: dict[str, Value] = {
+    "reward/mean": 0.5, "response_length/mean": 7.0, "actor/entropy": 0.3, "actor/grad_norm": 1.0,
+    "staleness/mean": 1.0, "staleness/hist": {"1": 4}, "perf/throughput": 900.0, "timing_s/step": 0.4,
+    "timing_s/wait_data": 0.1,
+}  # fmt: skip
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_each_step_is_one_object_with_its_time(tmp_path: Path):
+    log = MetricsLog(tmp_path, first_step=0)
+    for step in range(3):
+        log.write(step, METRICS)
+    log.close()
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["staleness/hist"] == {"1": 4} and rows[0]["time_s"] >= 0
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
+    for first, last in ((0, 5), (3, 6)):
+        log = MetricsLog(tmp_path, first_step=first)
+        for step in range(first, last):
+            log.write(step, METRICS)
+        log.close()
+    assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_console_line_shows_no_mismatch_where_nothing_was_fresh():
+    assert "mismatch       -" in console_line(0, 10, METRICS)
+    assert "mismatch 1.0e-07" in console_line(0, 10, METRICS | {"mismatch/logprob_abs_diff": 1e-7})
+    assert console_line(9, 10, METRICS).startswith("step   10/10  reward 0.500")

@@ -1,0 +1,46 @@
+"""The fleet's figures are differences between reports, so that each step sees its own interval."""
+
+from headrace.comm.messages import GroupId, Load
+from headrace.relay import events as ev
+from headrace.relay.state import HubState, apply
+from headrace.relay.telemetry import Telemetry
+
+
+def load(tokens: int, busy_s: float, idle_s: float, kv_util: float = 0.5) -> Load:
+    return Load(1, 4, 0, kv_util, tokens, busy_s, idle_s, 0.25)
+
+
+def test_rates_are_over_the_interval_since_the_last_step():
+    telemetry, state = Telemetry(), HubState()
+    telemetry.add("rollout-0", load(100, 1.0, 1.0))
+    telemetry.metrics(state)
+    telemetry.add("rollout-0", load(400, 4.0, 2.0))
+    metrics = telemetry.metrics(state)
+    assert metrics["idle/rollout"] == 0.25
+    assert metrics["rollout/tok_per_s"] == 75.0
+    assert (metrics["rollout/kv_util"], metrics["weights/pull_s"]) == (0.5, 0.25)
+
+
+def test_rollouts_add_up_and_one_that_is_gone_is_forgotten():
+    telemetry, state = Telemetry(), HubState()
+    for name in ("rollout-0", "rollout-1"):
+        telemetry.add(name, load(0, 0.0, 0.0))
+    telemetry.metrics(state)
+    for name in ("rollout-0", "rollout-1"):
+        telemetry.add(name, load(50, 1.0, 0.0))
+    assert telemetry.metrics(state)["rollout/tok_per_s"] == 100.0
+    telemetry.forget("rollout-1")
+    telemetry.add("rollout-0", load(100, 2.0, 0.0))
+    assert telemetry.metrics(state)["rollout/tok_per_s"] == 50.0
+
+
+def test_a_role_without_reports_is_left_out():
+    assert "idle/relay" not in Telemetry().metrics(HubState())
+
+
+def test_the_queue_is_seen_as_it_stands():
+    state = HubState()
+    apply(ev.Opened(epoch=1, samples_per_prompt=1), state)
+    apply(ev.Leased(group=GroupId(0, 0), samples=[0], attempt=1, version=0, holder="r"), state)
+    metrics = Telemetry().metrics(state)
+    assert (metrics["queue/leased_groups"], metrics["queue/ready_groups"]) == (1.0, 0.0)
