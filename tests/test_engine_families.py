@@ -13,7 +13,7 @@ from headrace.trainer.model import load_policy
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_a_family_s_logprobs_are_those_of_transformers(tmp_path, family):
     path = tiny_policy(tmp_path, family)
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     engine = Engine(path, max_running=7, prefill_tokens=50)
     for index, prompt in enumerate(random_prompts(6, longest=120)):
         engine.add_group(prompt, SamplingParams(max_new_tokens=70, ignore_eos=True), [10 * index + i for i in range(3)])
@@ -27,7 +27,7 @@ def test_a_family_s_logprobs_are_those_of_transformers(tmp_path, family):
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_a_family_s_packed_forward_is_that_of_transformers(tmp_path, family):
     path = tiny_policy(tmp_path, family)
-    policy, reference = load_policy(path), AutoModelForCausalLM.from_pretrained(path).eval()
+    policy, reference = load_policy(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     prompts = random_prompts(7, longest=100)
     tokens = torch.tensor([t for p in prompts for t in p])
     lengths = torch.tensor([0, *(len(p) for p in prompts)]).cumsum(0)
@@ -45,7 +45,11 @@ def test_a_family_s_packed_forward_is_that_of_transformers(tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "changes", "feature"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope type 'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope type 'dynamic'",
+        ),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
     ],
 )

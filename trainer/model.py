@@ -113,7 +113,11 @@ class Policy(nn.Module):
         head = self.head
         if self.exact is not None:
             return ExactLogits.apply(hidden, head.weight, head.weight.detach().float())  # pyright: ignore[reportReturnType]
-        logits = F.linear(hidden.float(), head.weight.float(), head.bias)
+        if head.weight.is_cuda and head.weight.dtype != torch.float32:
+            logits = _WideLogits.apply(hidden, head.weight)
+            assert isinstance(logits, Tensor)
+        else:
+            logits = F.linear(hidden.float(), head.weight.float(), head.bias)
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
@@ -136,6 +140,21 @@ class Policy(nn.Module):
             else:
                 parts.append(chunk(rows, wanted))
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class _WideLogits(torch.autograd.Function):
+    """fp32 logits of half-precision hidden states and weights on a GPU: sums in fp32, no fp32 copy of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        return grad @ weight, grad.t() @ hidden
 
 
 def load_policy(
