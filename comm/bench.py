@@ -18,6 +18,7 @@ from .measure import HEADING, Row, Workload, best_seconds, parse, read_json, run
 from .store import host_store
 
 _PIECE = 1 << 20
+_REPEATS = 12
 _CHILD = """
 import sys, numpy as np
 from headrace.comm.bench import echo_link, echo_socket
@@ -29,7 +30,7 @@ def echo_link(address: str, num_bytes: int) -> None:
     """The other end of the measured link: takes everything in and says when it has."""
     link = open_link("tcp", address, "bench", 1, 30)
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
-    for _ in range(6):
+    for _ in range(_REPEATS):
         for start in range(0, num_bytes, _PIECE):
             link.receive(buffer[start : start + _PIECE], 30)
         link.send(done, 30)
@@ -41,7 +42,7 @@ def echo_socket(address: str, num_bytes: int) -> None:
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as connection:
         view = memoryview(bytearray(num_bytes))
-        for _ in range(6):
+        for _ in range(_REPEATS):
             filled = 0
             while filled < num_bytes:
                 filled += connection.recv_into(view[filled : filled + _PIECE])
@@ -49,41 +50,32 @@ def echo_socket(address: str, num_bytes: int) -> None:
 
 
 def tcp_link(num_bytes: int) -> list[Row]:
-    """A link over loopback against a raw socket, both sending in pieces of 1 MiB to another process."""
-    raw_s, link_s = _raw_seconds(num_bytes), _link_seconds(num_bytes)
-    return [Row("tcp-link", "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
-
-
-def _raw_seconds(num_bytes: int) -> float:
-    buffer = memoryview(bytearray(num_bytes))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        child = _child("socket", f"127.0.0.1:{listener.getsockname()[1]}", num_bytes)
-        with listener.accept()[0] as connection:
-
-            def send() -> None:
-                for start in range(0, num_bytes, _PIECE):
-                    connection.sendall(buffer[start : start + _PIECE])
-                connection.recv(1)
-
-            seconds = best_seconds(send)
-    child.wait()
-    return seconds
-
-
-def _link_seconds(num_bytes: int) -> float:
+    """A link over loopback against a raw socket, both sending in pieces of 1 MiB to another process, in turns."""
     buffer, done, hosted = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8), host_store("127.0.0.1")
-    child = _child("link", hosted.address, num_bytes)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        children = [
+            _child("socket", f"127.0.0.1:{listener.getsockname()[1]}", num_bytes),
+            _child("link", hosted.address, num_bytes),
+        ]
+        connection = listener.accept()[0]
     link: Link = open_link("tcp", hosted.address, "bench", 0, 30)
+
+    def send_raw() -> None:
+        for start in range(0, num_bytes, _PIECE):
+            connection.sendall(buffer[start : start + _PIECE].data)
+        connection.recv(1)
 
     def send() -> None:
         for start in range(0, num_bytes, _PIECE):
             link.send(buffer[start : start + _PIECE], 30)
         link.receive(done, 30)
 
-    seconds = best_seconds(send)
+    raw_s, link_s = best_seconds(send_raw, send, repeats=_REPEATS)
+    connection.close()
     link.close()
-    child.wait()
-    return seconds
+    for child in children:
+        child.wait()
+    return [Row("tcp-link", "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
 
 
 def _child(kind: str, address: str, num_bytes: int) -> "subprocess.Popen[bytes]":

@@ -24,15 +24,15 @@ Workload = Callable[[int], list[Row]]
 """Takes the bytes of a version, for what memory or loopback bounds; returns its rows."""
 
 
-def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The shortest of several timings of `work`, after one that does not count."""
-    work()
-    timings = []
+def best_seconds(*works: Callable[[], object], repeats: int = 10) -> list[float]:
+    """The shortest timing of each of several works, taken in turns, so that whatever else the machine does meets all alike."""
+    best = [float("inf")] * len(works)
     for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        timings.append(time.perf_counter() - started)
-    return min(timings)
+        for index, work in enumerate(works):
+            started = time.perf_counter()
+            work()
+            best[index] = min(best[index], time.perf_counter() - started)
+    return best
 
 
 HEADING = f"{'workload':<28} {'value':>10} {'unit':<6} {'ratio':>7}  to"
