@@ -114,6 +114,16 @@ def test_a_bound_holds_with_many_rollouts(tmp_path: Path, bound: int):
     assert summary["versions_per_trajectory"] == {"1": 20}
 
 
+def test_generator_and_trainer_agree_at_equal_version(tmp_path: Path):
+    system = System(tmp_path, **{"queue.max_staleness": 0}).start_all()
+    system.wait()
+    for line in (system.dir / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        assert metrics["staleness/max"] == 0
+        assert metrics["mismatch/logprob_abs_diff"] < 2e-6
+        assert abs(metrics["is/mean"] - 1) < 1e-5
+
+
 def test_a_quota_makes_a_rollout_drain_and_go_on(tmp_path: Path):
     summary = System(tmp_path, **{"rollout.batch_groups": 1}).start_all(num_rollouts=1).wait()
     assert summary["accounting"]["trained"] == 12
