@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from ..comm.errors import SettingError
 from ..comm.waits import set_identity
 from .config import CONFIG_FILE, Recipe, read_recipe
-from .seat import SEGMENT_FD
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -72,9 +71,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
     """Join the fleet, run the role to its end, leave; returns the exit code."""
     from ..comm.fleet import Fleet
 
-    segment = os.environ.get(SEGMENT_FD)
-    info = {} if segment is None else {"segment": f"/proc/{os.getppid()}/fd/{segment}"}
-    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), info, recipe.comm)
+    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
     mailbox = fleet.post.open(f"{fleet.name}/worker")
     interruption.report_by(mailbox)
 

@@ -6,9 +6,8 @@ accounting identity is a check and not a definition.
 
 import json
 import logging
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..comm.fleet import Fleet
 from ..comm.messages import ActorDone, CountRows, Holding, Message, Stop, UnitCount
@@ -24,8 +23,18 @@ M = TypeVar("M", bound=Message)
 POLL_S = 0.1
 
 
+class End(NamedTuple):
+    """How a run ends: `status` is finished, interrupted or failed; `gone` names the process whose word it was."""
+
+    status: str
+    error: str = ""
+    exit_code: int = 0
+    done: ActorDone | None = None
+    gone: str = ""
+
+
 class Ending:
-    """Brings one run to its end. `status` is finished, interrupted or failed."""
+    """Brings one run to its end."""
 
     def __init__(self, hub: Hub, fleet: Fleet, deadline_s: float) -> None:
         self.hub = hub
@@ -33,14 +42,12 @@ class Ending:
         self.deadline_s = deadline_s
         self._early: dict[str, Message] = {}
 
-    def run(
-        self, status: str, error: str, exit_code: int, done: ActorDone | None, without: Iterable[str]
-    ) -> dict[str, Any]:
-        """Stop everybody, count, write the last event; returns the summary. `without` names processes known to be gone."""
-        hub, gone = self.hub, set(without)
+    def run(self, end: End) -> dict[str, Any]:
+        """Stop everybody, count, write the last event; returns the summary."""
+        hub, gone, done = self.hub, {end.gone}, end.done
         hub.is_leasing = False
-        actors = [] if done else self._tell("actor", Stop(status), gone)[:1]  # rank 0 tells the others
-        rollouts = self._tell("rollout", Stop(status), gone)
+        actors = [] if done else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
+        rollouts = self._tell("rollout", Stop(end.status), gone)
         holdings = self._collect(Holding, rollouts)
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)
         for missing in hub.holders() - set(holdings):
@@ -52,9 +59,9 @@ class Ending:
             log.error(
                 "holders and units have %d trajectories in flight, the books say %d", counted, hub.state.in_flight
             )
-        hub.decide(ev.Ended(reason=status))
-        self._tell("relay", Stop(status), gone)
-        return self._summary(status, error, exit_code, done, counted)
+        hub.decide(ev.Ended(reason=end.status))
+        self._tell("relay", Stop(end.status), gone)
+        return self._summary(end, done, counted)
 
     def _tell(self, role: str, message: Message, gone: set[str]) -> list[str]:
         names = [m.name for m in self.fleet.members(role) if m.alive and m.name not in gone]
@@ -66,11 +73,11 @@ class Ending:
         """One letter of this kind from each sender that lives; what the hub has no rule for is kept for a later call."""
         answers = {name: letter for name, letter in self._early.items() if isinstance(letter, kind)}
         with waiting(", ".join(senders), f"{kind.__name__} at the end of the run", self.deadline_s) as wait:
-            while wait.remaining_s > 0:
+            while wait.remaining_s > 0 and not answers.keys() >= set(senders):
                 alive = {m.name for m in self.fleet.members() if m.alive}
-                if not [name for name in senders if name not in answers and name in alive]:
-                    break
                 letter = self.hub.mailbox.receive(POLL_S)
+                if letter is None and not alive & (set(senders) - answers.keys()):
+                    break  # whoever is missing has left, and nothing of it is under way
                 if letter is None:
                     continue
                 if isinstance(letter.message, kind):
@@ -91,14 +98,14 @@ class Ending:
         state = self.hub.state
         return sum(len(state.groups[group_id].samples(RowStatus.WANTED)) for group_id in state.wanted)
 
-    def _summary(self, status: str, error: str, exit_code: int, done: ActorDone | None, counted: int) -> dict[str, Any]:
+    def _summary(self, end: End, done: ActorDone | None, counted: int) -> dict[str, Any]:
         state = self.hub.state
         account = account_of(state)
         account["holds"] = state.holds and counted == state.in_flight
         return {
-            "status": status,
-            "error": error,
-            "exit_code": exit_code,
+            "status": end.status,
+            "error": end.error,
+            "exit_code": end.exit_code,
             "steps": state.step,
             "accounting": account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},

@@ -17,7 +17,7 @@ from ..comm.settings import CommSettings, RunSettings
 from . import events as ev
 from .admission import Admission
 from .dataset import open_rows
-from .ending import Ending, write_summary
+from .ending import End, Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
 from .prompts import PromptPool
@@ -51,14 +51,9 @@ def run(fleet: Fleet, recipe: HubRecipe) -> None:
     watch = Watch(hub, fleet)
     while (end := watch.turn()) is None:
         pass
-    status, error, exit_code, done, gone = end
-    summary = Ending(hub, fleet, ENDING_DEADLINE_S).run(status, error, exit_code, done, gone)
-    write_summary(run_dir, summary)
+    write_summary(run_dir, Ending(hub, fleet, ENDING_DEADLINE_S).run(end))
     journal.close()
     mailbox.close()
-
-
-End = tuple[str, str, int, ActorDone | None, set[str]]
 
 
 class Watch:
@@ -79,11 +74,11 @@ class Watch:
             return None
         match letter.message:
             case ActorDone() as done:
-                return "finished", "", 0, done, {letter.sender}
+                return End("finished", done=done, gone=letter.sender)
             case Failed(error=error, exit_code=exit_code):
-                return "failed", error, exit_code, None, {letter.sender}
+                return End("failed", error, exit_code, gone=letter.sender)
             case Interrupt(signal=number):
-                return "interrupted", f"ended by {signal.Signals(number).name}", 128 + number, None, set()
+                return End("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
         if not self.hub.handle(letter):
             log.warning("no rule for %s from %s", type(letter.message).__name__, letter.sender)
         return None
