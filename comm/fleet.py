@@ -175,7 +175,7 @@ class StoreFleet(Fleet):
         """Add to what this member says of itself."""
         with self._lock:
             self.me = msgspec.structs.replace(self.me, info={**self.me.info, **info})
-            self._store.set(f"fleet/member/{self.name}", msgspec.json.encode(self.me))
+            self._tell(self.me)
             self._store.check([ROSTER])
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
@@ -192,6 +192,7 @@ class StoreFleet(Fleet):
         for thread in self._threads:
             thread.join(5)
         try:
+            self._tell(replace_alive(self.me, is_alive=False))
             self._store.set(f"fleet/left/{self.name}", str(self.incarnation))
             self._store.check([ROSTER])
         except DistError as error:
@@ -199,24 +200,27 @@ class StoreFleet(Fleet):
 
     def _enter(self) -> None:
         """Everything that watchers read is there before the name is on the roster."""
-        self._store.set(f"fleet/member/{self.name}", msgspec.json.encode(self.me))
+        self._tell(self.me)
         self._store.add(f"fleet/beat/{self.name}", 1)
         self._store.delete_key(f"fleet/left/{self.name}")
         if self.incarnation == 1:
             self._store.append(ROSTER, f"{self.name}\n")
         self._store.check([ROSTER])
 
+    def _tell(self, me: Member) -> None:
+        self._store.set(f"fleet/member/{self.name}", msgspec.json.encode(me))
+
     def _refresh(self, store: Store) -> None:
         names = store.get(ROSTER).decode().split()
         values = store.multi_get([f"fleet/{kind}/{name}" for name in names for kind in ("member", "beat")])
-        gone = [name for name in names if store.check([f"fleet/left/{name}"])]
         now = time.monotonic()
         with self._lock:
-            for name, member, beat in zip(names, values[::2], values[1::2], strict=True):
-                if name in gone:
+            for name, told, beat in zip(names, values[::2], values[1::2], strict=True):
+                member = msgspec.json.decode(told, type=Member)
+                if member.alive:
+                    self._table.hear(member, beat, now)
+                else:  # its own word, the last before it left
                     self._table.forget(name)
-                else:
-                    self._table.hear(msgspec.json.decode(member, type=Member), beat, now)
 
     def _beat(self, store: Store) -> None:
         """Beat and refresh the table. Waits for its own clock; woken early by `leave`."""

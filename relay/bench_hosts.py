@@ -34,7 +34,7 @@ _SECRET = b"bench"
 def bench_settings(link: str, pace: float, interface: str) -> CommSettings:
     """Settings of a process of the cluster; pace 0 means none."""
     return CommSettings(
-        interface=interface, link=link, heartbeat_s=0.1, expiry_s=30.0, deadline_s=60.0, pace=pace or None
+        interface=interface, link=link, heartbeat_s=0.3, expiry_s=30.0, deadline_s=60.0, pace=pace or None
     )
 
 
