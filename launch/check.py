@@ -18,6 +18,10 @@ _SPECIAL_TOKENS = 16
 
 def check_recipe(recipe: Recipe) -> list[str]:
     """Check files, data and the reward function of a recipe; returns warnings."""
+    if recipe.generator.exact and recipe.model.dtype != "float32":
+        raise SettingError(
+            "generator.exact: a run is exact with model.dtype=float32 only, since the trainer keeps fp32 weights"
+        )
     check_run_folder(recipe)
     check_reward(recipe.reward.path)
     data = check_data(recipe.data)

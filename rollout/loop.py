@@ -66,14 +66,28 @@ class Rollout:
         self.recipe = recipe
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.policy = load_policy(recipe.model.path, recipe.model.dtype, device, weights=False)
+        g, s = recipe.generator, recipe.sampling
+        self.policy = load_policy(recipe.model.path, recipe.model.dtype, device, weights=False, exact=g.exact)
         self.weights = RolloutWeights(fleet, self.policy, recipe.comm)
         self.engine = Engine(
-            self.policy, max_running=recipe.generator.max_running, seed=recipe.run.seed, tokenizer=self.tokenizer
+            self.policy,
+            max_running=g.max_running,
+            seed=recipe.run.seed,
+            kv_gb=g.kv_gb,
+            exact=g.exact,
+            prefill_tokens=g.prefill_tokens,
+            attention=g.attention,
+            gpu_share=g.gpu_share,
+            tokenizer=self.tokenizer,
         )
-        s = recipe.sampling
         self.params = SamplingParams(
-            max_new_tokens=s.max_new_tokens, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p
+            max_new_tokens=s.max_new_tokens,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            stop=tuple(s.stop),
         )
         self.mailbox = fleet.post.open(fleet.name)
         self.rewards = RewardPool(recipe.reward)

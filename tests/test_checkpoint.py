@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.comm.messages import GroupId, GroupRef
 from headrace.comm.settings import ModelSettings, RunSettings
-from headrace.rollout.settings import SamplingSettings
+from headrace.rollout.settings import GeneratorSettings, SamplingSettings
 from headrace.trainer.actor import Actor
 from headrace.trainer.checkpoint import Checkpoints
 from headrace.trainer.model import load_tokenizer, save_policy
@@ -29,6 +29,7 @@ class ActorSections:
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-3, warmup_steps=3))
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 

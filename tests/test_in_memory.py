@@ -124,6 +124,13 @@ def test_generator_and_trainer_agree_at_equal_version(tmp_path: Path):
         assert abs(metrics["is/mean"] - 1) < 1e-5
 
 
+def test_in_exact_mode_they_agree_bit_for_bit(tmp_path: Path):
+    system = System(tmp_path, **{"queue.max_staleness": 0, "generator.exact": "true"}).start_all()
+    system.wait()
+    for line in (system.dir / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["mismatch/logprob_abs_diff"] == 0
+
+
 def test_a_quota_makes_a_rollout_drain_and_go_on(tmp_path: Path):
     summary = System(tmp_path, **{"rollout.batch_groups": 1}).start_all(num_rollouts=1).wait()
     assert summary["accounting"]["trained"] == 12

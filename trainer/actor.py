@@ -28,6 +28,12 @@ class Sampling(Protocol):
     max_new_tokens: int
 
 
+class Generator(Protocol):
+    """What training needs to know of the generator: whether both have to agree bit for bit."""
+
+    exact: bool
+
+
 class ActorRecipe(Protocol):
     """The sections of a recipe that an actor reads."""
 
@@ -36,6 +42,11 @@ class ActorRecipe(Protocol):
     algorithm: AlgorithmSettings
     optimizer: OptimizerSettings
     checkpoint: CheckpointSettings
+
+    @property
+    def generator(self) -> Generator:
+        """How the rollouts compute."""
+        ...
 
     @property
     def sampling(self) -> Sampling:
@@ -49,7 +60,7 @@ class Actor:
     def __init__(self, recipe: ActorRecipe, group: ActorGroup, fetch: Fetch) -> None:
         self.recipe = recipe
         self.group = group
-        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device)
+        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
         group.shard(self.policy)
         o = recipe.optimizer
         self.optimizer = torch.optim.AdamW(
