@@ -51,7 +51,8 @@ class ExactDecoder:
             query, key, value = self._projected(layer.self_attn, normed, cos, sin)
             rule = Rule(layer.self_attn.scaling, window_of(self._config, index))
             mixed = attention(index, query[:count], key[:count], value[:count], rule)
-            mixed = F.pad(mixed.flatten(1), (0, 0, 0, padding))
+            mixed = mixed.flatten(1)
+            mixed = F.pad(mixed, (0, 0, 0, padding)) if padding else mixed
             hidden = hidden + linear(mixed, layer.self_attn.o_proj)
             hidden = hidden + self._mlp(layer.mlp, self._norm(hidden, layer.post_attention_layernorm))
         return self._norm(hidden, self._model.norm)[:count]
@@ -86,7 +87,17 @@ class ExactDecoder:
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
     """`module` of x [T, in], T a multiple of BLOCK, block by block."""
+    if not torch.is_grad_enabled():
+        return _in_blocks(x, module.weight, module.bias)
     return _BlockLinear.apply(x, module.weight, module.bias)  # pyright: ignore[reportReturnType]
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert len(x) % BLOCK == 0
+    x = x.contiguous()
+    if len(x) == BLOCK:
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(block, weight, bias) for block in x.split(BLOCK)])
 
 
 class _BlockLinear(torch.autograd.Function):
@@ -94,11 +105,7 @@ class _BlockLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        assert len(x) % BLOCK == 0
-        x = x.contiguous()
-        if len(x) == BLOCK:
-            return F.linear(x, weight, bias)
-        return torch.cat([F.linear(block, weight, bias) for block in x.split(BLOCK)])
+        return _in_blocks(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
