@@ -32,6 +32,7 @@ def shm_copies(num_bytes: int) -> list[Row]:
     source, into = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     with Hosts(1, num_bytes, link="shm") as hosts:
         reader, stalls, copies = hosts.reader(), [], []
+        assert hosts.layout.num_bytes == num_bytes
         for _ in range(2 * _REPEATS):
             stalls.append(hosts.publish())
             hosts.wait()
@@ -39,7 +40,7 @@ def shm_copies(num_bytes: int) -> list[Row]:
             time.sleep(0.2)  # the next slot is claimed meanwhile, as it is in a training step
         copy_s, pull_s, digest_s = best_seconds(
             lambda: np.copyto(into, source),
-            lambda: reader.pull(into[: hosts.layout.num_bytes], 60),
+            lambda: reader.newest() and reader.pull(into, 60),
             lambda: hosts.layout.digest(into),
             repeats=4 * _REPEATS,
         )

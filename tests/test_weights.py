@@ -297,3 +297,33 @@ def test_a_reader_on_a_host_without_a_relay_is_fed():
     until(lambda: reader.newest() == 1)
     assert_is(pulled(reader)[1], 1)
     town.close()
+
+
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_bytes_that_have_not_their_digest_are_refused_at_the_pull(is_polled):
+    town = Town()
+    publisher, reader = town.publisher(), town.reader()
+    publisher.publish(1, 1, weights(1))
+    until(lambda: town.relays[0].newest == 1)
+    held = town.relays[0].desk.shelf.newest_held()
+    assert held is not None
+    town.relays[0].desk.shelf.segment.slot(held.slot)[5] ^= 1
+    if is_polled:
+        assert reader.newest() == 1
+    with pytest.raises(WrongDigest, match="relay-0"):
+        reader.pull(np.zeros(town.layout.num_bytes, np.uint8), 5)
+    publisher.publish(2, 2, weights(2))
+    until(lambda: reader.newest() == 2)
+    assert_is(pulled(reader)[1], 2)
+    town.close()
+
+
+def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
+    town = Town()
+    publisher, reader = town.publisher(), town.reader()
+    for version in (1, 2):
+        publisher.publish(version, version, weights(version))
+        until(lambda version=version: reader.newest() == version and reader._checked is not None)
+        assert_is(pulled(reader)[1], version)
+        assert pulled(reader)[0].version == version
+    town.close()
