@@ -1,8 +1,8 @@
 """`python -m headrace.rollout.bench [--json FILE] [--workload NAME ...]`: this engine beside transformers' two.
 
 Random weights; prompts and response lengths are drawn once per workload (lengths log-normal, sigma 0.9, cut at 256), and
-every contender must produce exactly the tokens asked for, with log-probabilities. One thread; tokens per second of CPU
-time of the process, best of the rounds, contenders in turn. The kernel floor is the time of the bare linear and attention
+every contender must produce exactly the tokens asked for, with log-probabilities. On the CPU one thread and tokens per second
+of the process's CPU time, on a GPU of the wall; best of the rounds, contenders in turn. The kernel floor is the time of the bare linear and attention
 kernels of one decode step.
 """
 
@@ -43,6 +43,8 @@ class Workload:
     num_samples: int
     prompt_lengths: tuple[int, int]
     peers: tuple[str, ...] = ("transformers.generate_batch", "transformers.generate")
+    device: str = "cpu"
+    slots: int = 32
 
     def draw(self) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts, and for each the response lengths of its samples."""
@@ -62,13 +64,20 @@ WORKLOADS = (
     Workload("5m-bf16", "5m", "bfloat16", 32, 4, (8, 64)),
     Workload("5m-fp32-groups", "5m", "float32", 8, 8, (128, 256)),
     Workload("100m-bf16", "100m", "bfloat16", 12, 4, (8, 64), ("transformers.generate_batch",)),
+    Workload("0.5b-bf16-gpu", "0.5b", "bfloat16", 128, 8, (64, 512), device="cuda", slots=256),
+    Workload("1.5b-bf16-gpu", "1.5b", "bfloat16", 128, 8, (64, 512), device="cuda", slots=256),
 )
+"""Those for a GPU run where there is one."""
 
 _SIZES: dict[str, dict[str, Any]] = {
     "5m": {"hidden_size": 256, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     | {"intermediate_size": 768, "vocab_size": 4096},
     "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
     | {"intermediate_size": 2048, "vocab_size": 32000},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    | {"intermediate_size": 4864, "vocab_size": 151936},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
+    | {"intermediate_size": 8960, "vocab_size": 151936},
 }
 
 
@@ -96,7 +105,7 @@ def build(size: str, folder: Path) -> Path:
 
 def by_engine(path: Path, workload: Workload) -> Callable[[], int]:
     """A run of this engine that returns the tokens it made."""
-    engine = Engine(path, workload.dtype, max_running=SLOTS)
+    engine = Engine(path, workload.dtype, max_running=workload.slots, device=workload.device)
     prompts, lengths = workload.draw()
 
     def run() -> int:
@@ -116,18 +125,18 @@ def by_engine(path: Path, workload: Workload) -> Callable[[], int]:
 
 def by_generate(path: Path, workload: Workload) -> Callable[[], int]:
     """A run of transformers' `generate` on padded batches."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, workload.dtype)).eval()
+    model = _reference(path, workload)
     prompts, lengths = workload.draw()
     asked = [(prompt, n) for prompt, group in zip(prompts, lengths, strict=True) for n in group]
 
     def run() -> int:
-        for start in range(0, len(asked), SLOTS):
-            batch = asked[start : start + SLOTS]
+        for start in range(0, len(asked), workload.slots):
+            batch = asked[start : start + workload.slots]
             longest, most = max(len(p) for p, _ in batch), max(n for _, n in batch)
             tokens = torch.tensor([[0] * (longest - len(p)) + p for p, _ in batch])
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in batch])
             out = model.generate(
-                tokens, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0,
+                tokens.to(workload.device), attention_mask=mask.to(workload.device), max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0,
                 return_dict_in_generate=True, output_scores=True,
             )  # fmt: skip
             logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
@@ -139,11 +148,14 @@ def by_generate(path: Path, workload: Workload) -> Callable[[], int]:
 
 def by_generate_batch(path: Path, workload: Workload) -> Callable[[], int]:
     """A run of transformers' continuous batching."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, workload.dtype)).eval()
+    model = _reference(path, workload)
     prompts, lengths = workload.draw()
     asked = [(prompt, n) for prompt, group in zip(prompts, lengths, strict=True) for n in group]
     known = signature(ContinuousBatchingConfig).parameters
-    wanted = {"max_requests_per_batch": SLOTS, "return_logprobs": True, "num_blocks": 64, "max_batch_tokens": 512}
+    wanted: dict[str, Any] = {"max_requests_per_batch": workload.slots, "return_logprobs": True}
+    if workload.device == "cpu":
+        # Left alone it sizes its dense mask for far more than this workload needs, and is three times slower.
+        wanted |= {"num_blocks": 64, "max_batch_tokens": 512}
     batching = ContinuousBatchingConfig(**{k: v for k, v in wanted.items() if k in known})
     generation = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=256, pad_token_id=0, eos_token_id=-1)
 
@@ -164,21 +176,34 @@ def by_generate_batch(path: Path, workload: Workload) -> Callable[[], int]:
     return run
 
 
-def rates(runs: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
-    """Tokens per second of CPU time of each contender, the best of the rounds."""
+def _reference(path: Path, workload: Workload) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, workload.dtype))
+    return model.to(workload.device).eval()
+
+
+def _clock(device: str) -> float:
+    """Seconds: of this process's CPU time, or on a GPU of the wall once its work is done."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def rates(runs: dict[str, Callable[[], int]], rounds: int, device: str) -> dict[str, float]:
+    """Tokens per second of each contender, the best of the rounds."""
     best = dict.fromkeys(runs, 0.0)
     for _ in range(rounds):
         for name, run in runs.items():
-            start = time.process_time()
+            start = _clock(device)
             tokens = run()
-            best[name] = max(best[name], tokens / (time.process_time() - start))
+            best[name] = max(best[name], tokens / (_clock(device) - start))
     return best
 
 
 @torch.inference_mode()
 def floor(path: Path, dtype: str, steps: int = 24) -> tuple[float, float]:
     """CPU milliseconds of one decode step at SLOTS rows of FLOOR_CONTEXT cached tokens, and of its bare kernels."""
-    engine = Engine(path, dtype, max_running=SLOTS, prefill_tokens=SLOTS * FLOOR_CONTEXT)
+    engine = Engine(path, dtype, max_running=SLOTS, device="cpu", prefill_tokens=SLOTS * FLOOR_CONTEXT)
     for index in range(SLOTS):
         engine.add_group([index + 5] * (FLOOR_CONTEXT - steps // 2), SamplingParams(ignore_eos=True), [index])
     engine.step()
@@ -220,15 +245,15 @@ def _kernels(engine: Engine) -> Callable[[], None]:
 
 
 def measure(workload: Workload, folder: Path, rounds: int) -> list[Row]:
-    """The rows of one workload."""
+    """The rows of one workload; the policy is built on its first use."""
     path = folder / workload.size
     path = path if path.exists() else build(workload.size, folder)
     makers = {"transformers.generate_batch": by_generate_batch, "transformers.generate": by_generate}
     runs = {"ours": by_engine(path, workload)} | {peer: makers[peer](path, workload) for peer in workload.peers}
-    found = rates(runs, rounds)
+    found = rates(runs, rounds, workload.device)
     ours = found.pop("ours")
     rows = [Row(workload.name, peer, rate, "tokens/s", ours / rate, ours) for peer, rate in found.items()]
-    if not workload.name.endswith("groups"):
+    if workload.device == "cpu" and not workload.name.endswith("groups"):
         step, kernels = floor(path, workload.dtype)
         rows.append(Row(workload.name, "kernel-floor", kernels, "ms/step", step / kernels, step))
     return rows
@@ -246,7 +271,8 @@ def main() -> None:
     print(f"{'workload':<16}{'peer':<30}{'peer':>10}{'ours':>10}{'ratio':>8}  unit")
     with tempfile.TemporaryDirectory() as folder:
         for workload in WORKLOADS:
-            if options.workload and workload.name not in options.workload:
+            is_wanted = not options.workload or workload.name in options.workload
+            if not is_wanted or (workload.device == "cuda" and not torch.cuda.is_available()):
                 continue
             for row in measure(workload, Path(folder), options.rounds):
                 print(

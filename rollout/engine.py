@@ -5,7 +5,7 @@ for every row. It needs nothing of the rest of the project but the policy.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,25 +117,34 @@ class Engine:
         prompts: Many[list[int]] | Many[str],
         params: SamplingParams | Many[SamplingParams] | None = None,
         order: list[int] | None = None,
-    ) -> Iterator[Completion]:
-        """Completions as they finish; `order` receives the trajectory ids in the prompts' order."""
+    ) -> Generator[Completion, None, None]:
+        """Completions as they finish; `order` receives the trajectory ids in the prompts' order.
+
+        Not to be mixed with `add_group`. A caller that stops early leaves nothing behind.
+        """
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Many) else list(params)
         if len(each) != len(prompts):
             raise SettingError(f"params: {len(each)} sampling parameters for {len(prompts)} prompts")
+        encoded = [self.text.encode(prompt) for prompt in prompts]
+        for prompt in encoded:
+            self._check_prompt(prompt)
         mine: set[int] = set()
-        for prompt, wanted in zip(prompts, each, strict=True):
+        for prompt, wanted in zip(encoded, each, strict=True):
             ids = list(range(self._next_id, self._next_id + wanted.n))
             self._next_id += wanted.n
             streams = list(range(wanted.n)) if wanted.seed is not None else ids
-            self._add(self.text.encode(prompt), wanted, ids, streams)
+            self._add(prompt, wanted, ids, streams)
             mine.update(ids)
             if order is not None:
                 order.extend(ids)
-        while mine:
-            for completion in self.step():
-                if completion.trajectory_id in mine:
+        try:
+            while mine:
+                for completion in self.step():
                     mine.remove(completion.trajectory_id)
                     yield completion
+        finally:
+            for trajectory_id in mine:
+                self.cancel(trajectory_id)
 
     # ------------------------------------------------------------------------------------------------------ step by step
 

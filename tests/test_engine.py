@@ -62,6 +62,19 @@ def test_a_trajectory_is_the_same_whatever_it_is_batched_with(llama):
     assert len({tuple(c.token_ids) for c in alone[:3]}) == 3
 
 
+def test_completions_stream_as_they_finish_and_an_abandoned_stream_leaves_nothing(llama):
+    engine = Engine(llama)
+    params = [SamplingParams(max_new_tokens=k, ignore_eos=True) for k in (30, 5, 60)]
+    stream = engine.stream(["a", "b", "c"], params)
+    assert [len(next(stream).token_ids), len(next(stream).token_ids)] == [5, 30]
+    stream.close()
+    engine.check()
+    assert engine.idle and engine.pool.num_free == engine.pool.num_pages - 1
+    with pytest.raises(SettingError, match="no tokens"):
+        engine.generate([[5], []])
+    assert engine.idle
+
+
 def test_samples_of_a_prompt_lie_together_in_the_prompts_order(llama):
     prompts = random_prompts(5, longest=70)
     completions = Engine(llama, max_running=4).generate(prompts, SamplingParams(max_new_tokens=9, n=2))

@@ -67,6 +67,23 @@ def test_agreement_survives_preemption_pauses_and_forks_of_a_real_policy(dtype):
     assert_same_bits(STORIES, dtype, completions)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_agreement_survives_migration(tmp_path, dtype, with_cache):
+    path = tiny_policy(tmp_path, "qwen2")
+    here, there = (Engine(path, dtype, exact=True) for _ in range(2))
+    for index, prompt in enumerate(random_prompts(8, longest=120)):
+        here.add_group(prompt, SamplingParams(max_new_tokens=80, ignore_eos=True), [index])
+    completions = []
+    for _ in range(25):
+        completions += here.step()
+    there.put_in(here.take_out(range(0, 8, 2), with_cache))
+    while not (here.idle and there.idle):
+        completions += [*here.step(), *there.step()]
+    assert len(completions) == 8
+    assert_same_bits(path, dtype, completions)
+
+
 def test_gradients_of_an_exact_forward_are_those_of_a_plain_one(tmp_path):
     path = tiny_policy(tmp_path, "qwen3")
     tokens = torch.tensor([t for p in random_prompts(5, 90) for t in p])

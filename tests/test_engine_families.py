@@ -27,7 +27,10 @@ def test_a_family_s_logprobs_are_those_of_transformers(tmp_path, family):
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_a_family_s_packed_forward_is_that_of_transformers(tmp_path, family):
     path = tiny_policy(tmp_path, family)
-    policy, reference = load_policy(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    policy, reference = (
+        load_policy(path),
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval(),
+    )
     prompts = random_prompts(7, longest=100)
     tokens = torch.tensor([t for p in prompts for t in p])
     lengths = torch.tensor([0, *(len(p) for p in prompts)]).cumsum(0)

@@ -78,6 +78,8 @@ def test_structure_without_weights_takes_views_as_its_parameters(tmp_path):
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match=r"model\.path: no Hugging Face checkpoint"):
         load_policy(tmp_path)
+    with pytest.raises(SettingError, match=r"model\.dtype: 'floaty' is no floating-point type"):
+        load_policy(tmp_path, "floaty")
     with pytest.raises(SettingError, match=r"model\.path: no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

@@ -168,7 +168,9 @@ def load_policy(
 
     Raises SettingError for a missing checkpoint and for a feature that would be computed wrongly.
     """
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise SettingError(f"model.dtype: '{dtype}' is no floating-point type (float32, bfloat16, float16)")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
