@@ -11,6 +11,7 @@ from headrace.comm.waits import waiting
 from headrace.relay.delta import apply, encode
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
+from headrace.relay.push import LinkPush
 from headrace.relay.weights import WeightPublisher, WeightReader
 
 
@@ -85,6 +86,7 @@ def test_deltas_of_a_real_run_are_small_and_lossless_down_the_chain():
     run = Trained(delta=True)
     for version in range(1, 51):
         run.step(version)
+    assert isinstance(run.publisher._way, LinkPush)
     sent, whole = run.publisher._way.num_sent, 50 * run.layout.num_bytes
     assert all(keeper.desk.delta_of(50) is not None for keeper in run.keepers)
     run.close()

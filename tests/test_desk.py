@@ -187,10 +187,12 @@ def test_the_watermark_is_the_first_byte_that_any_part_lacks():
 def test_chunks_are_digested_as_they_arrive():
     segment = Segment.create_anonymous()
     desk, num_bytes = Desk(segment), 2 * GRID_BYTES + 10
-    arrival, _ = desk.open(Offer(1, 1, num_bytes, 5), "a")
+    opened = desk.open(Offer(1, 1, num_bytes, 5), "a")
+    assert opened is not None
+    arrival, _ = opened
     for done in (GRID_BYTES - 1, GRID_BYTES, num_bytes):
         desk.advance(arrival, 0, "a", done)
     assert desk.finish(arrival, 0, digest(np.zeros(num_bytes, np.uint8)))
-    del arrival
+    del arrival, opened
     desk.close()
     segment.close()
