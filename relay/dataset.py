@@ -57,10 +57,9 @@ class TableRows:
 def open_rows(settings: DataSettings) -> Rows:
     """The rows that `data.path` (and `data.split`) name. Raises `SettingError` if there are none."""
     path = Path(settings.path)
-    if path.suffix in (".jsonl", ".json"):
-        rows: Rows = JsonLines(path)
-    else:
-        rows = TableRows(_load_table(settings, path))
+    is_table = path.suffix == ".parquet" or path.is_dir()
+    is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and settings.path.count("/") <= 1
+    rows: Rows = TableRows(_load_table(settings, path)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
         raise SettingError(f"data.path: {settings.path} has no rows")
     return rows

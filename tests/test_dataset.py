@@ -35,6 +35,17 @@ def test_every_form_gives_the_same_rows(path: Path):
     assert list(checked_prompts(rows, str(path))) == [row["prompt"] for row in ROWS]
 
 
+def test_any_other_file_is_read_as_jsonl(tmp_path: Path):
+    (tmp_path / "prompts").write_text('{"prompt": "x"}\n')
+    assert len(open_rows(DataSettings(path=str(tmp_path / "prompts")))) == 1
+
+
+def test_a_file_that_is_not_there_is_told_by_its_setting(tmp_path: Path):
+    for name in ("no.jsonl", "no.txt", "no"):
+        with pytest.raises(SettingError, match="data.path: there is no file"):
+            open_rows(DataSettings(path=str(tmp_path / name)))
+
+
 def test_what_cannot_be_read_is_told_by_its_setting(tmp_path: Path):
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(SettingError, match="data.path"):
