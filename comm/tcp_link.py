@@ -12,7 +12,6 @@ from .handshake import prove
 from .store import Store
 from .waits import waiting
 
-_BUFFER_BYTES = 4 << 20
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
 
 
@@ -81,7 +80,6 @@ class TcpLink:
 def _listen(store: Store, key: str, name: str, deadline_s: float, secret: bytes, interface: str) -> TcpLink:
     until = time.monotonic() + deadline_s
     with socket.create_server((interface, 0), backlog=8) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         store.set(key, f"{interface}:{listener.getsockname()[1]}")
         try:
             while True:
@@ -104,7 +102,6 @@ def _connect(store: Store, key: str, name: str, deadline_s: float, secret: bytes
         wait.until(lambda: store.check([key]), interval_s=0.001)
         host, _, port = store.get(key).decode().rpartition(":")
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         connection.settimeout(wait.remaining_s)
         try:
             connection.connect((host, int(port)))

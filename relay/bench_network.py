@@ -72,7 +72,7 @@ class Network:
         _run(f"ip -n {name} addr add {address(host)}/24 dev net")
         for device in ("lo", "net"):
             _run(f"ip -n {name} link set {device} up")
-        shaping = f"root tbf rate {self._rate} burst 128kb latency 100ms"
+        shaping = f"root tbf rate {self._rate} burst 128kb latency 20ms"
         _run(f"tc -n {name} qdisc add dev net {shaping}")
         _run(f"tc -n {self._switch} qdisc add dev port{host} {shaping}")
 

@@ -29,7 +29,10 @@ class Desk:
         """Parts whose bytes were not those of their digest."""
         self.num_resumed = 0
         """Parts that went on in their middle, over another link than the one on which they had begun."""
-        self._changed = threading.Condition()
+        # Bytes come far more often than versions: who waits for a version is not woken by every chunk.
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._advanced = threading.Condition(lock)
         self._arrival: Arrival | None = None
         self._delta: tuple[int, Delta, np.ndarray] | None = None
         self._closed = False
@@ -58,7 +61,7 @@ class Desk:
                 arrival = self._begin(offer, State.ARRIVING)
             at = arrival.take_over(offer, upstream)
             self.num_resumed += at > 0
-            self._changed.notify_all()
+            self._notify()
             return arrival, at
 
     def reserve(self, num_bytes: int, fingerprint: int) -> Arrival | None:
@@ -113,7 +116,7 @@ class Desk:
         with self._changed:
             if not arrival.advance(part, upstream, done):
                 return False
-            self._changed.notify_all()
+            self._advanced.notify_all()
         arrival.hash_on()
         return True
 
@@ -138,7 +141,7 @@ class Desk:
             if arrival.state is State.ARRIVING:
                 arrival.digest, arrival.state = digest, State.COMPLETE
                 self.shelf.complete(arrival.slot, digest)
-                self._changed.notify_all()
+                self._notify()
         return arrival.state is State.COMPLETE
 
     def abandon(self, arrival: Arrival, part: int, upstream: str) -> None:
@@ -154,7 +157,11 @@ class Desk:
             if self._arrival is not None and self._arrival.is_open:
                 self.shelf.abandon(self._arrival.slot)
             self._arrival = None
-            self._changed.notify_all()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        self._advanced.notify_all()
 
     def _begin(self, offer: Offer, state: State) -> Arrival:
         self.shelf.prepare(offer.num_bytes, offer.fingerprint)
@@ -166,7 +173,7 @@ class Desk:
         if self._arrival is not None and self._arrival.is_open:
             self._arrival.state = State.ABANDONED
             self.shelf.abandon(self._arrival.slot)
-            self._changed.notify_all()
+            self._notify()
         self._arrival = None  # its buffer is a view that would hold the segment's memory
 
     # ------------------------------------------------------------------------------------------------- going out
@@ -196,14 +203,14 @@ class Desk:
 
     def wait_arrived(self, arrival: Arrival, beyond: int, timeout_s: float) -> int:
         """Bytes of an arrival in place; waits up to `timeout_s` for more than `beyond`, or for its end."""
-        with self._changed:
-            self._changed.wait_for(lambda: arrival.arrived > beyond or not arrival.is_open or self._closed, timeout_s)
+        with self._advanced:
+            self._advanced.wait_for(lambda: arrival.arrived > beyond or not arrival.is_open or self._closed, timeout_s)
             return arrival.arrived
 
     def wait_digest(self, arrival: Arrival, timeout_s: float) -> str | None:
         """The digest of an arrival; waits up to `timeout_s` for its end."""
-        with self._changed:
-            self._changed.wait_for(lambda: not arrival.is_open or self._closed, timeout_s)
+        with self._advanced:
+            self._advanced.wait_for(lambda: not arrival.is_open or self._closed, timeout_s)
             return arrival.digest or None
 
     def _find(self, above: int) -> Arrival | Held | None:
