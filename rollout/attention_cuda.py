@@ -5,6 +5,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..trainer.attention import Rule
@@ -100,9 +101,10 @@ class VarlenAttention(TableAttention):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
         """See `TableAttention`."""
         starts = torch.arange(len(query) + 1, device=query.device, dtype=torch.int32)
+        key_starts = F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         longest = self.table.shape[1] * self.cache.page_size
         return self._kernel(
-            query.contiguous(), keys.transpose(1, 2), values.transpose(1, 2), starts, None, 1, longest, scale=rule.scale,
+            query.contiguous(), keys.transpose(1, 2), values.transpose(1, 2), starts, key_starts, 1, longest, scale=rule.scale,
             window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0), enable_gqa=True,
             seqused_k=self.lengths, block_table=self.table, num_splits=1,
         )  # fmt: skip

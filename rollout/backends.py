@@ -6,6 +6,7 @@ import torch
 
 from ..comm.errors import SettingError
 from ..trainer.attention import Attention
+from ..trainer.attention_exact import PAGE
 from ..trainer.model import Policy
 from .attention import GatherAttention, PoolAttention
 from .attention_cuda import (
@@ -29,6 +30,11 @@ class DecodeAttention(Attention, Protocol):
     def prepare(self, batch: DecodeBatch) -> None:
         """Bring the plan up to the batch's positions, once per step."""
         ...
+
+
+def page_size_for(attention: str) -> int:
+    """Tokens per page that a back-end likes."""
+    return FLASH_PAGE if attention in ("flash", "varlen") else PAGE
 
 
 def choose(wanted: str, policy: Policy, cache: KVCache, exact: bool) -> DecodeAttention:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.errors import SettingError
-from ..trainer.attention_exact import PAGE
 from ..trainer.model import Policy, load_policy
 from ..trainer.shard import Shard
+from .backends import page_size_for
 from .batch import DecodeBatch
 from .budget import page_budget
 from .exact_check import check_exact
@@ -51,7 +51,7 @@ class Engine:
     policy: a checkpoint's path, or a `Policy` whose parameters the caller may overwrite in place between steps (and must
     then announce with `weights_changed`); `dtype` and `device` (None: a GPU if there is one) count for a path only.
     max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
-    kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`.
+    kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`; page_size: by it.
     prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
     tp_group: the ranks of one tensor-parallel replica; all of them get the same calls and give the same answers.
     `description` says what was chosen.
@@ -65,7 +65,7 @@ class Engine:
         seed: int = 0,
         *,
         kv_gb: float | None = None,
-        page_size: int = PAGE,
+        page_size: int | None = None,
         exact: bool = False,
         prefill_tokens: int = 2048,
         attention: str = "auto",
@@ -84,6 +84,7 @@ class Engine:
         self.policy = policy
         self.seed = seed
         shard = Shard(tp_group)
+        page_size = page_size or page_size_for(attention)
         num_kv_heads = max(1, policy.num_kv_heads // shard.size)
         budget = page_budget(policy, page_size, num_kv_heads, max_running, kv_gb, gpu_share)
         self.pool = PagePool(budget.num_pages, page_size)

@@ -6,6 +6,7 @@ outlive a version.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class DecodeGraphs:
         self._is_greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(max_running, device=device)
         self._generation = -1
+        self._pool: Any = None
 
     @staticmethod
     def can_run(batch: DecodeBatch) -> bool:
@@ -106,7 +108,9 @@ class DecodeGraphs:
             self._step(size)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # One memory pool for all: only one graph runs at a time, and what it leaves is copied out.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
             self._step(size)
         self._graphs[size] = graph
         for tensor, value in zip(state, before, strict=True):
