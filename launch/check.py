@@ -22,6 +22,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
         raise SettingError(
             "generator.exact: a run is exact with model.dtype=float32 only, since the trainer keeps fp32 weights"
         )
+    if recipe.generator.exact and recipe.roles.actor > 1:
+        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     check_run_folder(recipe)
     check_reward(recipe.reward.path)
     data = check_data(recipe.data)

@@ -64,7 +64,8 @@ class Rollout:
 
     def __init__(self, fleet: Fleet, recipe: RolloutRecipe) -> None:
         self.recipe = recipe
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
+        device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
         self.tokenizer = load_tokenizer(recipe.model.path)
         g, s = recipe.generator, recipe.sampling
         self.policy = load_policy(recipe.model.path, recipe.model.dtype, device, weights=False, exact=g.exact)

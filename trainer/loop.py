@@ -53,7 +53,8 @@ class Trainer:
     def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
+        device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
         torch.manual_seed(recipe.run.seed)
         self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
         self.units = Units(fleet)
