@@ -62,6 +62,7 @@ class Hub:
         self._granted: dict[str, LeaseGrant] = {}
         self._taker: tuple[str, TakeGroups] | None = None
         self._hand_outs: list[GroupRef] = []
+        self._units: set[str] = set()
         self._rules: dict[type, Callable] = {
             LeaseRequest: self._on_lease_request,
             LeaseReturn: self._on_lease_return,
@@ -99,12 +100,15 @@ class Hub:
         self._requests.pop(holder, None)
         self._granted.pop(holder, None)
         self.telemetry.forget(holder)
+        strays: list[str] = []
         for group in self._held_by(holder):
-            attempts = {
-                group.rows[s].attempt for s in group.samples(RowStatus.LEASED) if group.rows[s].holder == holder
-            }
-            for attempt in sorted(attempts):
+            lost = [s for s in group.samples(RowStatus.LEASED) if group.rows[s].holder == holder]
+            strays += [RowId(group.id.epoch, group.id.prompt, s).key(group.rows[s].attempt) for s in lost]
+            for attempt in sorted({group.rows[s].attempt for s in lost}):
                 self.decide(ev.Returned(group=group.id, attempt=attempt, reason=reason))
+        for unit in self._units if strays else ():
+            # It may have died between writing a row and telling: nobody will ever ask for those bytes.
+            self.mailbox.send(unit, DropRows(strays))
         self.serve()
 
     def holders(self) -> set[str]:
@@ -161,6 +165,8 @@ class Hub:
     # --------------------------------------------------------------------------------------------------------- rows
 
     def _on_row_done(self, sender: str, done: RowDone) -> None:
+        if done.unit:
+            self._units.add(done.unit)
         row = self.state.row(done.row)
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self.num_fenced += 1
@@ -229,6 +235,7 @@ class Hub:
 
     def _on_version_complete(self, sender: str, message: VersionComplete) -> None:
         relay = sender.partition("/")[0]
+        self._units.add(relay)
         self.decide(ev.Published(version=message.version, step=message.step, digest=message.digest, relay=relay))
 
     def _on_pulled(self, sender: str, message: Pulled) -> None:

@@ -17,6 +17,7 @@ from headrace.comm.messages import (
     RowId,
     StepTrained,
     TakeGroups,
+    VersionComplete,
     encode,
 )
 from headrace.relay import events as ev
@@ -138,6 +139,16 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
     assert not s.hub.state.groups[old.leases[0].group].is_complete
     s.finish(new, "rollout-1")
     assert s.hub.state.groups[old.leases[0].group].is_complete
+
+
+def test_the_bytes_of_a_dead_rollout_that_told_nobody_are_dropped(scene: MakeScene):
+    s = scene()
+    s.say("relay-0/weights", VersionComplete(0, 0, "digest"))
+    grant = s.lease()
+    s.hub.lose("rollout-0", "dead")
+    (drop,) = s.heard("relay-0")
+    group = grant.leases[0].group
+    assert drop == DropRows([f"{group}.0@1", f"{group}.1@1"])
 
 
 def test_leases_given_back_are_leased_again_first(scene: MakeScene):
