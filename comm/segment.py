@@ -18,8 +18,8 @@ from enum import Enum
 import numpy as np
 
 from .errors import PeerGone
+from .settings import SEGMENT_FD
 
-SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 HEADER_BYTES = 4096
 _PAGE = 4096
 _SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the owner's

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+SEGMENT_FD = "HEADRACE_SEGMENT_FD"
+"""Names a relay's shared memory in its environment; others on the host open it as /proc/<seat pid>/fd/<number>."""
+
 
 @dataclass(slots=True)
 class RunSettings:

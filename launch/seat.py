@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
+from ..comm.settings import SEGMENT_FD
 from .children import WATCHED, Child, block_signals, describe_end, end_with_parent, say
 from .config import Recipe
 from .roles import Place, assign, count_gpus, visible_devices
@@ -29,9 +30,6 @@ STORE_GONE_EXIT = 69
 """Exit code of a child whose watchdog found the fleet's store gone, as `comm.fleet` has it (which loads torch)."""
 SUMMARY_FILE = "summary.json"
 """What the hub writes into the run folder when the run has ended."""
-SEGMENT_FD = "HEADRACE_SEGMENT_FD"
-"""Names the relay's shared memory in its environment; others on the host open it as /proc/<seat pid>/fd/<number>."""
-
 LAUNCHER = "HEADRACE_LAUNCHER"
 """Set in the environment by the launcher, which reads the run's summary and tells the user itself."""
 

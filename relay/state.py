@@ -95,7 +95,6 @@ class HubState:
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
-    held_versions: dict[str, int] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> int:
@@ -129,7 +128,6 @@ def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
     state.handed.clear()
-    state.held_versions.clear()
     for group in state.groups.values():
         group.step = None
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
@@ -222,7 +220,7 @@ def _(event: ev.Published, state: HubState) -> None:
 
 @apply.register
 def _(event: ev.Received, state: HubState) -> None:
-    state.held_versions[event.holder] = event.version
+    """A receipt is for those who audit; no decision hangs on it."""
 
 
 @apply.register

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..comm.errors import SettingError
@@ -20,6 +20,7 @@ from .settings import RewardSettings
 
 PATIENCE = 3
 MAX_BATCH = 64
+STARTUP_S = 60.0
 
 
 @dataclass(slots=True)
@@ -39,7 +40,6 @@ class RewardPool:
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
-        self.num_pending = 0
         self._todo: queue.Queue[Scored | None] = queue.Queue()
         self._done: queue.Queue[Scored] = queue.Queue()
         self._failures_in_a_row = 0
@@ -51,7 +51,6 @@ class RewardPool:
             thread.start()
 
     def submit(self, item: Scored) -> None:
-        self.num_pending += 1
         self._todo.put(item)
 
     def finished(self) -> list[Scored]:
@@ -59,7 +58,6 @@ class RewardPool:
         items: list[Scored] = []
         while not self._done.empty():
             items.append(self._done.get())
-        self.num_pending -= len(items)
         for item in items:
             self._has_succeeded |= not item.failure
             self._failures_in_a_row = self._failures_in_a_row + 1 if item.failure else 0
@@ -106,7 +104,6 @@ class _RewardProcess:
     settings: RewardSettings
     process: "subprocess.Popen[bytes] | None" = None
     unread: bytes = b""
-    startup_s: float = field(default=60.0)
 
     def call(self, batch: list[Scored]) -> dict[str, Any]:
         """`{"rewards": [...]}` or `{"error": "..."}` within `reward.timeout_s`."""
@@ -130,7 +127,7 @@ class _RewardProcess:
     def _start(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "headrace.rollout.reward_worker", self.settings.path]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        answer = self._exchange(b"", self.startup_s)
+        answer = self._exchange(b"", STARTUP_S)
         if "error" in answer:
             self.close()
         return answer

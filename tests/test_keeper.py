@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from headrace.comm.fleet import Fleet
-from headrace.comm.segment import SEGMENT_FD
-from headrace.comm.settings import CommSettings
+from headrace.comm.settings import SEGMENT_FD, CommSettings
 from headrace.comm.store import host_store
 from headrace.comm.waits import waiting
 from headrace.relay.layout import Layout

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import PeerGone
-from headrace.comm.segment import SEGMENT_FD, Hold, Segment
+from headrace.comm.segment import Hold, Segment
+from headrace.comm.settings import SEGMENT_FD
 
 
 @pytest.fixture
