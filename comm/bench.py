@@ -2,7 +2,7 @@
 
     python -m headrace.comm.bench [--json FILE] [--only WORKLOAD ...] [--megabytes N]
 
-The weights' own workloads are those of `python -m headrace.relay.bench`, which this floor must not import.
+The weights' own workloads are those of `python -m headrace.relay.bench_weights`, which this floor must not import.
 """
 
 import socket
@@ -88,14 +88,22 @@ WORKLOADS: dict[str, Workload] = {"tcp-link": tcp_link}
 def _weights(arguments: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "headrace.relay.bench", "--no-heading", *arguments, "--json", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.relay.bench_weights",
+            "--no-heading",
+            *arguments,
+            "--json",
+            str(path),
+        ]
         subprocess.run(command, check=True)
         return read_json(path)
 
 
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
-    arguments = parse("headrace.comm.bench", argv, [*WORKLOADS, "those of headrace.relay.bench"])
+    arguments = parse("headrace.comm.bench", argv, [*WORKLOADS, "those of headrace.relay.bench_weights"])
     is_all = not arguments.only
     print(HEADING, flush=True)
     rows = run(WORKLOADS, [n for n in WORKLOADS if is_all or n in arguments.only], arguments.megabytes << 20)

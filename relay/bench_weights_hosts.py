@@ -1,6 +1,6 @@
 """The emulated cluster of the benchmark: relays in processes of their own, and an actor here.
 
-    python -m headrace.relay.bench_hosts STORE INDEX LINK PACE INTERFACE
+    python -m headrace.relay.bench_weights_hosts STORE INDEX LINK PACE INTERFACE
 
 is one relay; it prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that it holds whole.
 """
@@ -119,7 +119,7 @@ class Hosts:
     def _start(self, index: int, link: str, pace: float) -> "subprocess.Popen[str]":
         enter, interface = self._places[index]
         words = [self._hosted.address, str(index), link, str(pace), interface]
-        command = [*enter, sys.executable, "-m", "headrace.relay.bench_hosts", *words]
+        command = [*enter, sys.executable, "-m", "headrace.relay.bench_weights_hosts", *words]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **LARGE_COPIES})
         self._listeners.append(threading.Thread(target=self._listen, args=(index, relay), daemon=True))
         self._listeners[-1].start()

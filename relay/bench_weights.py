@@ -1,6 +1,6 @@
 """The benchmark of the weights: same-host copies, the actor's stall, the chain, its repair.
 
-    python -m headrace.relay.bench [--json FILE] [--only WORKLOAD ...] [--megabytes N]
+    python -m headrace.relay.bench_weights [--json FILE] [--only WORKLOAD ...] [--megabytes N]
 
 Hosts are processes on this machine, their links held to a pace where the network is what is measured. Every figure is set
 against a peer measured in the same run.
@@ -16,8 +16,8 @@ import time
 import numpy as np
 
 from ..comm.measure import HEADING, Row, Workload, best_seconds, parse, run, write_json
-from .bench_hosts import LARGE_COPIES, Hosts
-from .bench_network import Network, can_shape, chain_seconds, gloo_seconds
+from .bench_weights_hosts import LARGE_COPIES, Hosts
+from .bench_weights_network import Network, can_shape, chain_seconds, gloo_seconds
 from .carrier import START_S
 from .chunks import best_num_chunks, push_seconds
 
@@ -141,9 +141,9 @@ WORKLOADS: dict[str, Workload] = {
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
     if LARGE_COPIES.items() - os.environ.items():
-        again = [sys.executable, "-m", "headrace.relay.bench", *argv]
+        again = [sys.executable, "-m", "headrace.relay.bench_weights", *argv]
         sys.exit(subprocess.run(again, env={**os.environ, **LARGE_COPIES}, check=False).returncode)
-    arguments = parse("headrace.relay.bench", argv, list(WORKLOADS))
+    arguments = parse("headrace.relay.bench_weights", argv, list(WORKLOADS))
     if not arguments.no_heading:
         print(HEADING, flush=True)
     rows = run(WORKLOADS, arguments.only or list(WORKLOADS), arguments.megabytes << 20)
