@@ -45,12 +45,12 @@ class Ending:
     def run(self, end: End) -> dict[str, Any]:
         """Stop everybody, count, write the last event; returns the summary."""
         hub, gone, done = self.hub, {end.gone}, end.done
-        hub.is_leasing = False
+        hub.leases.is_open = False
         actors = [] if done else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
         holdings = self._collect(Holding, rollouts)
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)
-        for missing in hub.holders() - set(holdings):
+        for missing in hub.leases.holders() - set(holdings):
             hub.lose(missing, "gone when the run ended")
         units = self._collect(UnitCount, self._tell("relay", CountRows(), gone))
         num_held = sum(self._confirmed(holder, holding) for holder, holding in holdings.items())
@@ -59,7 +59,7 @@ class Ending:
             log.error(
                 "holders and units have %d trajectories in flight, the books say %d", counted, hub.state.in_flight
             )
-        hub.decide(ev.Ended(reason=end.status))
+        hub.books.decide(ev.Ended(reason=end.status))
         self._tell("relay", Stop(end.status), gone)
         return self._summary(end, done, counted)
 
@@ -110,7 +110,7 @@ class Ending:
             "accounting": account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
-            "fenced": self.hub.num_fenced,
+            "fenced": self.hub.results.num_fenced,
             "version": state.version,
             "digest": state.digest,
             "tokens_per_s": 0.0,

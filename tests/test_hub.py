@@ -43,7 +43,7 @@ class Scene:
         admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(self.post.open("hub"), HubState(), Journal(self.path), pool, admission, settings)
-        self.hub.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
+        self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
 
     def say(self, sender: str, message: Message) -> None:
         assert self.hub.handle(Letter(sender, message))
@@ -77,7 +77,7 @@ def scene(tmp_path: Path):
 
     yield make
     for each in scenes:
-        each.hub.journal.close()
+        each.hub.books.journal.close()
         each.post.close()
 
 
@@ -133,7 +133,7 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
     assert new.leases[0].group == old.leases[0].group
     assert new.leases[0].attempt == 2
     s.finish(old)
-    assert s.hub.num_fenced == 2
+    assert s.hub.results.num_fenced == 2
     dropped = [key for message in s.heard("relay-0") if isinstance(message, DropRows) for key in message.keys]
     assert len(dropped) == 2 and all(key.endswith("@1") for key in dropped)
     assert not s.hub.state.groups[old.leases[0].group].is_complete
@@ -196,7 +196,7 @@ def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene, capsys: pyte
 
 def test_resuming_cuts_what_came_after_the_checkpoint_and_keeps_it_beside(scene: MakeScene):
     s = scene()
-    s.hub.decide(ev.Checkpointed(step=0, path="x"))
+    s.hub.books.decide(ev.Checkpointed(step=0, path="x"))
     s.lease()
     cut_after_checkpoint(s.path, 0)
     assert len(list(read_events(s.path))) == 2

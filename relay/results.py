@@ -1,0 +1,62 @@
+"""The hub's office for finished trajectories: what counts, what is fenced off, what is filtered."""
+
+import logging
+
+from ..comm.messages import DropRows, GroupId, RowDone
+from . import events as ev
+from .books import Books, Rules
+from .settings import QueueSettings
+from .state import Group, RowStatus
+
+log = logging.getLogger(__name__)
+
+
+class Results:
+    """Takes the word of those who hold a row's present attempt, and of nobody else."""
+
+    def __init__(self, books: Books, queue: QueueSettings) -> None:
+        self.books = books
+        self.queue = queue
+        self.num_fenced = 0
+        self.rules: Rules = {RowDone: self._on_row_done}
+
+    def serve(self) -> None:
+        """Nothing waits here."""
+
+    def lose(self, holder: str, reason: str) -> None:
+        """What has arrived does not depend on who brought it."""
+
+    def _on_row_done(self, sender: str, done: RowDone) -> None:
+        if done.unit:
+            self.books.units.add(done.unit)
+        row = self.books.state.row(done.row)
+        if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
+            self._fence_off(sender, done)
+        elif done.failure or done.reward is None:
+            self.books.decide(ev.RowFailed(row=done.row, reason=done.failure or "no reward"))
+        else:
+            self.books.decide(
+                ev.RowReady(
+                    row=done.row,
+                    unit=done.unit,
+                    version=done.version,
+                    num_tokens=done.num_tokens,
+                    reward=done.reward,
+                    num_versions=done.num_versions,
+                )
+            )
+        group = self.books.state.groups.get(GroupId(done.row.epoch, done.row.prompt))
+        if group is not None and group.step is None and group.is_complete and self._has_no_signal(group):
+            self.books.drop((group, sample) for sample in group.samples(RowStatus.READY))
+            self.books.decide(ev.GroupFiltered(group=group.id))
+
+    def _fence_off(self, sender: str, done: RowDone) -> None:
+        """Somebody else has the row by now, or had: these bytes are nobody's."""
+        self.num_fenced += 1
+        if not done.failure:
+            self.books.mailbox.send(done.unit, DropRows([done.row.key(done.attempt)]))
+        log.info("row %s attempt %d from %s is fenced off", done.row, done.attempt, sender)
+
+    def _has_no_signal(self, group: Group) -> bool:
+        rewards = {group.rows[sample].reward for sample in group.samples(RowStatus.READY)}
+        return self.queue.filter_zero_std and len(rewards) == 1
