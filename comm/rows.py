@@ -28,11 +28,17 @@ class Rows(Protocol):
     """A storage unit as its clients see it."""
 
     def put(self, key: str, columns: dict[str, np.ndarray]) -> int:
-        """Store a row and return its bytes once the unit has it. The same row may be put again."""
+        """Add columns to a row, which begins with its first; returns their bytes once the unit has them.
+
+        A column that the row has already is replaced as a whole; the others stay as they are.
+        """
         ...
 
-    def get(self, key: str) -> dict[str, np.ndarray]:
-        """A row's columns. Raises `KeyError` if the unit does not hold it, `WrongDigest` if its bytes are not what was put."""
+    def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """A row's columns, all or those named.
+
+        Raises `KeyError` if the unit does not hold one of them, `WrongDigest` if its bytes are not what was put.
+        """
         ...
 
     def drop(self, keys: Iterable[str]) -> int:
@@ -75,20 +81,23 @@ class RowClient:
         self._lock = threading.Lock()
 
     def put(self, key: str, columns: dict[str, np.ndarray]) -> int:
-        """Store a row; returns its bytes once the unit has acknowledged it."""
-        body = save({name: np.ascontiguousarray(column) for name, column in columns.items()})
+        """Add columns to a row; returns their bytes once the unit has acknowledged them."""
+        with self._lock:
+            held = self._try(lambda: self._head(key)) is not None
+        body = save({name: np.ascontiguousarray(c) for name, c in ((self.get(key) if held else {}) | columns).items()})
         parts = [body[start : start + _PART_BYTES] for start in range(0, len(body), _PART_BYTES)]
         head = _Head(len(parts), len(body), xxhash.xxh3_64_intdigest(body))
         with self._lock:
             return self._try(lambda: self._put(key, head, parts))
 
-    def get(self, key: str) -> dict[str, np.ndarray]:
+    def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """A row's columns, checked against the checksum of the writer."""
         with self._lock:
             head, body = self._try(lambda: self._get(key))
         if len(body) != head.num_bytes or xxhash.xxh3_64_intdigest(body) != head.checksum:
             raise WrongDigest(f"row {key} of unit {self.address}: {len(body)} bytes that are not those of its writer")
-        return load(body)
+        row = load(body)
+        return row if columns is None else {name: row[name] for name in columns}
 
     def drop(self, keys: Iterable[str]) -> int:
         """Forget rows; returns how many of them there were."""
@@ -155,16 +164,17 @@ class MemoryRows:
         self._lock = threading.Lock()
 
     def put(self, key: str, columns: dict[str, np.ndarray]) -> int:
-        """Store a row."""
-        body = save({name: np.ascontiguousarray(column) for name, column in columns.items()})
+        """Add columns to a row."""
         with self._lock:
-            self._rows[key] = body
-        return len(body)
+            held = load(self._rows[key]) if key in self._rows else {}
+            self._rows[key] = save({name: np.ascontiguousarray(c) for name, c in (held | columns).items()})
+            return sum(column.nbytes for column in columns.values())
 
-    def get(self, key: str) -> dict[str, np.ndarray]:
-        """A row's columns."""
+    def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """A row's columns, all or those named."""
         with self._lock:
-            return load(self._rows[key])
+            row = load(self._rows[key])
+        return row if columns is None else {name: row[name] for name in columns}
 
     def drop(self, keys: Iterable[str]) -> int:
         """Forget rows."""
