@@ -20,6 +20,7 @@ from ..comm.fleet import Fleet, Member
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
+from .archive import Archive
 from .chain import chain_order
 from .feed import Feed, fetch
 from .frames import Offer
@@ -210,10 +211,12 @@ class WeightPublisher:
 class WeightReader:
     """A rollout's end: the newest complete version of the relay nearest to it."""
 
-    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings) -> None:
+    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, archive: Archive | None = None) -> None:
+        """`archive` has what no relay holds any more."""
         self.layout = layout
         self._fleet = fleet
         self._settings = settings
+        self._archive = archive
         self._relay = fleet.nearest("relay", having="segment")
         self._feed: Feed | None = None
         if is_shared(self._relay, fleet, settings):
@@ -260,9 +263,9 @@ class WeightReader:
         raise WrongDigest(f"the bytes of {self._relay.name} have not the digest of the version that it shows")
 
     def pull_version(self, version: int, into: np.ndarray) -> Receipt:
-        """Copy one version, which need not be the newest, from any relay that still holds it.
+        """Copy one version, which need not be the newest, from any relay that still holds it, else from the archive.
 
-        Raises `NothingReadable` if none does: then only a checkpoint of the trainer has it.
+        Raises `NothingReadable` if nobody has it, `WrongDigest` if the archive has something else under its name.
         """
         try:
             held, digest = self._shelf.read_by(lambda source: self._copy(source, into), version)
@@ -270,11 +273,11 @@ class WeightReader:
                 return Receipt(held.version, held.step, held.digest)
         except NothingReadable:
             _log.info("version %d is not held by %s: asking the others", version, self._relay.name)
-        if (fetched := fetch(self._fleet, version, into, self._settings)) is None:
-            raise NothingReadable(
-                f"version {version} is held by no relay: it has to come from the checkpoint of its step"
-            )
-        return Receipt(version, fetched[0], fetched[1])
+        if (fetched := fetch(self._fleet, version, into, self._settings)) is not None:
+            return Receipt(version, *fetched)
+        if self._archive is None:
+            raise NothingReadable(f"version {version} is held by no relay, and there is no archive of checkpoints")
+        return Receipt(version, *self._archive.read(version, self.layout, into))
 
     def close(self) -> None:
         """End the feed if there is one, and let go of the memory."""

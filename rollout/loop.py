@@ -69,7 +69,7 @@ class Rollout:
         self.tokenizer = load_tokenizer(recipe.model.path)
         g, s = recipe.generator, recipe.sampling
         self.policy = load_policy(recipe.model.path, recipe.model.dtype, device, weights=False, exact=g.exact)
-        self.weights = RolloutWeights(fleet, self.policy, recipe.comm)
+        self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir)
         self.engine = Engine(
             self.policy,
             max_running=g.max_running,

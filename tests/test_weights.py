@@ -264,7 +264,7 @@ def test_an_older_version_comes_from_whichever_relay_still_holds_it(town):
         assert [held.version for held in other._shelf.held()] == [2]
     assert other.pull_version(1, into)[:2] == (1, 10)
     assert_is(town.layout.views(into), 1)
-    with pytest.raises(NothingReadable, match="checkpoint"):
+    with pytest.raises(NothingReadable, match="archive"):
         other.pull_version(0, into)
 
 

@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from policies import tiny_policy
+
+from headrace.comm.errors import WrongDigest
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.relay.archive import Archive
+from headrace.relay.events import Checkpointed, Published
+from headrace.relay.journal import Journal
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.versions import NothingReadable
+from headrace.rollout.weights import RolloutWeights
+from headrace.trainer.model import load_policy, save_policy
+
+
+class Run:
+    """A run folder after ten steps: version 5 is of step 10, published in bfloat16, with a checkpoint in float32."""
+
+    def __init__(self, folder: Path, family: str = "llama"):
+        self.dir = folder / "run"
+        self.start = tiny_policy(folder, family)
+        self.policy = load_policy(self.start, "float32")
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.mul_(1.01)
+        self.layout = Layout.of(self.policy.weights(), "bfloat16")
+        self.published = np.zeros(self.layout.num_bytes, np.uint8)
+        self.layout.write(self.policy.weights(), self.published)
+        self.digest = self.layout.digest(self.published)
+        save_policy(self.policy, self.dir / "checkpoints/step_10/hf", weights=self.policy.weights())
+        journal = Journal(self.dir / "journal.jsonl")
+        journal.append(Published(version=4, step=8, digest="0" * 32, relay="relay-0"))
+        journal.append(Published(version=5, step=10, digest=self.digest, relay="relay-0"))
+        journal.append(Checkpointed(step=10, path="/somewhere/else/checkpoints/step_10"))
+        journal.close()
+        self.archive = Archive(self.dir, lambda folder: load_policy(folder, "bfloat16").weights())
+
+    def read(self, version: int) -> tuple[int, str]:
+        return self.archive.read(version, self.layout, np.zeros(self.layout.num_bytes, np.uint8))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])  # mixtral's experts have other names on disk
+def test_a_checkpoint_gives_the_very_bytes_that_were_published(tmp_path: Path, family: str):
+    run = Run(tmp_path, family)
+    into = np.zeros(run.layout.num_bytes, np.uint8)
+    assert run.archive.read(5, run.layout, into) == (10, run.digest)
+    assert np.array_equal(into, run.published)
+
+
+def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path):
+    run = Run(tmp_path)
+    save_policy(load_policy(run.start), run.dir / "checkpoints/step_10/hf")
+    with pytest.raises(WrongDigest, match="step_10/hf does not hold version 5"):
+        run.read(5)
+
+
+def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told_apart(tmp_path: Path):
+    run = Run(tmp_path)
+    with pytest.raises(NothingReadable, match=r"no checkpoint of step 8; checkpoint\.every"):
+        run.read(4)
+    with pytest.raises(NothingReadable, match="the journal does not know it"):
+        run.read(6)
+
+
+def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_path: Path):
+    run, town, settings = Run(tmp_path), MemoryTown(), CommSettings(heartbeat_s=0.02, deadline_s=10)
+    segment = Segment.create_anonymous()
+    relay = MemoryFleet.enter(town, "relay", 0, {"segment": segment.path}, settings)
+    keeper = WeightKeeper(relay, segment, settings)
+    policy = load_policy(run.start, "bfloat16")
+    weights = RolloutWeights(MemoryFleet.enter(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
+    assert weights.pull_version(5) == (5, 10, run.digest)
+    assert weights.version == 5
+    expected = load_policy(run.dir / "checkpoints/step_10/hf", "bfloat16").weights()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights().items())
+    weights.close()
+    keeper.close()
+    segment.close()
