@@ -1,7 +1,8 @@
 """Which bytes of the layout one actor rank brings: all of them, or the rows that it owns.
 
-FSDP2 shards a tensor by rows, so a rank's share of a tensor is one byte range of the layout, and all ranks together cover
-it without any of them gathering what is not its own. A part's bytes are its ranges one after the other.
+FSDP2 shards a tensor by rows, so a rank's share of a tensor is one byte range of the layout (of each slice, where rollouts
+slice the tensor), and all ranks together cover it without any of them gathering what is not its own. A part's bytes are its
+ranges one after the other.
 """
 
 from bisect import bisect_right
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from ..comm.errors import SettingError
 from .digests import digest_of_ranges
-from .layout import Entry, Layout, local_tensor, write_tensor
+from .layout import Entry, Layout, local_tensor, num_rows
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,24 @@ class Ranges:
             at += end - start
 
 
+class Run(NamedTuple):
+    """Rows [low, high) of what this rank holds of a tensor, and the bytes [start, end) of the layout that they fill."""
+
+    entry: Entry
+    low: int
+    high: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Part:
-    """What one of `num_parts` actor ranks brings of a layout: rows [first, last) of some of its tensors."""
+    """What one of `num_parts` actor ranks brings of a layout: the rows that it owns of some of its tensors."""
 
     layout: Layout
     index: int
     num_parts: int
-    rows: tuple[tuple[Entry, int, int], ...]
+    runs: tuple[Run, ...]
 
     @staticmethod
     def whole(layout: Layout) -> "Part":
@@ -75,19 +87,20 @@ class Part:
         """
         if num_parts == 1:
             return Part.whole(layout)
-        rows = []
-        for entry in layout.entries:
-            first, last = _owned_rows(entry, tensors[entry.name], index)
-            if last > first:
-                rows.append((entry, first, last))
-        return Part(layout, index, num_parts, tuple(rows))
+        owned = {entry.name: _owned_rows(entry.name, tensors[entry.name], index) for entry in layout.entries}
+        runs = [
+            Run(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
+            for entry in layout.entries
+            for low, high, start, end in entry.runs(*owned[entry.name])
+        ]
+        return Part(layout, index, num_parts, tuple(runs))
 
     @cached_property
     def ranges(self) -> Ranges:
         """The part's byte ranges in the layout."""
         if self.num_parts == 1:
             return Ranges(((0, self.layout.num_bytes),))
-        return Ranges(tuple(_byte_range(entry, first, last) for entry, first, last in self.rows))
+        return Ranges(tuple((run.start, run.end) for run in self.runs))
 
     @property
     def num_bytes(self) -> int:
@@ -99,9 +112,10 @@ class Part:
         if self.num_parts == 1:
             self.layout.write(tensors, buffer)
             return
-        for (entry, _, _), (at, end) in zip(self.rows, pairwise(self.ranges.starts), strict=True):
-            write_tensor(local_tensor(tensors[entry.name]), buffer[at:end], entry.dtype)
-        if any(local_tensor(tensors[entry.name]).is_cuda for entry, _, _ in self.rows):
+        shards = {run.entry.name: local_tensor(tensors[run.entry.name]) for run in self.runs}
+        for run, (at, end) in zip(self.runs, pairwise(self.ranges.starts), strict=True):
+            run.entry.write(shards[run.entry.name], run.low, run.high, buffer[at:end])
+        if any(shard.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
 
     def digest(self, buffer: np.ndarray) -> str:
@@ -110,23 +124,17 @@ class Part:
         return digest_of_ranges(buffer, pairwise(starts))
 
 
-def _owned_rows(entry: Entry, tensor: Tensor, index: int) -> tuple[int, int]:
+def _owned_rows(name: str, tensor: Tensor, index: int) -> tuple[int, int]:
     # Loaded only where there are shards: it takes a second.
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # it has no public name
 
-    num_rows = entry.shape[0] if entry.shape else 1
     if not isinstance(tensor, DTensor):
-        return (0, num_rows) if index == 0 else (0, 0)
+        return (0, num_rows(tensor)) if index == 0 else (0, 0)
     for placement, coordinate in zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True):
         if isinstance(placement, Replicate) and coordinate > 0:
             return 0, 0
         if isinstance(placement, Shard) and placement.dim != 0:
-            raise SettingError(f"{entry.name} is sharded by {placement}: actor ranks have to shard by rows (FSDP2)")
+            raise SettingError(f"{name} is sharded by {placement}: actor ranks have to shard by rows (FSDP2)")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return (offset[0], offset[0] + shape[0]) if all(shape) else (0, 0)
-
-
-def _byte_range(entry: Entry, first: int, last: int) -> tuple[int, int]:
-    row_bytes = entry.num_bytes // (entry.shape[0] if entry.shape else 1)
-    return entry.offset + first * row_bytes, entry.offset + last * row_bytes

@@ -25,7 +25,7 @@ from .chain import chain_order
 from .feed import Feed, fetch
 from .frames import Offer
 from .layout import Layout, host_buffer
-from .parts import Part
+from .parts import Part, Ranges
 from .push import LinkPush, Parcel, ShmPush, is_shared, open_push
 from .versions import Held, NothingReadable, Shelf
 from .wire import IDLE_S
@@ -211,9 +211,12 @@ class WeightPublisher:
 class WeightReader:
     """A rollout's end: the newest complete version of the relay nearest to it."""
 
-    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, archive: Archive | None = None) -> None:
-        """`archive` has what no relay holds any more."""
+    def __init__(
+        self, fleet: Fleet, layout: Layout, settings: CommSettings, archive: Archive | None = None, tp_rank: int = 0
+    ) -> None:
+        """`archive` has what no relay holds any more; of a layout for several ranks, `tp_rank` takes its ranges alone."""
         self.layout = layout
+        self._ranges = Ranges(layout.spans_of(tp_rank))
         self._fleet = fleet
         self._settings = settings
         self._archive = archive
@@ -241,7 +244,7 @@ class WeightReader:
         return held.version
 
     def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
-        """Copy the newest version into `into`, uint8 [layout.num_bytes], and check its digest.
+        """Copy the newest version into `into`, uint8 of all bytes that this rank takes, and check its digest.
 
         Waits for a relay's first version if there is none yet; raises `WaitTimeout` past the deadline, `WrongDigest` if the
         relay serves another layout or its bytes are still wrong the third time.
@@ -253,7 +256,8 @@ class WeightReader:
             if self._check is not None:
                 self._check.result()
             if (checked := self._checked) is not None and checked == self._shelf.newest_held():
-                if (held := self._shelf.read(into)) == checked:
+                held, _ = self._shelf.read_by(lambda source: self._take(source, into))
+                if held == checked:
                     return Receipt(held.version, held.step, held.digest)
                 continue
             held, digest = self._shelf.read_by(lambda source: self._copy(source, into))
@@ -273,11 +277,15 @@ class WeightReader:
                 return Receipt(held.version, held.step, held.digest)
         except NothingReadable:
             _log.info("version %d is not held by %s: asking the others", version, self._relay.name)
-        if (fetched := fetch(self._fleet, version, into, self._settings)) is not None:
-            return Receipt(version, *fetched)
-        if self._archive is None:
+        whole = into if into.nbytes == self.layout.num_bytes else np.empty(self.layout.num_bytes, np.uint8)
+        found = fetch(self._fleet, version, whole, self._settings)
+        if found is None and self._archive is not None:
+            found = self._archive.read(version, self.layout, whole)
+        if found is None:
             raise NothingReadable(f"version {version} is held by no relay, and there is no archive of checkpoints")
-        return Receipt(version, *self._archive.read(version, self.layout, into))
+        if whole is not into:
+            self._take(whole, into)
+        return Receipt(version, *found)
 
     def close(self) -> None:
         """End the feed if there is one, and let go of the memory."""
@@ -295,5 +303,9 @@ class WeightReader:
     def _copy(self, source: np.ndarray, into: np.ndarray) -> str:
         """Copy, and digest the source on another core meanwhile: one copy of everything runs twice as fast as pieces."""
         digest = self._hasher.submit(self.layout.digest, source)
-        np.copyto(into, source)
+        self._take(source, into)
         return digest.result()
+
+    def _take(self, source: np.ndarray, into: np.ndarray) -> None:
+        for at, start, end in self._ranges.pieces(0, self.layout.num_bytes):
+            np.copyto(into[at : at + end - start], source[start:end])

@@ -4,7 +4,7 @@ import torch
 
 from headrace.comm.errors import WrongDigest
 from headrace.relay.digests import GRID_BYTES, digest
-from headrace.relay.layout import ALIGNMENT, Layout
+from headrace.relay.layout import ALIGNMENT, Cut, Layout
 
 
 def tensors():
@@ -74,3 +74,42 @@ def test_the_digest_sees_every_chunk():
         before.add(digest(buffer))
     assert len(before) == 4
     assert all(len(d) == 32 for d in before)
+
+
+CUTS = {"rows": Cut(0), "columns": Cut(1), "fused": Cut(0, (4, 2))}
+
+
+def shared_tensors():
+    torch.manual_seed(0)
+    return {
+        "rows": torch.randn(6, 5),
+        "norm": torch.randn(3),
+        "columns": torch.randn(7, 4),
+        "fused": torch.randn(6, 3),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def test_each_rank_of_a_replica_takes_its_slices_and_what_all_hold():
+    tensors = shared_tensors()
+    layout = Layout.of(tensors, "float32", 2, CUTS)
+    buffer = np.zeros(layout.num_bytes, np.uint8)
+    layout.write(tensors, buffer)
+    for rank in range(2):
+        spans = layout.spans_of(rank)
+        mine = np.concatenate([buffer[start:end] for start, end in spans])
+        views = layout.of_rank(rank).views(mine)
+        assert len(spans) == 2 and mine.nbytes == layout.of_rank(rank).num_bytes
+        assert torch.equal(views["norm"], tensors["norm"]) and torch.equal(views["scalar"], tensors["scalar"])
+        assert torch.equal(views["rows"], tensors["rows"].chunk(2)[rank])
+        assert torch.equal(views["columns"], tensors["columns"].chunk(2, 1)[rank])
+        fused = torch.cat([block.chunk(2)[rank] for block in tensors["fused"].split([4, 2])])
+        assert torch.equal(views["fused"], fused)
+
+
+def test_one_rank_takes_everything_and_slices_change_the_fingerprint():
+    tensors = shared_tensors()
+    alone, both = Layout.of(tensors, "float32", 1, CUTS), Layout.of(tensors, "float32", 2, CUTS)
+    assert alone.fingerprint == Layout.of(tensors, "float32").fingerprint != both.fingerprint
+    assert alone.spans_of(0) == ((0, alone.num_bytes),)
+    assert alone.of_rank(0) == alone

@@ -14,7 +14,7 @@ from headrace.comm.settings import CommSettings
 from headrace.comm.store import host_store
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
-from headrace.relay.layout import Layout
+from headrace.relay.layout import Cut, Layout
 from headrace.relay.parts import Part, Ranges
 from headrace.relay.weights import WeightReader
 
@@ -50,7 +50,11 @@ def test_what_is_not_sharded_comes_from_rank_0_alone():
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(37, 16), nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5, bias=False))
+    return nn.Sequential(nn.Embedding(37, 16), nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 6, bias=False))
+
+
+CUTS = {"1.weight": Cut(1), "3.weight": Cut(0, (4, 2)), "0.weight": Cut(1)}
+"""By columns, by rows of two fused tensors."""
 
 
 ACTOR = """
@@ -58,7 +62,7 @@ import sys, torch
 sys.path.insert(0, sys.argv[6])
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from test_parts import build
+from test_parts import CUTS, build
 from headrace.comm.fleet import Fleet
 from headrace.comm.settings import CommSettings
 from headrace.comm.store import connect_store
@@ -67,6 +71,7 @@ from headrace.relay.parts import Part
 from headrace.relay.weights import WeightPublisher
 
 address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+tp = int(sys.argv[7])
 settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
 model = build()
 if size > 1:
@@ -76,7 +81,7 @@ if size > 1:
 fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
 fleet.wait_for("relay", 1, 20)
 tensors = dict(model.state_dict())
-layout = Layout.of(tensors, dtype)
+layout = Layout.of(tensors, dtype, tp, CUTS)
 publisher = WeightPublisher(fleet, layout, settings, Part.of(layout, tensors, rank, size))
 for version in (1, 2):
     with torch.no_grad():
@@ -90,27 +95,32 @@ if size > 1:
 """
 
 
-def digest_published_by(num_ranks, link, dtype):
-    """The digest of version 2 and its bytes as a reader has them, when `num_ranks` ranks publish it."""
+def published_by(num_ranks, link, dtype, tp):
+    """The digest of version 2 and the bytes that each rank of a replica has, when `num_ranks` actor ranks publish it."""
     hosted = host_store("127.0.0.1")
     settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
     keeper = WeightKeeper(relay, segment, settings)
-    layout = Layout.of(build().state_dict(), dtype)
-    reader = WeightReader(rollout, layout, settings)
+    layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
+    readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
     here = __file__.rpartition("/")[0]
-    arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here] for rank in range(num_ranks)]
+    arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
     try:
         with waiting("the actors", "version 2", 60) as wait:
-            wait.until(lambda: reader.newest() == 2)
-        into = np.zeros(layout.num_bytes, np.uint8)
-        return reader.pull(into, 10).digest, into
+            wait.until(lambda: readers[0].newest() == 2)
+        if link == "auto":
+            readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
+        taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
+        receipts = {reader.pull(into, 10) for reader, into in zip(readers, taken, strict=True)}
+        assert len(receipts) == 1
+        return receipts.pop().digest, taken
     finally:
         assert [actor.wait(60) for actor in actors] == [0] * num_ranks
-        reader.close()
+        for reader in readers:
+            reader.close()
         keeper.close()
         segment.close()
         rollout.leave()
@@ -118,18 +128,24 @@ def digest_published_by(num_ranks, link, dtype):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "link", "dtype"),
-    [(2, "auto", "float32"), pytest.param(4, "tcp", "bfloat16", marks=pytest.mark.slow)],
+    ("num_ranks", "link", "dtype", "tp"),
+    [
+        (2, "auto", "float32", 1),
+        (2, "auto", "bfloat16", 2),
+        pytest.param(4, "tcp", "bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param(4, "tcp", "float32", 2, marks=pytest.mark.slow),
+    ],
 )
-def test_sharded_ranks_publish_the_very_bytes_of_a_single_one(num_ranks, link, dtype):
+def test_sharded_ranks_publish_the_very_bytes_of_a_single_one(num_ranks, link, dtype, tp):
     model = build()
     for _ in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
-    layout = Layout.of(model.state_dict(), dtype)
+    layout = Layout.of(model.state_dict(), dtype, tp, CUTS)
     alone = np.zeros(layout.num_bytes, np.uint8)
     Part.of(layout, {}, 0, 1).write(model.state_dict(), alone)
-    digest, sharded = digest_published_by(num_ranks, link, dtype)
-    assert np.array_equal(alone, sharded)
+    digest, taken = published_by(num_ranks, link, dtype, tp)
     assert digest == layout.digest(alone)
+    for rank, bytes_of_rank in enumerate(taken):
+        assert np.array_equal(bytes_of_rank, np.concatenate([alone[a:b] for a, b in layout.spans_of(rank)]))
