@@ -14,7 +14,7 @@ from ..comm.errors import SettingError
 from ..comm.settings import CommSettings, ModelSettings, RunSettings
 from ..relay.settings import BatchSettings, DataSettings, QueueSettings
 from ..rollout.settings import GeneratorSettings, RewardSettings, RolloutSettings, SamplingSettings
-from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
+from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
 
 CONFIG_FILE = "config.yaml"
 
@@ -23,6 +23,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),
+    "rollout.engine": ("builtin",),
+    "trainer.engine": ("builtin",),
     "comm.link": ("auto", "shm", "gloo", "nccl"),
 }
 """Settings that take one of a few words."""
@@ -66,6 +68,7 @@ class Recipe:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

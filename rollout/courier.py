@@ -21,18 +21,19 @@ class Parcel:
     prompt_ids: list[int]
     response_ids: list[int]
     logprobs: list[float]
+    versions: list[int]
+    """The version that drew each token; `version` is the first of them."""
     reward: float | None
     failure: str = ""
 
     def columns(self) -> dict[str, np.ndarray]:
         """The row's columns, written together: token ids and log-probs of the response with version and loss mask each."""
-        num_tokens = len(self.response_ids)
         return {
             "prompt_ids": np.array(self.prompt_ids, dtype=np.int32),
             "response_ids": np.array(self.response_ids, dtype=np.int32),
             "rollout_logprobs": np.array(self.logprobs, dtype=np.float32),
-            "versions": np.full(num_tokens, self.version, dtype=np.int32),
-            "loss_mask": np.ones(num_tokens, dtype=np.uint8),
+            "versions": np.array(self.versions, dtype=np.int32),
+            "loss_mask": np.ones(len(self.response_ids), dtype=np.uint8),
             "reward": np.array([self.reward], dtype=np.float32),
         }
 
@@ -80,6 +81,7 @@ class Courier:
             unit=self._relay,
             num_tokens=num_tokens,
             reward=parcel.reward,
+            num_versions=len(set(parcel.versions)) or 1,
             failure=parcel.failure,
         )
         self._mailbox.send("hub", done)

@@ -25,17 +25,10 @@ from .kv_cache import KVCache, PagePool
 from .runner import Runner
 from .sampler import Draw, SamplingParams, stream_key
 from .scheduler import Scheduler
-from .sequence import Completion, Group, Parcel, Sequence
+from .sequence import Completion, Group, Live, Parcel, Sequence
 from .text import Text
 
 log = logging.getLogger(__name__)
-
-
-class Live(NamedTuple):
-    """A trajectory in the engine."""
-
-    trajectory_id: int
-    num_tokens: int
 
 
 class Pending(NamedTuple):
@@ -224,6 +217,11 @@ class Engine:
     def weights_changed(self) -> None:
         """Announce that the parameters were overwritten in place."""
         self.runner.refresh()
+
+    def recompute(self) -> None:
+        """Forget all keys and values, for weights that are about to change; what was running is prefilled again."""
+        self._late += self._settle()
+        self.scheduler.forget()
 
     def take_out(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[Parcel]:
         """Remove trajectories, wherever they are, for another engine on the same weights (or this one, later).

@@ -160,6 +160,15 @@ class Scheduler:
         """Give a group that is about to be added pages for tokens whose cache it brings along; False if none are free."""
         return self._take_pages(group, num_tokens)
 
+    def forget(self) -> None:
+        """Give up every page; running sequences queue again in their order, ahead of those that wait."""
+        for sequence in self.paused:
+            self._release(sequence)
+        for group in self.waiting:
+            self._forget_prefix(group)
+        while self.running:
+            self._requeue(self.running.pop())
+
     def find(self, trajectory_id: int) -> Sequence | None:
         """A trajectory, wherever it is."""
         waiting = (s for group in self.waiting for s in group.sequences)
@@ -222,10 +231,13 @@ class Scheduler:
     def _preempt(self) -> Sequence:
         """Stop the newest running sequence; it goes to the head of the queue and recomputes its cache later."""
         sequence = self.running.pop()
-        self._release(sequence)
-        self.waiting.appendleft(Group([sequence], sequence.prompt_ids + sequence.token_ids))
+        self._requeue(sequence)
         self.num_preempted += 1
         return sequence
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.waiting.appendleft(Group([sequence], sequence.prompt_ids + sequence.token_ids))
 
     def _drop_something(self, keep: Group | None = None) -> bool:
         """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +23,13 @@ class Completion:
     """Log-probabilities before temperature and filters, where the parameters asked for them."""
     text: str = ""
     """The response decoded, without special tokens, up to a stop string; empty where the policy has no tokenizer."""
+
+
+class Live(NamedTuple):
+    """An unfinished trajectory in a generator; `num_tokens` of prompt and response so far."""
+
+    trajectory_id: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

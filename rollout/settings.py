@@ -41,6 +41,8 @@ class GeneratorSettings:
 class RolloutSettings:
     """`rollout.*`: the cycle of one rollout."""
 
+    engine: str = "builtin"
+    """What generates: `builtin`, the project's engine."""
     batch_groups: int | None = None
     """Groups that a rollout takes on one version before it drains; null means no quota."""
 

@@ -191,6 +191,39 @@ def test_weights_overwritten_in_place_are_the_next_version(llama, tmp_path):
     assert completion.token_ids == expected.token_ids and completion.logprobs == expected.logprobs
 
 
+def test_a_trajectory_goes_on_under_weights_that_change_midway(llama, tmp_path):
+    """The tokens before the switch stay, those after it are what the new weights say of the whole prefix."""
+    second = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path, seed=1)).eval()
+    engine = Engine(llama, max_running=4)
+    prompts = random_prompts(6, longest=40)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.add_group(prompt, params, [number])
+    for _ in range(9):
+        engine.step()
+    before = dict(engine.live())
+    engine.recompute()
+    assert (engine.num_running, engine.num_waiting) == (0, 6)
+    weights = dict(second.named_parameters())
+    with torch.no_grad():
+        for name, tensor in engine.policy.weights().items():
+            tensor.copy_(weights[name])
+    engine.weights_changed()
+    done = {c.trajectory_id: c for c in iter_until_idle(engine)}
+    assert dict(engine.live()) == {} and engine.pool.num_free == engine.pool.num_pages - 1
+    for number, prompt in enumerate(prompts):
+        kept = before[number] - len(prompt)
+        assert len(done[number].token_ids) == 24 and 0 <= kept < 24
+        expected = plain_logprobs(second, prompt, done[number].token_ids)[kept:]
+        assert (torch.tensor(done[number].logprobs[kept:]) - expected).abs().max() <= 2e-5
+    assert any(kept > len(prompts[number]) for number, kept in before.items())
+
+
+def iter_until_idle(engine):
+    while not engine.idle:
+        yield from engine.step()
+
+
 def test_mistakes_are_told_with_the_setting_to_change(llama, tmp_path):
     engine = Engine(llama)
     with pytest.raises(SettingError, match="prompt of 300 tokens leaves no room in the policy's context of 256"):

@@ -1,57 +1,18 @@
 """The actor: policy, optimizer, and the one step that turns groups of trajectories into an update."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ..comm.messages import GroupRef, RowId
-from ..comm.settings import ModelSettings, RunSettings
-from .batch import DUMMY, Reference, Trajectory, pack, rounds
+from .batch import DUMMY, Fetch, Reference, Trajectory, pack, rounds
 from .checkpoint import TrainingState
 from .loss import group_advantages, grpo_loss
 from .model import Policy, load_policy
 from .parallel import ActorGroup, whole
-from .settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
+from .recipe import ActorRecipe
 from .tally import StepTally
-
-Fetch = Callable[[str, str], dict[str, np.ndarray]]
-"""How the columns of a row are fetched: (unit, key) -> columns."""
-
-
-class Sampling(Protocol):
-    """What training needs to know of how trajectories are drawn: how the ratios are tempered, which ones were cut."""
-
-    temperature: float
-    max_new_tokens: int
-
-
-class Generator(Protocol):
-    """What training needs to know of the generator: whether both have to agree bit for bit."""
-
-    exact: bool
-
-
-class ActorRecipe(Protocol):
-    """The sections of a recipe that an actor reads."""
-
-    run: RunSettings
-    model: ModelSettings
-    algorithm: AlgorithmSettings
-    optimizer: OptimizerSettings
-    checkpoint: CheckpointSettings
-
-    @property
-    def generator(self) -> Generator:
-        """How the rollouts compute."""
-        ...
-
-    @property
-    def sampling(self) -> Sampling:
-        """How trajectories are drawn."""
-        ...
 
 
 class Actor:

@@ -1,11 +1,14 @@
 """Trajectories as the trainer sees them, and their packing into micro-batches without padding."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Fetch = Callable[[str, str], dict[str, np.ndarray]]
+"""How the columns of a row are fetched: (unit, key) -> columns."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ never waits for a rollout, and publishing costs it one copy.
 import resource
 import time
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,60 +14,25 @@ import torch
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import ActorDone, CheckpointWritten, HandOut, StepTrained, Stop
-from ..comm.settings import CommSettings
 from ..comm.waits import waited_seconds
-from ..relay.layout import Layout
-from ..relay.parts import Part
 from ..relay.stream import GroupStream, RunStopped, Units
-from ..relay.weights import WeightPublisher
-from .actor import Actor, ActorRecipe
-from .checkpoint import Checkpoints
+from .adapter import open_learner
 from .metrics import MetricsLog, Value, console_line
-from .model import load_tokenizer, save_policy
-from .parallel import ActorGroup, whole
+from .recipe import TrainerRecipe
 from .rowlog import RowLog
 from .tally import StepTally
 
 
-class Roles(Protocol):
-    """How many ranks the trainer has."""
-
-    actor: int
-
-
-class TrainerRecipe(ActorRecipe, Protocol):
-    """The sections of a recipe that the trainer's loop reads."""
-
-    comm: CommSettings
-
-    @property
-    def roles(self) -> Roles:
-        """Ranks by role."""
-        ...
-
-
 class Trainer:
-    """One rank of the actor with its wires. Rank 0 also talks to the hub and writes the run folder."""
+    """One rank of the trainer with its wires. Rank 0 also talks to the hub and writes the run folder."""
 
     def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
-        has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
-        device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-        torch.manual_seed(recipe.run.seed)
-        self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
         self.units = Units(fleet)
+        self.learner = open_learner(fleet, recipe, self.fetch)
+        self.group = self.learner.group
         self.rows = RowLog(self.run_dir, self.group.rank) if recipe.run.save_rows else None
-        self.actor = Actor(recipe, self.group, self.fetch)
-        self.tokenizer = load_tokenizer(recipe.model.path)
-        self.checkpoints = Checkpoints(self.run_dir, recipe.checkpoint.keep, self.group)
-        resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
-        if resume is not None:
-            self.checkpoints.load(self.actor.state, resume)
-        weights = self.actor.policy.weights()
-        layout = Layout.of(weights, recipe.model.dtype)
-        part = Part.of(layout, weights, self.group.rank, self.group.size)
-        self.publisher = WeightPublisher(fleet, layout, recipe.comm, part)
         self.record = Record(fleet, self) if self.group.is_lead else None
         self.waited_s = 0.0
 
@@ -76,13 +40,13 @@ class Trainer:
         """Publish what there is, then train until the last step or until the hub ends the run."""
         self.publish()
         try:
-            while (step := self.actor.state.step) < self.recipe.run.steps:
+            while (step := self.learner.version) < self.recipe.run.steps:
                 self.train_step(step)
                 every = self.recipe.checkpoint.every
                 if every and (step + 1) % every == 0:
                     self.checkpoint()
         except RunStopped:
-            self.actor.optimizer.zero_grad(set_to_none=True)
+            self.learner.discard()
         self.finish()
 
     def train_step(self, step: int) -> None:
@@ -95,8 +59,8 @@ class Trainer:
             received, total, fleet_metrics = received + len(answer.groups), answer.total, answer.metrics
             if self.rows is not None:
                 self.rows.add_hand_out(answer)
-            self.actor.accumulate(answer.groups, tally)
-        metrics: dict[str, Value] = {**self.actor.step(tally), **tally.metrics(step)}
+            self.learner.accumulate(answer.groups, tally)
+        metrics: dict[str, Value] = {**self.learner.step(tally), **tally.metrics(step)}
         if self.record is not None:
             self.record.mailbox.send("hub", StepTrained(step))
         metrics |= self.publish()
@@ -131,30 +95,19 @@ class Trainer:
     def publish(self) -> dict[str, Value]:
         """Hand the present weights to the relays; returns after the copy."""
         started = time.monotonic()
-        version = self.actor.version
-        self.publisher.publish(version, version, self.actor.policy.weights())
-        return {"weights/push_s": time.monotonic() - started, "weights/bytes": self.publisher.layout.num_bytes}
+        self.learner.publish()
+        return {"weights/push_s": time.monotonic() - started, "weights/bytes": self.learner.num_bytes}
 
     def checkpoint(self) -> None:
         """Write weights for users and the whole training state for `run.resume`."""
-        self.export()
-        path = self.checkpoints.save(self.actor.state)
+        path = self.learner.checkpoint()
         if self.record is not None:
-            self.record.mailbox.send("hub", CheckpointWritten(self.actor.state.step, str(path)))
-
-    def export(self) -> str:
-        """The policy in Hugging Face form; returns its folder."""
-        path = self.checkpoints.path(self.actor.state.step) / "hf"
-        weights = {name: whole(tensor.detach()) for name, tensor in self.actor.policy.weights().items()}
-        if self.group.is_lead:
-            save_policy(self.actor.policy, path, self.tokenizer, weights)
-        return str(path)
+            self.record.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
 
     def finish(self) -> None:
         """Export the last weights, tell the hub the facts for the summary, close the wires."""
-        export = self.export()
-        self.publisher.close()
-        self.group.leave()
+        export = self.learner.export()
+        self.learner.close()
         if self.record is not None:
             self.record.finish(export)
 
@@ -165,7 +118,7 @@ class Record:
     def __init__(self, fleet: Fleet, trainer: Trainer) -> None:
         self.mailbox: Mailbox = fleet.post.open(fleet.name)
         self.stream = GroupStream(self.mailbox, trainer.recipe.comm.deadline_s)
-        self.log = MetricsLog(trainer.run_dir, trainer.actor.state.step)
+        self.log = MetricsLog(trainer.run_dir, trainer.learner.version)
         self.num_steps = trainer.recipe.run.steps
         self.rewards: list[float] = []
         self.num_tokens = 0

@@ -5,6 +5,7 @@ Only rank 0 talks to the hub. What it takes it shares with the others as metadat
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from ..comm.fleet import Fleet, StoreFleet
 from ..comm.messages import Message, decode, encode
 from ..comm.store import connect_store
 from ..comm.waits import waiting
-from .model import Policy
+
+if TYPE_CHECKING:
+    from .model import Policy
 
 _SLACK_S = 60.0  # a rank may wait as long as rank 0 waits for the hub, and a little more
 
@@ -55,7 +58,7 @@ class ActorGroup:
         """Rank 0: the one that talks to the hub and writes the run folder."""
         return self.rank == 0
 
-    def shard(self, policy: Policy) -> None:
+    def shard(self, policy: "Policy") -> None:
         """Shard the policy by rows over the ranks: each layer, then the rest."""
         if self.size == 1:
             return

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from .actor import Actor, ActorRecipe
+from .actor import Actor
 from .parallel import ActorGroup
+from .recipe import ActorRecipe
 from .rowlog import SavedStep
 from .tally import StepTally
 

@@ -4,6 +4,14 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
+class TrainerSettings:
+    """`trainer.*`: the trainer's engine."""
+
+    engine: str = "builtin"
+    """What trains: `builtin`, the project's actor."""
+
+
+@dataclass(slots=True)
 class AlgorithmSettings:
     """`algorithm.*`: the policy-gradient loss (GRPO)."""
 

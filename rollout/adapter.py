@@ -1,0 +1,109 @@
+"""What the rollout's loop asks of whatever generates, and the choice by `rollout.engine`.
+
+A generator may come and go without the loop's knowing: the project's own engine, a library's, or a device that is emulated.
+An adapter's module is imported when it is chosen, so that an emulated rollout loads no library of models.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from ..comm.fleet import Fleet
+from ..comm.settings import CommSettings, ModelSettings, RunSettings
+from ..relay.weights import Receipt
+from .sampler import SamplingParams
+from .sequence import Completion, Live, Parcel
+from .settings import GeneratorSettings, RolloutSettings
+
+_ADAPTERS = {"builtin": ".builtin"}
+"""Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
+
+
+class GeneratorRecipe(Protocol):
+    """The sections of a recipe that an adapter reads."""
+
+    run: RunSettings
+    model: ModelSettings
+    generator: GeneratorSettings
+    rollout: RolloutSettings
+    comm: CommSettings
+
+
+class Weights(Protocol):
+    """The weights that a generator runs on."""
+
+    version: int
+    """The version that is loaded; -1 before the first."""
+
+    def newest(self) -> int:
+        """The newest version that could be taken now; -1 before the first. Cheap: asked at every turn of the loop."""
+        ...
+
+
+class Generator(Protocol):
+    """One replica of a generator with its weights; called by one thread."""
+
+    weights: Weights
+    can_migrate: bool
+    """Whether `take_out` and `put_in` work."""
+    context: int
+    """Most tokens of prompt and response."""
+    kv_capacity: int
+    """Tokens that the KV cache holds."""
+
+    @property
+    def num_running(self) -> int:
+        """Trajectories that decode."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that wait for a place in the batch."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """It holds no trajectory at all."""
+        ...
+
+    @property
+    def kv_load(self) -> int:
+        """Tokens in the KV cache."""
+        ...
+
+    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of the prompt of a data set's row."""
+        ...
+
+    def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Sequence[int]) -> None:
+        """Queue one sample of a prompt per trajectory id."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Go on a little with everything that is queued or runs; returns what has finished."""
+        ...
+
+    def live(self) -> list[Live]:
+        """Every unfinished trajectory."""
+        ...
+
+    def take_weights(self, deadline_s: float) -> Receipt:
+        """Switch to the newest version. Unfinished trajectories go on under it, with their caches computed anew."""
+        ...
+
+    def take_out(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[Parcel]:
+        """Remove trajectories for another generator on the same weights."""
+        ...
+
+    def put_in(self, parcels: Sequence[Parcel]) -> None:
+        """Go on with trajectories that another generator took out."""
+        ...
+
+    def close(self) -> None:
+        """Let go of wires and memory."""
+        ...
+
+
+def open_generator(fleet: Fleet, recipe: GeneratorRecipe) -> Generator:
+    """The generator that `rollout.engine` names."""
+    return import_module(_ADAPTERS[recipe.rollout.engine], __package__).Adapter(fleet, recipe)

@@ -1,0 +1,61 @@
+"""What the trainer's loop asks of whatever trains, and the choice by `trainer.engine`."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol
+
+from ..comm.fleet import Fleet
+from ..comm.messages import GroupRef
+from .batch import Fetch
+from .parallel import ActorGroup
+from .recipe import TrainerRecipe
+from .tally import StepTally
+
+_ADAPTERS = {"builtin": ".builtin"}
+"""Modules with a class `Adapter`, called as Adapter(fleet, recipe, fetch)."""
+
+
+class Learner(Protocol):
+    """One rank of what trains, with its share of the weights and its end of their way down."""
+
+    group: ActorGroup
+    num_bytes: int
+    """Of one version of the weights."""
+
+    @property
+    def version(self) -> int:
+        """The version in training: the number of updates behind the weights."""
+        ...
+
+    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
+        """Add the gradient of these groups; a collective of all ranks."""
+        ...
+
+    def step(self, tally: StepTally) -> dict[str, float]:
+        """Update the weights by what was accumulated; returns the metrics of the update."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was accumulated: the run ends within a step."""
+        ...
+
+    def publish(self) -> None:
+        """Hand the present weights over to the relays; returns when training may go on."""
+        ...
+
+    def export(self) -> str:
+        """Write the weights for users; returns the folder."""
+        ...
+
+    def checkpoint(self) -> str:
+        """Write weights for users and all that `run.resume` needs; returns the folder."""
+        ...
+
+    def close(self) -> None:
+        """Deliver what was published, and end the group of ranks."""
+        ...
+
+
+def open_learner(fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> Learner:
+    """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
+    return import_module(_ADAPTERS[recipe.trainer.engine], __package__).Adapter(fleet, recipe, fetch)

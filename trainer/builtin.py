@@ -1,0 +1,79 @@
+"""The project's own actor behind the adapter's protocol: `trainer.engine=builtin`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..comm.fleet import Fleet
+from ..comm.messages import GroupRef
+from ..relay.layout import Layout
+from ..relay.parts import Part
+from ..relay.weights import WeightPublisher
+from .actor import Actor
+from .batch import Fetch
+from .checkpoint import Checkpoints
+from .model import load_tokenizer, save_policy
+from .parallel import ActorGroup, whole
+from .recipe import TrainerRecipe
+from .tally import StepTally
+
+
+class Adapter:
+    """An actor, its checkpoints, and the publisher of its part of the weights."""
+
+    def __init__(self, fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> None:
+        has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
+        device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+        torch.manual_seed(recipe.run.seed)
+        self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
+        self.actor = Actor(recipe, self.group, fetch)
+        self.tokenizer = load_tokenizer(recipe.model.path)
+        self.checkpoints = Checkpoints(Path(recipe.run.dir), recipe.checkpoint.keep, self.group)
+        resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
+        if resume is not None:
+            self.checkpoints.load(self.actor.state, resume)
+        weights = self.actor.policy.weights()
+        layout = Layout.of(weights, recipe.model.dtype)
+        part = Part.of(layout, weights, self.group.rank, self.group.size)
+        self.publisher = WeightPublisher(fleet, layout, recipe.comm, part)
+        self.num_bytes = layout.num_bytes
+
+    @property
+    def version(self) -> int:
+        """The version in training."""
+        return self.actor.version
+
+    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
+        """Add the gradient of these groups."""
+        self.actor.accumulate(groups, tally)
+
+    def step(self, tally: StepTally) -> dict[str, float]:
+        """One update of the optimizer."""
+        return self.actor.step(tally)
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        self.actor.optimizer.zero_grad(set_to_none=True)
+
+    def publish(self) -> None:
+        """Returns after one copy of the weights."""
+        self.publisher.publish(self.version, self.version, self.actor.policy.weights())
+
+    def export(self) -> str:
+        """The policy in Hugging Face form."""
+        path = self.checkpoints.path(self.version) / "hf"
+        weights = {name: whole(tensor.detach()) for name, tensor in self.actor.policy.weights().items()}
+        if self.group.is_lead:
+            save_policy(self.actor.policy, path, self.tokenizer, weights)
+        return str(path)
+
+    def checkpoint(self) -> str:
+        """The export, and DCP's folder beside it."""
+        self.export()
+        return str(self.checkpoints.save(self.actor.state))
+
+    def close(self) -> None:
+        """Deliver what was published, and end the group of ranks."""
+        self.publisher.close()
+        self.group.leave()

@@ -1,0 +1,57 @@
+"""The sections of a recipe that the trainer reads."""
+
+from typing import Protocol
+
+from ..comm.settings import CommSettings, ModelSettings, RunSettings
+from .settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
+
+
+class Sampling(Protocol):
+    """What training needs to know of how trajectories are drawn: how the ratios are tempered, which ones were cut."""
+
+    temperature: float
+    max_new_tokens: int
+
+
+class Generator(Protocol):
+    """What training needs to know of the generator: whether both have to agree bit for bit."""
+
+    exact: bool
+
+
+class Roles(Protocol):
+    """How many ranks the trainer has."""
+
+    actor: int
+
+
+class ActorRecipe(Protocol):
+    """The sections that an actor reads."""
+
+    run: RunSettings
+    model: ModelSettings
+    algorithm: AlgorithmSettings
+    optimizer: OptimizerSettings
+    checkpoint: CheckpointSettings
+
+    @property
+    def generator(self) -> Generator:
+        """How the rollouts compute."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How trajectories are drawn."""
+        ...
+
+
+class TrainerRecipe(ActorRecipe, Protocol):
+    """The sections that the trainer's loop and its adapters read."""
+
+    trainer: TrainerSettings
+    comm: CommSettings
+
+    @property
+    def roles(self) -> Roles:
+        """Ranks by role."""
+        ...
