@@ -1,5 +1,6 @@
 """What processes say to each other: one small frozen struct per thing said, grouped by receiver.
 
+What is said about moving trajectories stands in `move_messages`.
 Only the mailbox sees bytes. Decoding is strict: a body that is no message of this file is refused, never executed.
 """
 
@@ -9,41 +10,8 @@ from typing import Union
 import msgspec
 
 from .errors import MessageRefused
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
-    """Base of all messages; `type` on the wire is the class name."""
-
-
-class RowId(msgspec.Struct, frozen=True, order=True):
-    """A trajectory's name: `epoch` over the data, `prompt` index in the data set, `sample` within the group."""
-
-    epoch: int
-    prompt: int
-    sample: int
-
-    @property
-    def number(self) -> int:
-        """The trajectory id of the sampler's random numbers: 63 bits, one for each (epoch, prompt, sample)."""
-        return self.epoch << 48 | self.prompt << 12 | self.sample
-
-    def key(self, attempt: int) -> str:
-        """Where its bytes lie in a unit: those of another attempt can neither be read nor overwritten by mistake."""
-        return f"{self}@{attempt}"
-
-    def __str__(self) -> str:
-        return f"{self.epoch}.{self.prompt}.{self.sample}"
-
-
-class GroupId(msgspec.Struct, frozen=True, order=True):
-    """A prompt's name: `epoch` over the data and index in the data set."""
-
-    epoch: int
-    prompt: int
-
-    def __str__(self) -> str:
-        return f"{self.epoch}.{self.prompt}"
-
+from .message import GroupId, Message, RowId
+from .move_messages import Claim, Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
 
 # ------------------------------------------------------------------------------------------------ said to the hub
 
@@ -87,6 +55,12 @@ class Load(Message, frozen=True):
     busy_s: float
     idle_s: float
     pull_s: float
+    kv_used: int = 0
+    """Tokens that its unfinished trajectories take up in the cache."""
+    kv_max: int = 0
+    """Tokens that the cache holds."""
+    batch_bound: int = 0
+    """Trajectories beyond which a decode step takes notably longer; 0 if it cannot take part in repacking."""
 
 
 class Holding(Message, frozen=True):
@@ -275,8 +249,8 @@ class FeedWanted(Message, frozen=True):
 
 
 MESSAGES: Sequence[type[Message]] = (
-    LeaseRequest, LeaseReturn, RowDone, Load, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
-    ActorDone, UnitCount, Failed, Interrupt, LeaseGrant, HandOut, DropRows, CountRows, Stop,
+    LeaseRequest, LeaseReturn, RowDone, Load, Claim, MoveEnded, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
+    ActorDone, UnitCount, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
     SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, FeedWanted,
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any, cast, get_type_hints
 
 from ..comm.errors import SettingError
 from ..comm.settings import CommSettings, ModelSettings, RunSettings
-from ..relay.settings import BatchSettings, DataSettings, QueueSettings
+from ..relay.settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
 from ..rollout.settings import GeneratorSettings, RewardSettings, RolloutSettings, SamplingSettings
 from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
 
@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.too_long": ("error", "drop"),
     "rollout.engine": ("builtin",),
     "trainer.engine": ("builtin",),
+    "repack.transfer": ("auto", "pages", "prefill"),
     "comm.link": ("auto", "shm", "gloo", "nccl"),
 }
 """Settings that take one of a few words."""
@@ -32,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _AT_LEAST: dict[str, float] = {
     "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "run.steps": 1, "run.seed": 0,
     "batch.prompts_per_step": 1, "batch.samples_per_prompt": 1, "queue.capacity": 1, "queue.max_staleness": 0,
+    "repack.period_s": 0.01, "repack.batch_bound": 1,
     "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0,
     "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "reward.timeout_s": 0,
     "reward.workers": 1, "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1,
@@ -65,6 +67,7 @@ class Recipe:
     reward: RewardSettings = field(default_factory=RewardSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    repack: RepackSettings = field(default_factory=RepackSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)

@@ -45,7 +45,7 @@ class Ending:
     def run(self, end: End) -> dict[str, Any]:
         """Stop everybody, count, write the last event; returns the summary."""
         hub, gone, done = self.hub, {end.gone}, end.done
-        hub.leases.is_open = False
+        hub.leases.is_open = hub.repacking.is_open = False
         actors = [] if done else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
         holdings = self._collect(Holding, rollouts)
@@ -87,10 +87,13 @@ class Ending:
         return answers
 
     def _confirmed(self, holder: str, holding: Holding) -> int:
-        """How many of the rows that a rollout says it holds are leased to it: others were leased anew meanwhile."""
+        """How many of the rows that a rollout says it holds are leased to it: others were leased anew, or moved.
+
+        A claim's answer may have come too late for it to know the newest attempt; what it holds is its own all the same.
+        """
         rows = [self.hub.state.row(row_id) for row_id in holding.rows]
         return sum(
-            row is not None and (row.status, row.attempt, row.holder) == (RowStatus.LEASED, attempt, holder)
+            row is not None and row.status is RowStatus.LEASED and row.holder == holder and attempt <= row.attempt
             for row, attempt in zip(rows, holding.attempts, strict=True)
         )
 
@@ -111,6 +114,8 @@ class Ending:
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
             "fenced": self.hub.results.num_fenced,
+            "moved": state.num_moved,
+            "moves_refused": dict(self.hub.repacking.refusals),
             "version": state.version,
             "digest": state.digest,
             "tokens_per_s": 0.0,

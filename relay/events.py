@@ -43,6 +43,15 @@ class Returned(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Moved(Event, frozen=True, kw_only=True):
+    """Unfinished rows went from `source` to `holder`, as these attempts; a rollout that takes its own back is both."""
+
+    rows: list[RowId]
+    attempts: list[int]
+    source: str
+    holder: str
+
+
 class RowReady(Event, frozen=True, kw_only=True):
     """A trajectory is finished and scored; its bytes lie in `unit`."""
 
@@ -111,7 +120,7 @@ class Ended(Event, frozen=True, kw_only=True):
 
 
 EVENTS: Sequence[type[Event]] = (
-    Opened, Leased, Returned, RowReady, RowFailed, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
+    Opened, Leased, Returned, Moved, RowReady, RowFailed, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
 )  # fmt: skip
 
 _decoder = msgspec.json.Decoder(Union[tuple(EVENTS)])  # noqa: UP007 - built from the list

@@ -13,8 +13,9 @@ from .hand_outs import HandOuts
 from .journal import Journal
 from .leases import Leases
 from .prompts import PromptPool
+from .repacking import Repacking
 from .results import Results
-from .settings import QueueSettings
+from .settings import QueueSettings, RepackSettings
 from .state import HubState
 from .telemetry import Telemetry
 
@@ -30,19 +31,21 @@ class Hub:
         pool: PromptPool,
         admission: Admission,
         queue: QueueSettings,
+        repack: RepackSettings,
     ) -> None:
         self.books = Books(mailbox, state, journal)
         self.telemetry = Telemetry()
         self.leases = Leases(self.books, pool, admission)
         self.results = Results(self.books, queue)
         self.hand_outs = HandOuts(self.books, admission, self.telemetry)
+        self.repacking = Repacking(self.books, repack, self.telemetry)
         # Handing out comes before leasing, since it makes room.
-        self.offices: tuple[Office, ...] = (self.results, self.hand_outs, self.leases)
+        self.offices: tuple[Office, ...] = (self.results, self.hand_outs, self.leases, self.repacking)
         self.rules: Rules = {
             VersionComplete: self._on_version_complete,
             Pulled: self._on_pulled,
             CheckpointWritten: self._on_checkpoint,
-            Load: self.telemetry.add,
+            Load: self._on_load,
         }
         for office in self.offices:
             self.rules |= office.rules
@@ -80,8 +83,13 @@ class Hub:
     def _on_version_complete(self, sender: str, message: VersionComplete) -> None:
         relay = sender.partition("/")[0]
         self.books.units.add(relay)
+        self.repacking.is_due |= message.version > self.state.version
         event = ev.Published(version=message.version, step=message.step, digest=message.digest, relay=relay)
         self.books.decide(event)
+
+    def _on_load(self, sender: str, load: Load) -> None:
+        self.telemetry.add(sender, load)
+        self.repacking.observe(sender, load)
 
     def _on_pulled(self, sender: str, message: Pulled) -> None:
         self.books.decide(ev.Received(version=message.version, digest=message.digest, holder=sender))

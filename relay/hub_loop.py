@@ -21,7 +21,7 @@ from .ending import End, Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
 from .prompts import PromptPool
-from .settings import BatchSettings, DataSettings, QueueSettings
+from .settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
 from .state import HubState, apply
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class HubRecipe(Protocol):
     data: DataSettings
     batch: BatchSettings
     queue: QueueSettings
+    repack: RepackSettings
     comm: CommSettings
 
 
@@ -47,7 +48,7 @@ def run(fleet: Fleet, recipe: HubRecipe) -> None:
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps)
-    hub = Hub(mailbox, state, journal, pool, admission, recipe.queue)
+    hub = Hub(mailbox, state, journal, pool, admission, recipe.queue, recipe.repack)
     watch = Watch(hub, fleet)
     while (end := watch.turn()) is None:
         pass

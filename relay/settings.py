@@ -38,3 +38,18 @@ class QueueSettings:
     """Bound on (version trained - version that generated); null means that only the capacity bounds it."""
     filter_zero_std: bool = False
     """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
+
+
+@dataclass(slots=True)
+class RepackSettings:
+    """`repack.*`: long trajectories of a version are packed onto few rollouts, so that the others can go on to the next."""
+
+    enabled: bool = True
+    period_s: float = 5.0
+    """Seconds between two plans; there is one right after each new version too."""
+    batch_bound: int | None = None
+    """Trajectories that a rollout may decode together before it counts as loaded; null measures it at the start: the batch
+    at which a step takes 1.25 times as long as a small one."""
+    transfer: str = "auto"
+    """How a trajectory's cache gets there: `pages` (its keys and values travel), `prefill` (they are computed again), or
+    `auto` (whichever has been measured to cost less)."""

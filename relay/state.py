@@ -88,6 +88,8 @@ class HubState:
     version: int = -1
     digest: str = ""
     tokens_trained: int = 0
+    num_moved: int = 0
+    """Trajectories that went from one rollout to another."""
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     wanted: dict[GroupId, None] = field(default_factory=dict)
@@ -160,6 +162,17 @@ def _(event: ev.Returned, state: HubState) -> None:
         if group.rows[sample].attempt == event.attempt:
             group.rows[sample].status = RowStatus.WANTED
             state.wanted[event.group] = None
+
+
+@apply.register
+def _(event: ev.Moved, state: HubState) -> None:
+    for row_id, attempt in zip(event.rows, event.attempts, strict=True):
+        row = state.row(row_id)
+        assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
+        assert row.holder == event.source, f"row {row_id} is with {row.holder}"
+        assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
+        row.holder, row.attempt = event.holder, attempt
+    state.num_moved += len(event.rows) * (event.source != event.holder)
 
 
 @apply.register

@@ -1,5 +1,6 @@
 """What the hub knows of the fleet's work: the last report of each process, and the difference to the one before."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ..comm.messages import Load
@@ -17,10 +18,15 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._meters: dict[str, _Meter] = {}
+        self._sums: dict[str, float] = defaultdict(float)
 
     def add(self, sender: str, load: Load) -> None:
         meter = self._meters.setdefault(sender, _Meter(load, load))
         meter.now = load
+
+    def count(self, metric: str, amount: float = 1) -> None:
+        """Add to a metric that sums up what happened in a step's interval."""
+        self._sums[metric] += amount
 
     def forget(self, sender: str) -> None:
         self._meters.pop(sender, None)
@@ -30,6 +36,8 @@ class Telemetry:
         queued = state.queued()
         ready = sum(group.is_complete for group in queued)
         out = {"queue/ready_groups": float(ready), "queue/leased_groups": float(len(queued) - ready)}
+        out |= self._sums
+        self._sums.clear()
         for role in ("relay", "rollout"):
             meters = [meter for name, meter in self._meters.items() if name.startswith(role)]
             busy = sum(meter.now.busy_s - meter.before.busy_s for meter in meters)

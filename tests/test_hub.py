@@ -26,7 +26,7 @@ from headrace.relay.dataset import JsonLines
 from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.prompts import PromptPool
-from headrace.relay.settings import BatchSettings, QueueSettings
+from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.state import HubState
 
 
@@ -42,7 +42,9 @@ class Scene:
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
-        self.hub = Hub(self.post.open("hub"), HubState(), Journal(self.path), pool, admission, settings)
+        self.hub = Hub(
+            self.post.open("hub"), HubState(), Journal(self.path), pool, admission, settings, RepackSettings()
+        )
         self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
 
     def say(self, sender: str, message: Message) -> None:

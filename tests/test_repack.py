@@ -1,0 +1,133 @@
+"""The repack planner: what it never does, and that it releases no fewer rollouts than a simpler one."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.relay import repack
+from headrace.relay.repack import Move, Report, can_fit, plan
+
+KV_MAX, BOUND = 1000, 16
+
+
+def winding_down(name: str, kv_used: int, num_requests: int = 1, version: int = 0) -> Report:
+    return Report(name, version, kv_used, kv_used + 1, KV_MAX, num_requests, 0, BOUND)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Report]:
+    count = draw(st.integers(0, 12))
+    kv_max, bound = draw(st.integers(1, 60)), draw(st.integers(1, 12))
+    return [
+        Report(
+            rollout=f"rollout-{index}",
+            version=draw(st.integers(0, 2)),
+            kv_used=draw(st.integers(0, 60)),
+            kv_before=draw(st.integers(0, 70)),
+            kv_max=kv_max,
+            num_requests=draw(st.integers(0, 12)),
+            num_waiting=draw(st.sampled_from([0, 0, 0, 2])),
+            batch_bound=bound,
+        )
+        for index in range(count)
+    ]
+
+
+@given(fleets())
+def test_no_plan_exceeds_cache_or_batch_or_leaves_a_version(reports: list[Report]):
+    before = {report.rollout: report for report in reports}
+    after = dict(before)
+    for move in plan(reports):
+        source, target = before[move.source], after[move.destination]
+        assert source.version == target.version == move.version
+        after[move.destination] = target._replace(
+            kv_used=target.kv_used + source.kv_used, num_requests=target.num_requests + source.num_requests
+        )
+    for name in {move.destination for move in plan(reports)}:
+        assert after[name].kv_used <= after[name].kv_max
+        assert after[name].num_requests <= after[name].batch_bound
+
+
+@given(fleets())
+def test_a_rollout_gives_once_or_receives_and_never_goes_in_a_circle(reports: list[Report]):
+    moves = plan(reports)
+    sources, destinations = [move.source for move in moves], {move.destination for move in moves}
+    assert len(set(sources)) == len(sources)
+    assert not set(sources) & destinations  # so no chain and no circle either
+
+
+@given(fleets())
+def test_only_rollouts_that_wind_down_with_something_left_take_part(reports: list[Report]):
+    by_name = {report.rollout: report for report in reports}
+    for move in plan(reports):
+        for name in (move.source, move.destination):
+            report = by_name[name]
+            assert report.kv_used < min(report.kv_max, report.kv_before)
+            assert 0 < report.num_requests < report.batch_bound and report.num_waiting == 0
+
+
+@given(fleets(), st.randoms(use_true_random=False))
+def test_the_order_of_the_reports_changes_nothing(reports: list[Report], shuffler: random.Random):
+    shuffled = list(reports)
+    shuffler.shuffle(shuffled)
+    assert plan(shuffled) == plan(reports)
+
+
+def test_the_least_loaded_go_where_the_cache_will_be_fullest():
+    reports = [winding_down("a", 100), winding_down("b", 300), winding_down("c", 500), winding_down("d", 850)]
+    assert plan(reports) == [Move("a", "d", 0), Move("b", "c", 0)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_used": KV_MAX}, {"kv_before": 100}, {"num_requests": BOUND}, {"num_waiting": 1}, {"version": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_rollout_that_is_full_or_filling_or_elsewhere_is_left_alone(change: dict[str, int]):
+    assert plan([winding_down("a", 100), winding_down("b", 100)]) == [Move("a", "b", 0)]
+    assert plan([winding_down("a", 100)._replace(**change), winding_down("b", 100)]) == []
+
+
+def random_fleet(seed: int, count: int) -> list[Report]:
+    draw = random.Random(seed)
+    return [winding_down(f"r{i:04}", int(draw.paretovariate(1.2) * 60) % 900, draw.randint(1, 6)) for i in range(count)]
+
+
+def first_fit(reports: list[Report]) -> int:
+    """Rollouts released when each goes to the first that has room."""
+    loads, receivers, released = {report.rollout: report for report in reports}, set(), 0
+    for name in list(loads):
+        if name in receivers:
+            continue
+        source = loads.pop(name)
+        found = next((load for load in loads.values() if can_fit(load, source.kv_used, source.num_requests)), None)
+        if found is None:
+            loads[name] = source
+            continue
+        kv_used, num_requests = found.kv_used + source.kv_used, found.num_requests + source.num_requests
+        loads[found.rollout] = found._replace(kv_used=kv_used, num_requests=num_requests)
+        receivers.add(found.rollout)
+        released += 1
+    return released
+
+
+def test_it_releases_on_average_at_least_what_first_fit_releases():
+    fleets = [random_fleet(seed, count) for seed in range(200) for count in (4, 16, 48)]
+    released = sum(len(plan(fleet)) for fleet in fleets)
+    assert released >= sum(first_fit(fleet) for fleet in fleets) > 0
+
+
+def test_its_work_grows_with_the_square_of_the_rollouts(monkeypatch: pytest.MonkeyPatch):
+    looks: Counter[int] = Counter()
+
+    def counting(load: Report, kv_tokens: int, num_requests: int) -> bool:
+        looks[count] += 1
+        return can_fit(load, kv_tokens, num_requests)
+
+    monkeypatch.setattr(repack, "can_fit", counting)
+    for count in (50, 100, 200, 400):
+        plan(random_fleet(1, count))
+        assert looks[count] <= count * count
