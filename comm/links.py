@@ -5,7 +5,8 @@ more use; whoever needs to go on opens another and agrees on the byte to go on f
 
     tcp     plain sockets: a dead neighbour is noticed at once
     gloo    a process group of two ranks, torch's own way on CPU: a dead neighbour may be noticed at the deadline only
-    nccl    a process group of two ranks on two different GPUs, through a bucket on each
+    nccl    a process group of two ranks on two different GPUs, through buckets on each
+    staged  its twin on CPU: Gloo, through buckets in host memory
     memory  the twin within one process
 
 Both ends prove that they know the run's secret before the link is handed over.
@@ -16,11 +17,13 @@ import time
 from collections import deque
 
 import numpy as np
+import torch
 from torch.distributed import DistError
 
 from .errors import LinkBroken, SettingError
-from .group_link import GroupLink
+from .group_link import GroupLink, open_group
 from .handshake import Link, prove
+from .staged_link import StagedLink
 from .store import Store, connect_store
 from .tcp_link import TcpLink
 from .waits import waiting
@@ -46,15 +49,21 @@ def open_link(
     other on the store at `store_address`; `store` is a client of it that may be used for questions that do not wait.
     """
     assert end in (0, 1), end
-    if backend not in ("tcp", "gloo", "nccl"):
+    if backend not in ("tcp", "gloo", "nccl", "staged"):
         raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, gloo, nccl")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise SettingError("comm.link: nccl needs a GPU at both ends, and here is none")
     try:
         if store is None or backend != "tcp":
             store = connect_store(store_address, deadline_s)
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
             if backend == "tcp":
                 return TcpLink.open(store, name, end, deadline_s, secret, interface)
-            link = GroupLink.open(backend, store, name, end, deadline_s, interface)
+            group = open_group("nccl" if backend == "nccl" else "gloo", store, name, end, deadline_s, interface)
+            if backend != "gloo":
+                beside = TcpLink.open(store, f"{name}/beside", end, deadline_s, secret, interface)
+                return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), beside)
+            link = GroupLink(group, end)
             prove(link, name, end, secret, deadline_s)
             return link
     except DistError as error:

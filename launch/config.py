@@ -12,7 +12,7 @@ from typing import Any, cast, get_type_hints
 
 from ..comm.errors import SettingError
 from ..comm.settings import CommSettings, ModelSettings, RunSettings
-from ..relay.settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
+from ..relay.settings import BatchSettings, DataSettings, QueueSettings, RelaySettings, RepackSettings
 from ..rollout.settings import GeneratorSettings, RewardSettings, RolloutSettings, SamplingSettings
 from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
 
@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.engine": ("builtin",),
     "trainer.engine": ("builtin",),
     "repack.transfer": ("auto", "pages", "prefill"),
-    "comm.link": ("auto", "shm", "gloo", "nccl"),
+    "comm.link": ("auto", "shm", "tcp", "gloo", "nccl"),
 }
 """Settings that take one of a few words."""
 
@@ -75,6 +75,7 @@ class Recipe:
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    relay: RelaySettings = field(default_factory=RelaySettings)
     comm: CommSettings = field(default_factory=CommSettings)
 
 

@@ -32,7 +32,7 @@ def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
     world_size = roles.actor + roles.relay + roles.rollout
     num_gpus = count_gpus()
     for rank, place in enumerate(assign(roles, world_size, ranks_per_host or world_size)):
-        device = visible_devices(place, num_gpus)
+        device = visible_devices(place, num_gpus, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
         yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"
 

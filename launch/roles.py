@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..comm.errors import SettingError
@@ -65,11 +66,27 @@ def _seat_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[
     return relay_of_rank
 
 
-def visible_devices(place: Place, num_gpus: int) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a place on a host with `num_gpus`: one each in order, shared when there are too few."""
-    if place.slot is None or num_gpus == 0:
-        return ""
-    return str(place.slot % num_gpus)
+def visible_devices(place: Place, num_gpus: int, staging: str | None = None) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a place on a host with `num_gpus`: one each in order, shared when there are too few.
+
+    A relay has none but its `relay.staging_device`, if that is a GPU.
+    """
+    if place.slot is None:
+        return "" if staging in (None, "cpu") else staging
+    return str(place.slot % num_gpus) if num_gpus else ""
+
+
+def check_staging(places: Sequence[Place], host: int, num_gpus: int, staging: str | None) -> None:
+    """Raise `SettingError` unless the relays of a host may have `relay.staging_device` there."""
+    if staging in (None, "cpu") or all(p.role != "relay" for p in places if p.host == host):
+        return
+    if not staging.isdigit() or int(staging) >= num_gpus:
+        raise SettingError(f"relay.staging_device={staging} is none of the {num_gpus} GPUs of host {host}, nor cpu")
+    for place in places:
+        if place.host == host and place.role == "actor" and visible_devices(place, num_gpus) == str(int(staging)):
+            raise SettingError(
+                f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL wants two; name another, or null"
+            )
 
 
 def count_gpus() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..comm.settings import SEGMENT_FD
 from .children import WATCHED, Child, block_signals, describe_end, end_with_parent, say
 from .config import Recipe
-from .roles import Place, assign, count_gpus, visible_devices
+from .roles import Place, assign, check_staging, count_gpus, visible_devices
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -214,8 +214,10 @@ def take_seat(recipe: Recipe) -> int:
     torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))[rank]
-    device = visible_devices(place, count_gpus())
+    places = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    place, num_gpus, staging = places[rank], count_gpus(), recipe.relay.staging_device
+    check_staging(places, place.host, num_gpus, staging)
+    device = visible_devices(place, num_gpus, staging)
     seat = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device)
     exit_code = seat.run()
     is_told = LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2 or seat.is_over())

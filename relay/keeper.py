@@ -29,7 +29,7 @@ from .carrier import Feeder, take_versions
 from .chain import Chain
 from .desk import Desk
 from .frames import Offer
-from .push import remote_backend
+from .push import pin, remote_backend
 from .wire import SILENCE_S
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class WeightKeeper:
         self._feeder = Feeder(self.desk, segment.path, self._stop)
         self._carriers: list[threading.Thread] = []
         self._links: list[Link] = []
+        self._pinned: set[int] = set()
         self._letters = threading.Thread(target=self._read_letters, name=f"{fleet.name} keeper", daemon=True)
         self._letters.start()
         self._chain = Chain(fleet, self.desk, segment.path, remote_backend(settings))
@@ -139,8 +140,14 @@ class WeightKeeper:
     # ------------------------------------------------------------------------------------------- transfers over links
 
     def _take(self, link: Link, sender: str) -> None:
-        comes_from_actor = sender.startswith("actor")
-        take_versions(link, self.desk, sender, self._stop.is_set, self._tell if comes_from_actor else lambda _: None)
+        def complete(arrival: Arrival) -> None:
+            if sender.startswith("actor"):
+                self._tell(arrival)
+            if link.backend == "nccl":  # its bytes come from a GPU: from the first version on, into pinned slots
+                for index in range(self._segment.num_slots):
+                    pin(self._segment.slot(index), self._pinned)
+
+        take_versions(link, self.desk, sender, self._stop.is_set, complete)
 
     def _carry(self, name: str, end: int, backend: str, work: Callable[[Link], None]) -> None:
         try:

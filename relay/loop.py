@@ -13,6 +13,8 @@ from ..comm.rows import RowClient, RowUnit
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .keeper import WeightKeeper
+from .push import staging_of
+from .settings import RelaySettings
 
 REPORT_S = 1.0
 
@@ -21,6 +23,7 @@ class RelayRecipe(Protocol):
     """The sections of a recipe that a relay reads."""
 
     comm: CommSettings
+    relay: RelaySettings
 
 
 def run(fleet: Fleet, recipe: RelayRecipe) -> None:
@@ -30,7 +33,7 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     segment = Segment.inherited()
     keeper = WeightKeeper(fleet, segment, recipe.comm)
     rows = RowClient(unit.address)
-    fleet.announce(unit=unit.address, segment=segment.path)
+    fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
     started, reported = time.monotonic(), 0.0
     while True:
         letter = mailbox.receive(REPORT_S)

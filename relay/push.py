@@ -24,8 +24,9 @@ from .chain import dial
 from .delta import encode
 from .frames import Delta, Offer
 from .parts import Part
+from .settings import RelaySettings
 from .versions import Shelf
-from .wire import SILENCE_S, send_cargo, send_idle
+from .wire import MAX_PIECE_BYTES, PIECE_BYTES, SILENCE_S, send_cargo, send_idle
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a question is repeated until answered: the relay may have come back meanwhile
@@ -89,7 +90,7 @@ class ShmPush:
         if part.num_parts == 1 and self._claim is None:
             answer = self._ask(self._wanted(Offer(-1, -1, part.layout.num_bytes, part.layout.fingerprint), part))
             if isinstance(answer, SlotGranted):
-                _pin(self._segment.slot(answer.slot), self._pinned)  # maps the slots now, while nobody waits for them
+                pin(self._segment.slot(answer.slot), self._pinned)  # maps the slots now, while nobody waits for them
                 with self._lock:
                     self._claim = answer
 
@@ -161,13 +162,15 @@ class ShmPush:
 class LinkPush:
     """Pushes over a link to a relay anywhere."""
 
-    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> None:
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, backend: str) -> None:
         self.relay = relay
         self.num_sent = 0
         """Bytes of versions sent so far, as deltas or whole."""
         self._uses_deltas = settings.delta
         self._last: Parcel | None = None
-        self._link = dial(fleet, mailbox, relay.name, remote_backend(settings), SILENCE_S)
+        self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
+        # Staging buckets overlap within a piece.
+        self._piece_bytes = MAX_PIECE_BYTES if backend in ("nccl", "staged") else PIECE_BYTES
 
     def claim_ahead(self, part: Part) -> None:
         """There is nothing to claim."""
@@ -182,7 +185,7 @@ class LinkPush:
     def push(self, parcel: Parcel) -> None:
         """Send a parcel; returns when the relay has checked the bytes. Raises `LinkBroken`."""
         parcel.delta = self._delta(parcel) if self._uses_deltas else None
-        send_cargo(self._link, parcel, SILENCE_S)
+        send_cargo(self._link, parcel, SILENCE_S, self._piece_bytes)
         self.num_sent += parcel.part.num_bytes if parcel.delta is None else parcel.delta[1].nbytes
         if self._uses_deltas:
             self._last = Parcel(parcel.offer, parcel.part, parcel.buffer.copy())
@@ -213,10 +216,19 @@ class LinkPush:
 
 
 def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> ShmPush | LinkPush:
-    """The way to a relay under these settings. Raises `PeerGone` or `LinkBroken`."""
-    if is_shared(relay, fleet, settings):
+    """The way to a relay under these settings. Raises `PeerGone`, `LinkBroken` or `SettingError`."""
+    staging = relay.info.get("staging", "")
+    if staging == "nccl" and not torch.cuda.is_available():
+        raise SettingError("relay.staging_device: the actor has no GPU to broadcast from; leave the setting out")
+    if not staging and is_shared(relay, fleet, settings):
         return ShmPush(relay, fleet, mailbox, settings)
-    return LinkPush(relay, fleet, mailbox, settings)
+    return LinkPush(relay, fleet, mailbox, settings, staging or remote_backend(settings))
+
+
+def staging_of(settings: RelaySettings) -> str:
+    """The back end over which a relay wants versions from actors; empty for whichever fits."""
+    device = settings.staging_device
+    return "" if device is None else "staged" if device == "cpu" else "nccl"
 
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
@@ -234,7 +246,7 @@ def remote_backend(settings: CommSettings) -> str:
     return settings.link if settings.link in ("gloo", "nccl") else "tcp"
 
 
-def _pin(slot: np.ndarray, pinned: set[int]) -> None:
+def pin(slot: np.ndarray, pinned: set[int]) -> None:
     """Pin a slot's pages for copies from a GPU, once; where CUDA refuses, copies are merely slower."""
     address = slot.ctypes.data
     if address not in pinned and torch.cuda.is_available() and (runtime := torch.cuda.cudart()) is not None:

@@ -53,3 +53,12 @@ class RepackSettings:
     transfer: str = "auto"
     """How a trajectory's cache gets there: `pages` (its keys and values travel), `prefill` (they are computed again), or
     `auto` (whichever has been measured to cost less)."""
+
+
+@dataclass(slots=True)
+class RelaySettings:
+    """`relay.*`: the processes that hold weights and experience."""
+
+    staging_device: str | None = None
+    """GPU of a relay's host, by number and not an actor's, that takes weights in by NCCL broadcast; null for host memory. `cpu`
+    does the same over Gloo."""

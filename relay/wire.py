@@ -24,7 +24,7 @@ IDLE_S = 1.0
 SILENCE_S = 5.0
 PIECE_BYTES = 1 << 20
 """Bytes of a data frame where nobody says otherwise."""
-_MAX_PIECE_BYTES = 32 << 20
+MAX_PIECE_BYTES = 32 << 20
 _MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
 _MAX_ATTEMPTS = 3
 
@@ -120,7 +120,7 @@ def receive_header(link: Link, deadline_s: float) -> tuple[Kind, int]:
     header = np.empty(16, np.uint8)
     link.receive(header, deadline_s)
     kind, num_bytes = header.view(np.int64).tolist()
-    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else _MAX_PIECE_BYTES):
+    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else MAX_PIECE_BYTES):
         raise LinkBroken(f"no frame begins with {kind}, {num_bytes}")
     return Kind(kind), num_bytes
 

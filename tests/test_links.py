@@ -26,7 +26,7 @@ def store():
     return host_store("127.0.0.1")
 
 
-@pytest.fixture(params=["tcp", "gloo", "memory"])
+@pytest.fixture(params=["tcp", "gloo", "staged", "memory"])
 def pair(request, store):
     name = request.node.name
     ends = MemoryLink.pair() if request.param == "memory" else open_pair(request.param, store.address, name)
@@ -41,7 +41,7 @@ def noise(num_bytes):
 
 def test_bytes_arrive_as_they_were_sent_in_both_directions(pair):
     for sender, receiver in (pair, pair[::-1]):
-        sent = [noise(size) for size in (1, 0, 4097, 3_000_001)]
+        sent = [noise(size) for size in (1, 0, 4097, 3_000_001, 20_000_003)]  # the last one needs several buckets
         received = [np.zeros_like(piece) for piece in sent]
         with ThreadPoolExecutor(1) as pool:
             sending = [pool.submit(sender.send, piece, 10) for piece in sent]

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.launch.config import RoleSettings
-from headrace.launch.roles import assign, visible_devices
+from headrace.launch.roles import assign, check_staging, visible_devices
 
 
 def test_one_host_seats_an_actor_first_and_the_relay_last():
@@ -43,3 +43,17 @@ def test_every_rank_has_one_place_and_every_place_one_rank(
         assert sorted(place.index for place in places if place.role == role) == list(range(count))
     assert places[0].name == "actor-0"
     assert all((place.slot is None) == (place.role == "relay") for place in places)
+
+
+def test_a_relay_gets_its_staging_device_and_nobody_elses_is_taken():
+    places = assign(RoleSettings(actor=2, relay=1, rollout=1), 4, 4)
+    relay = next(place for place in places if place.role == "relay")
+    assert visible_devices(relay, 4, "3") == "3"
+    assert visible_devices(relay, 4, "cpu") == visible_devices(relay, 4, None) == ""
+    for allowed in ("2", "3", "cpu", None):
+        check_staging(places, 0, 4, allowed)
+    with pytest.raises(SettingError, match=r"relay\.staging_device=1 is the GPU of actor-1"):
+        check_staging(places, 0, 4, "1")
+    for wrong in ("4", "gpu"):
+        with pytest.raises(SettingError, match=rf"relay\.staging_device={wrong} is none of the 4 GPUs"):
+            check_staging(places, 0, 4, wrong)

@@ -1,0 +1,63 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_in_memory import System
+
+from headrace.comm.errors import LinkBroken, SettingError
+from headrace.comm.fleet import Fleet, MemoryFleet, MemoryTown
+from headrace.comm.segment import Segment
+from headrace.comm.settings import CommSettings
+from headrace.comm.store import host_store
+from headrace.comm.waits import waiting
+from headrace.relay.keeper import WeightKeeper
+from headrace.relay.layout import Layout
+from headrace.relay.push import LinkPush, open_push, staging_of
+from headrace.relay.settings import RelaySettings
+from headrace.relay.weights import WeightPublisher, WeightReader
+
+
+def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
+    hosted, settings = host_store("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=20)
+    segment = Segment.create_anonymous()
+    info = {"segment": segment.path, "staging": staging_of(RelaySettings(staging_device="cpu"))}
+    fleets = [
+        Fleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
+        for role in ("relay", "actor", "rollout")
+    ]
+    keeper = WeightKeeper(fleets[0], segment, settings)
+    tensors = {"w": torch.randn(5_000_003)}  # several buckets, and a rest
+    layout = Layout.of(tensors, "float32")
+    publisher, reader = WeightPublisher(fleets[1], layout, settings), WeightReader(fleets[2], layout, settings)
+    into = np.zeros(layout.num_bytes, np.uint8)
+    for version in (1, 2, 3):
+        tensors["w"].mul_(1.5)
+        publisher.publish(version, version, tensors)
+        with waiting("the relay", f"version {version}", 20) as wait:
+            wait.until(lambda version=version: reader.newest() == version)
+        assert reader.pull(into, 10).version == version
+        assert torch.equal(layout.views(into)["w"], tensors["w"])
+    way = publisher._way
+    assert isinstance(way, LinkPush) and way._link.backend == "staged"
+    with pytest.raises(LinkBroken):  # nobody sends: a broadcast that is waited for ends at its deadline
+        way._link.receive(np.zeros(100_000, np.uint8), 0.2)
+    for thing in (reader, publisher, keeper, segment):
+        thing.close()
+    for fleet in fleets[::-1]:
+        fleet.leave()
+
+
+def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):
+    system = System(tmp_path, **{"relay.staging_device": "cpu"}).start_all()
+    summary = system.wait()
+    assert summary["status"] == "finished" and summary["accounting"]["holds"] is True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_an_actor_without_a_gpu_cannot_push_to_one():
+    town, settings = MemoryTown(), CommSettings(heartbeat_s=0.02)
+    relay = MemoryFleet.enter(town, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
+    actor = MemoryFleet.enter(town, "actor", 0, {}, settings)
+    with pytest.raises(SettingError, match=r"relay\.staging_device: the actor has no GPU"):
+        open_push(relay.me, actor, actor.post.open("actor-0/weights"), settings)
