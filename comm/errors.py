@@ -5,6 +5,7 @@ HeadraceError
 ├── WaitTimeout (TimeoutError)    a named wait passed its deadline
 ├── PeerGone                      the other side of a wire is gone
 │   └── StoreGone                 the fleet's store is gone
+├── UnitFull                      a storage unit has no room for more rows
 ├── LinkBroken                    a link failed in the middle of a transfer
 ├── WrongDigest                   bytes are not those that were announced
 └── MessageRefused                a letter is malformed, foreign or forged
@@ -29,6 +30,10 @@ class PeerGone(HeadraceError):
 
 class StoreGone(PeerGone):
     """The fleet's store is gone."""
+
+
+class UnitFull(HeadraceError):
+    """A storage unit has no room for more rows."""
 
 
 class LinkBroken(HeadraceError):

@@ -23,6 +23,8 @@ from torch.distributed import DistError
 from .errors import StoreGone
 from .links import Link, MemoryLink, open_link, paced
 from .mailbox import MemoryPost, Post, StorePost
+from .row_unit import RowUnit
+from .rows import RowClient
 from .settings import CommSettings
 from .store import ROSTER, Store, connect_store
 from .waits import waiting
@@ -52,12 +54,13 @@ def member_name(role: str, index: int) -> str:
 class Fleet(ABC):
     """One member's view of the run. `Fleet.join` joins over the store; `MemoryFleet` is the twin within one process."""
 
-    def __init__(self, me: Member, post: Post, settings: CommSettings) -> None:
+    def __init__(self, me: Member, post: Post, settings: CommSettings, secret: bytes = b"") -> None:
         self.me = me
         self.name = me.name
         self.incarnation = me.incarnation
         self.post = post
         self.settings = settings
+        self._secret = secret
 
     @staticmethod
     def join(
@@ -81,6 +84,14 @@ class Fleet(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
+
+    def host_rows(self) -> RowUnit:
+        """A storage unit in this process, open to whoever knows the run's secret."""
+        return RowUnit(self.settings.interface, self._secret)
+
+    def open_rows(self, address: str) -> RowClient:
+        """A client of the unit at an address; raises `PeerGone`."""
+        return RowClient(address, self._secret, self.settings.deadline_s)
 
     def living(self, role: str, having: str = "") -> list[Member]:
         """Members of a role that beat, and that have announced `having`, by index."""
@@ -146,12 +157,11 @@ class StoreFleet(Fleet):
         on_store_gone: Callable[[StoreGone], None] | None = None,
     ) -> None:
         self.store_address = store_address
-        self._secret = secret
         self._store = connect_store(store_address, settings.deadline_s)
         name = member_name(role, index)
         incarnation = self._store.add(f"fleet/incarnation/{name}", 1)
         me = Member(name, role, index, incarnation, socket.gethostname(), os.getpid(), dict(info))
-        super().__init__(me, StorePost(store_address, secret, settings.deadline_s), settings)
+        super().__init__(me, StorePost(store_address, secret, settings.deadline_s), settings, secret)
         self._on_gone = on_store_gone or _end_process
         self._table = Table(settings.expiry_s)
         self._lock = threading.Lock()

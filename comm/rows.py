@@ -1,37 +1,65 @@
 """Rows in bulk: each relay hosts a storage unit, whoever needs a row's columns fetches them from there.
 
-A unit is a TCPStore of its own. The columns of a row that are written together are one value: a line of JSON (parts, bytes,
-checksum), then safetensors bytes, without padding. What does not fit into 4 MiB goes on under keys of its own, named by
-checksum, so that a row that is being overwritten can never be read as a mixture.
+A row is what lies under a key: named columns of any plain type and length, which come one by one or together. Whoever adds
+columns later leaves the others as they are. On the unit's host the bytes go straight into its memory and out of it again,
+from elsewhere over a connection; either way they are checked against their writer's digest when they are read.
 """
 
+import socket
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
-import msgspec
 import numpy as np
-import xxhash
-from safetensors.numpy import load, save
-from torch.distributed import DistError
 
-from .errors import PeerGone, WrongDigest
-from .store import connect_store, host_store
+from .arena import ArenaFile
+from .errors import LinkBroken, PeerGone, UnitFull, WrongDigest
+from .handshake import prove
+from .row_messages import (
+    ANSWERS,
+    WELCOMES,
+    Absent,
+    Answer,
+    Block,
+    Column,
+    Commit,
+    Count,
+    Done,
+    Drop,
+    List,
+    Listing,
+    Locate,
+    Located,
+    Put,
+    Refused,
+    Request,
+    Reserve,
+    Reserved,
+)
+from .row_wire import LINK_NAME, decode, encode, receive_frame, refuse_objects, runs, send_frame, wrong_columns
+from .tcp_link import TcpLink
+from .waits import waiting
 
 T = TypeVar("T")
 
-_PART_BYTES = 4 << 20
-_ROW = "row/"
+_ALIGN = 64
+Columns = Mapping[str, np.ndarray]
 
 
 class Rows(Protocol):
     """A storage unit as its clients see it."""
 
-    def put(self, key: str, columns: dict[str, np.ndarray]) -> int:
+    def put(self, key: str, columns: Columns) -> int:
         """Add columns to a row, which begins with its first; returns their bytes once the unit has them.
 
-        A column that the row has already is replaced as a whole; the others stay as they are.
+        A column that the row has already is replaced as a whole; the others stay as they are. Raises `UnitFull`, and
+        `ValueError` for columns of objects.
         """
+        ...
+
+    def put_many(self, rows: Mapping[str, Columns]) -> int:
+        """`put` for several rows at once; others see all of it or nothing."""
         ...
 
     def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -41,147 +69,248 @@ class Rows(Protocol):
         """
         ...
 
+    def get_many(self, keys: Iterable[str], columns: Iterable[str] | None = None) -> dict[str, dict[str, np.ndarray]]:
+        """`get` for several rows at once. They share one piece of memory, which lives as long as any column of them."""
+        ...
+
     def drop(self, keys: Iterable[str]) -> int:
-        """Forget rows; returns how many of them there were."""
+        """Forget rows; returns how many of them there were. Dropping again is allowed and drops nothing."""
+        ...
+
+    def listing(self) -> dict[str, list[str]]:
+        """Keys of the rows held, with the names of their columns."""
         ...
 
     def count(self) -> int:
         """Rows held, counted from what lies in the unit."""
         ...
 
-
-class RowUnit:
-    """A storage unit in this process, on one interface; `address` is "host:port". It ends with `close`."""
-
-    def __init__(self, interface: str) -> None:
-        self._hosted = host_store(interface)
-        self.address = self._hosted.address
-
     def close(self) -> None:
-        """Forget all rows and stop listening."""
-        del self._hosted
-
-
-class _Head(msgspec.Struct, frozen=True, array_like=True):
-    num_parts: int
-    num_bytes: int
-    checksum: int
-
-    def part(self, key: str, index: int) -> str:
-        """The key of part `index` >= 1; part 0 lies with the head."""
-        return f"part/{key}/{self.checksum:x}/{index}"
+        """End the connection; the rows stay. Closing twice is allowed."""
+        ...
 
 
 class RowClient:
-    """One unit's client. Any thread may use it, one at a time. Raises `PeerGone` when the unit is gone."""
+    """One unit's client. Any thread may use it, one at a time. Raises `PeerGone` when the unit is gone.
 
-    def __init__(self, address: str, deadline_s: float = 30.0) -> None:
+    `through_memory=False` sends the bytes over the connection even on the unit's own host.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes = b"", deadline_s: float = 30.0, through_memory: bool = True
+    ) -> None:
         self.address = address
-        self._store = connect_store(address, deadline_s)
+        self._deadline_s = deadline_s
         self._lock = threading.Lock()
+        self._arena: ArenaFile | None = None
+        host, _, port = address.rpartition(":")
+        try:
+            with waiting(f"unit {address}", "a connection", deadline_s):
+                self._link = TcpLink(socket.create_connection((host, int(port)), deadline_s))
+                prove(self._link, LINK_NAME, 1, secret, deadline_s)
+                welcome = receive_frame(self._link, WELCOMES, deadline_s)
+        except (OSError, LinkBroken) as error:
+            raise PeerGone(f"unit {address} is gone: {error}") from error
+        if through_memory:
+            try:
+                self._arena = ArenaFile.open(welcome.path, welcome.token)
+            except PeerGone:  # the unit is on another host, or behind a wall on this one
+                self._arena = None
+        self._close = weakref.finalize(self, _close, self._link, self._arena)
 
-    def put(self, key: str, columns: dict[str, np.ndarray]) -> int:
-        """Add columns to a row; returns their bytes once the unit has acknowledged them."""
+    def put(self, key: str, columns: Columns) -> int:
+        """Add columns to a row; returns their bytes once the unit has them."""
+        return self.put_many({key: columns})
+
+    def put_many(self, rows: Mapping[str, Columns]) -> int:
+        """Add columns to several rows at once."""
+        encoded = [encode(columns) for columns in rows.values()]
+        sizes = [sum(raw.nbytes for raw in raws) for _, raws in encoded]
         with self._lock:
-            held = self._try(lambda: self._head(key)) is not None
-        body = save({name: np.ascontiguousarray(c) for name, c in ((self.get(key) if held else {}) | columns).items()})
-        parts = [body[start : start + _PART_BYTES] for start in range(0, len(body), _PART_BYTES)]
-        head = _Head(len(parts), len(body), xxhash.xxh3_64_intdigest(body))
-        with self._lock:
-            return self._try(lambda: self._put(key, head, parts))
+            if self._arena is None:
+                blocks = [Block(0, 0, columns) for columns, _ in encoded]
+                self._ask(Put(list(rows), blocks), Done, [raw for _, raws in encoded for raw in raws])
+            else:
+                given = self._ask(Reserve(sizes), Reserved)
+                blocks = [
+                    Block(serial, place, columns)
+                    for serial, place, (columns, _) in zip(given.serials, given.places, encoded, strict=True)
+                ]
+                for place, (_, raws) in zip(given.places, encoded, strict=True):
+                    self._arena.write(place, raws)
+                self._ask(Commit(list(rows), blocks), Done)
+        return sum(sizes)
 
     def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """A row's columns, checked against the checksum of the writer."""
+        """A row's columns, checked against the digests of their writer."""
+        return self.get_many([key], columns)[key]
+
+    def get_many(self, keys: Iterable[str], columns: Iterable[str] | None = None) -> dict[str, dict[str, np.ndarray]]:
+        """Columns of several rows, checked against the digests of their writers."""
+        names = None if columns is None else list(columns)
+        rows: dict[str, dict[str, np.ndarray]] = {key: {} for key in keys}
+        pending, refused = list(rows), dict[str, list[int]]()
         with self._lock:
-            head, body = self._try(lambda: self._get(key))
-        if len(body) != head.num_bytes or xxhash.xxh3_64_intdigest(body) != head.checksum:
-            raise WrongDigest(f"row {key} of unit {self.address}: {len(body)} bytes that are not those of its writer")
-        row = load(body)
-        return row if columns is None else {name: row[name] for name in columns}
+            while pending:
+                located = self._ask(Locate(pending, names, bytes_too=self._arena is None), Located)
+                wrong: dict[str, list[int]] = {}
+                for key, blocks, read in zip(pending, located.rows, self._read(located), strict=True):
+                    rows[key].clear()
+                    for run, data in read:
+                        rows[key] |= decode(run, data)
+                        if wrong_columns(run, data):
+                            wrong[key] = [block.serial for block in blocks]
+                # Other bytes than announced at the same place twice are wrong; elsewhere the row was written meanwhile.
+                for key, serials in wrong.items():
+                    if refused.get(key) == serials:
+                        raise WrongDigest(f"row {key} of unit {self.address} has bytes that are not its writer's")
+                refused, pending = wrong, list(wrong)
+        return rows
 
     def drop(self, keys: Iterable[str]) -> int:
         """Forget rows; returns how many of them there were."""
         with self._lock:
-            return sum(self._try(lambda key=key: self._drop(key)) for key in keys)
+            return self._ask(Drop(list(keys)), Done).count
+
+    def listing(self) -> dict[str, list[str]]:
+        """Keys of the rows held, with the names of their columns."""
+        with self._lock:
+            return self._ask(List(), Listing).rows
 
     def count(self) -> int:
-        """Rows held, counted from the unit's keys."""
+        """Rows held."""
         with self._lock:
-            return self._try(lambda: sum(key.startswith(_ROW) for key in self._store.list_keys()))
+            return self._ask(Count(), Done).count
 
-    def _put(self, key: str, head: _Head, parts: list[bytes]) -> int:
-        before = self._head(key)
-        for index in range(1, head.num_parts):
-            self._store.set(head.part(key, index), parts[index])
-        self._store.set(_ROW + key, msgspec.json.encode(head) + b"\n" + parts[0])
-        if before is not None and before != head:
-            self._delete_parts(key, before)
-        # `set` is not acknowledged; an answer on the same connection is.
-        if not self._store.check([_ROW + key]):
-            raise PeerGone(f"unit {self.address} lost row {key}")
-        return head.num_bytes
+    def close(self) -> None:
+        """End the connection."""
+        with self._lock:
+            self._close()
 
-    def _get(self, key: str) -> tuple[_Head, bytes]:
-        if not self._store.check([_ROW + key]):
-            raise KeyError(key)
-        line, _, body = self._store.get(_ROW + key).partition(b"\n")
-        head = msgspec.json.decode(line, type=_Head)
-        names = [head.part(key, index) for index in range(1, head.num_parts)]
-        if names and self._store.check(names):
-            body = b"".join([body, *(self._store.get(name) for name in names)])
-        return head, body
+    def _read(self, located: Located) -> "list[list[tuple[list[Column], np.ndarray]]]":
+        """For each row the runs of its columns and their bytes, all in one buffer."""
+        found = [[_Piece(block, run) for block in row for run in runs(block.columns)] for row in located.rows]
+        pieces = [piece for row in found for piece in row]
+        num_bytes = 0
+        for piece in pieces:
+            # As far from a multiple of the alignment as in the arena, so that neighbours there are neighbours here.
+            piece.at = -(-num_bytes // _ALIGN) * _ALIGN + piece.place % _ALIGN
+            num_bytes = piece.at + piece.num_bytes
+        buffer = np.empty(num_bytes, np.uint8)
+        if self._arena is None:
+            for piece in pieces:
+                self._link.receive(buffer[piece.at : piece.at + piece.num_bytes], self._deadline_s)
+        else:
+            for first, last in _stretches(pieces):
+                self._arena.read(first.place, buffer[first.at : last.at + last.num_bytes])
+        return [[(piece.run, buffer[piece.at : piece.at + piece.num_bytes]) for piece in row] for row in found]
 
-    def _drop(self, key: str) -> bool:
-        head = self._head(key)
-        if head is None:
-            return False
-        self._delete_parts(key, head)
-        return self._store.delete_key(_ROW + key)
+    def _ask(self, request: Request, expected: type[T], body: Iterable[np.ndarray] = ()) -> T:
+        """Send a request and what follows it; returns the answer expected, raises what another one means."""
+        answer = self._exchange(request, body)
+        match answer:
+            case Absent(what=what):
+                raise KeyError(what)
+            case Refused(why=why, is_full=True):
+                raise UnitFull(f"unit {self.address}: {why}")
+            case Refused(why=why):
+                raise WrongDigest(f"unit {self.address}: {why}")
+        assert isinstance(answer, expected), f"{answer} to {request}"
+        return answer
 
-    def _head(self, key: str) -> _Head | None:
-        if not self._store.check([_ROW + key]):
-            return None
-        return msgspec.json.decode(self._store.get(_ROW + key).partition(b"\n")[0], type=_Head)
-
-    def _delete_parts(self, key: str, head: _Head) -> None:
-        for index in range(1, head.num_parts):
-            self._store.delete_key(head.part(key, index))
-
-    def _try(self, operation: Callable[[], T]) -> T:
+    def _exchange(self, request: Request, body: Iterable[np.ndarray]) -> Answer:
         try:
-            return operation()
-        except DistError as error:
+            with waiting(f"unit {self.address}", type(request).__name__.lower(), self._deadline_s):
+                send_frame(self._link, request, self._deadline_s)
+                for raw in body:
+                    self._link.send(raw, self._deadline_s)
+                return receive_frame(self._link, ANSWERS, self._deadline_s)
+        except LinkBroken as error:
             raise PeerGone(f"unit {self.address} is gone: {error}") from error
 
 
 class MemoryRows:
-    """The twin within one process; rows are encoded as on the wire, so that what is read is never what is still written."""
+    """The twin within one process. What is put and what is read are copies, so that nobody sees what is still written."""
 
     address = "memory"
 
     def __init__(self) -> None:
-        self._rows: dict[str, bytes] = {}
+        self._rows: dict[str, dict[str, np.ndarray]] = {}
         self._lock = threading.Lock()
 
-    def put(self, key: str, columns: dict[str, np.ndarray]) -> int:
+    def put(self, key: str, columns: Columns) -> int:
         """Add columns to a row."""
+        return self.put_many({key: columns})
+
+    def put_many(self, rows: Mapping[str, Columns]) -> int:
+        """Add columns to several rows at once."""
+        copies = {key: _copied(columns) for key, columns in rows.items()}
         with self._lock:
-            held = load(self._rows[key]) if key in self._rows else {}
-            self._rows[key] = save({name: np.ascontiguousarray(c) for name, c in (held | columns).items()})
-            return sum(column.nbytes for column in columns.values())
+            for key, columns in copies.items():
+                self._rows.setdefault(key, {}).update(columns)
+        return sum(column.nbytes for columns in copies.values() for column in columns.values())
 
     def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """A row's columns, all or those named."""
+        return self.get_many([key], columns)[key]
+
+    def get_many(self, keys: Iterable[str], columns: Iterable[str] | None = None) -> dict[str, dict[str, np.ndarray]]:
+        """Columns of several rows."""
+        names = None if columns is None else list(columns)
         with self._lock:
-            row = load(self._rows[key])
-        return row if columns is None else {name: row[name] for name in columns}
+            found = {key: self._rows[key] for key in keys}
+            chosen = {key: {n: row[n] for n in (row if names is None else names)} for key, row in found.items()}
+        return {key: {name: column.copy() for name, column in row.items()} for key, row in chosen.items()}
 
     def drop(self, keys: Iterable[str]) -> int:
         """Forget rows."""
         with self._lock:
             return sum(self._rows.pop(key, None) is not None for key in keys)
 
+    def listing(self) -> dict[str, list[str]]:
+        """Keys of the rows held, with the names of their columns."""
+        with self._lock:
+            return {key: list(row) for key, row in self._rows.items()}
+
     def count(self) -> int:
         """Rows held."""
         with self._lock:
             return len(self._rows)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def _copied(columns: Columns) -> dict[str, np.ndarray]:
+    for name, column in columns.items():
+        refuse_objects(name, column)
+    return {name: np.array(column) for name, column in columns.items()}
+
+
+class _Piece:
+    """A run of columns of one block: its place in the arena, and where it goes in the reader's buffer."""
+
+    __slots__ = ("at", "num_bytes", "place", "run")
+
+    def __init__(self, block: Block, run: list[Column]) -> None:
+        self.run = run
+        self.place = block.place + run[0].start
+        self.num_bytes = run[-1].start + run[-1].num_bytes - run[0].start
+        self.at = 0
+
+
+def _stretches(pieces: list[_Piece]) -> list[tuple[_Piece, _Piece]]:
+    """First and last piece of stretches that lie in the buffer as they lie in the arena."""
+    found: list[tuple[_Piece, _Piece]] = []
+    for piece in pieces:
+        if found and piece.place - piece.at == found[-1][0].place - found[-1][0].at:
+            found[-1] = found[-1][0], piece
+        else:
+            found.append((piece, piece))
+    return found
+
+
+def _close(link: TcpLink, arena: ArenaFile | None) -> None:
+    link.close()
+    if arena is not None:
+        arena.close()

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from ..comm.fleet import Fleet
 from ..comm.messages import CountRows, DropRows, Load, Stop, UnitCount
-from ..comm.rows import RowClient, RowUnit
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .keeper import WeightKeeper
@@ -29,10 +28,10 @@ class RelayRecipe(Protocol):
 def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     """The relay's process, until the hub's `Stop`."""
     mailbox = fleet.post.open(fleet.name)
-    unit = RowUnit(recipe.comm.interface)
+    unit = fleet.host_rows()
     segment = Segment.inherited()
     keeper = WeightKeeper(fleet, segment, recipe.comm)
-    rows = RowClient(unit.address)
+    rows = fleet.open_rows(unit.address)
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
     started, reported = time.monotonic(), 0.0
     while True:
@@ -49,6 +48,7 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
             mailbox.send("hub", busy_report(reported - started))
     keeper.close()
     segment.close()
+    rows.close()
     unit.close()
     mailbox.close()
 

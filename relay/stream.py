@@ -6,7 +6,7 @@ from ..comm.errors import HeadraceError
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import HandOut, Stop, TakeGroups
-from ..comm.rows import RowClient, Rows
+from ..comm.rows import Rows
 from ..comm.waits import waiting
 
 REPEAT_S = 2.0  # a question is asked again after this long: the hub answers the same again
@@ -60,5 +60,10 @@ class Units:
         """The columns of a row by its key. Raises `PeerGone` if its unit is gone, `KeyError` if the unit does not hold it."""
         if unit not in self._clients:
             (relay,) = [member for member in self._fleet.members("relay") if member.name == unit]
-            self._clients[unit] = RowClient(relay.info["unit"])
+            self._clients[unit] = self._fleet.open_rows(relay.info["unit"])
         return self._clients[unit].get(key)
+
+    def close(self) -> None:
+        """End the connections."""
+        for client in self._clients.values():
+            client.close()

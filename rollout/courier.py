@@ -57,9 +57,10 @@ class Courier:
         self._outgoing.put(parcel)
 
     def close(self) -> None:
-        """Deliver what was handed over, then end."""
+        """Deliver what was handed over, then end, and the unit's connection with it."""
         self._outgoing.put(None)
         self._thread.join()
+        self._unit.close()
         if self._error is not None:
             raise self._error
 

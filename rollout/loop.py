@@ -11,7 +11,6 @@ from typing import Protocol
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import Holding, Lease, LeaseGrant, Load, Pulled, Stop
-from ..comm.rows import RowClient
 from ..comm.waits import waiting
 from ..relay.settings import BatchSettings, DataSettings
 from .adapter import GeneratorRecipe, open_generator
@@ -57,7 +56,7 @@ class Rollout:
         )
         self.rewards = RewardPool(recipe.reward)
         relay = fleet.nearest("relay", having="unit")
-        self.courier = Courier(self.mailbox, RowClient(relay.info["unit"]), relay.name)
+        self.courier = Courier(self.mailbox, fleet.open_rows(relay.info["unit"]), relay.name)
         self.is_stopped = False
         self.meter = Meter()
 

@@ -108,6 +108,7 @@ class Trainer:
         """Export the last weights, tell the hub the facts for the summary, close the wires."""
         export = self.learner.export()
         self.learner.close()
+        self.units.close()
         if self.record is not None:
             self.record.finish(export)
 

@@ -1,0 +1,122 @@
+"""What a storage unit and its clients say to each other, as msgpack frames on a link."""
+
+import msgspec
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One column of a row, `start` bytes behind the place of its block; `digest` is the xxh3 of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+    digest: int
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Columns of one row that lie behind each other at `place`; no two blocks of a unit ever have the same `serial`."""
+
+    serial: int
+    place: int
+    columns: tuple[Column, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its columns."""
+        return sum(column.num_bytes for column in self.columns)
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Unit to client: whoever finds `token` at the head of the file at `path` may read and write there."""
+
+    path: str
+    token: bytes
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Places for blocks of these sizes, to be written by the client; until it commits them they are its own."""
+
+    sizes: list[int]
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """One place and serial for each size."""
+
+    places: list[int]
+    serials: list[int]
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of these blocks are there: from now on they are columns of their rows."""
+
+    keys: list[str]
+    blocks: list[Block]
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """Blocks whose bytes follow the frame; their places and serials are the unit's to choose."""
+
+    keys: list[str]
+    blocks: list[Block]
+
+
+class Locate(msgspec.Struct, frozen=True, tag=True):
+    """Where are the columns named (all if None) of these rows? `bytes_too` asks for the bytes to follow the answer."""
+
+    keys: list[str]
+    columns: list[str] | None
+    bytes_too: bool
+
+
+class Located(msgspec.Struct, frozen=True, tag=True):
+    """For each row the blocks asked for, each with the columns asked for only."""
+
+    rows: list[list[Block]]
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Forget rows."""
+
+    keys: list[str]
+
+
+class List(msgspec.Struct, frozen=True, tag=True):
+    """Which rows are there?"""
+
+
+class Listing(msgspec.Struct, frozen=True, tag=True):
+    """Row keys and the names of their columns."""
+
+    rows: dict[str, list[str]]
+
+
+class Count(msgspec.Struct, frozen=True, tag=True):
+    """How many rows are there?"""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is done, for so many."""
+
+    count: int
+
+
+class Absent(msgspec.Struct, frozen=True, tag=True):
+    """The unit does not hold this."""
+
+    what: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """It cannot be done; `is_full` where the unit has no room."""
+
+    why: str
+    is_full: bool
+
+
+Request = Reserve | Commit | Put | Locate | Drop | List | Count
+Answer = Reserved | Located | Listing | Done | Absent | Refused
+
+REQUESTS = msgspec.msgpack.Decoder(Request)
+ANSWERS = msgspec.msgpack.Decoder(Answer)
+WELCOMES = msgspec.msgpack.Decoder(Welcome)
