@@ -16,6 +16,8 @@ class RunSettings:
     """Seeds the data order, sampling and everything else that is random."""
     steps: int = 100
     """Optimizer steps of the whole run."""
+    schedule: str = "headrace"
+    """How generation, training and weights follow one another: sync, one_step, stream, partial or headrace."""
     mode: str = "train"
     """`train`, or `replay`: train a finished run in `run.dir` again from its saved rows and compare every step."""
     save_rows: bool = True

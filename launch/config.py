@@ -20,6 +20,7 @@ CONFIG_FILE = "config.yaml"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "run.mode": ("train", "replay"),
+    "run.schedule": ("sync", "one_step", "stream", "partial", "headrace"),
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),

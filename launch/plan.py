@@ -41,7 +41,8 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
     capacity = Admission(recipe.batch, recipe.queue, recipe.run.steps).capacity
     longest = prompts * samples * recipe.sampling.max_new_tokens
-    bound = "by the queue's capacity alone" if recipe.queue.max_staleness is None else recipe.queue.max_staleness
+    bound = {"sync": 0, "one_step": 1, "stream": 1}.get(recipe.run.schedule, recipe.queue.max_staleness)
+    bound = "by the queue's capacity alone" if bound is None else bound
     trajectories = prompts * samples
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
     yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe)}"

@@ -15,9 +15,14 @@ from .state import Group, HubState, RowStatus
 class Admission:
     """The rules of one run: places per step, capacity of the queue, staleness bound, number of steps."""
 
+    staleness: int | None = None
+    """The bound of a schedule that has one of its own."""
+    hands_out_whole_batches = False
+    """A step's groups go out together, once they are all complete."""
+
     def __init__(self, batch: BatchSettings, queue: QueueSettings, num_steps: int) -> None:
         self.per_step = batch.prompts_per_step
-        self.bound = queue.max_staleness
+        self.bound = queue.max_staleness if self.staleness is None else self.staleness
         # Without a bound of its own the queue holds one batch in the making and one ready.
         waves = 2 if self.bound is None else self.bound + 1
         self.capacity = queue.capacity or waves * self.per_step
@@ -27,13 +32,19 @@ class Admission:
         """Groups that may still be handed out for the step in progress."""
         return self.per_step - len(state.handed)
 
+    def needed(self, state: HubState) -> int:
+        """Groups that the steps to come still need, besides those handed out."""
+        return (self.num_steps - state.step - 1) * self.per_step + self.places(state)
+
+    def ready(self, state: HubState) -> list[Group]:
+        """Complete groups that wait to be handed out, oldest first."""
+        return sorted((group for group in state.queued() if group.is_complete), key=lambda group: group.order)
+
     def may_lease(self, state: HubState, version: int, group: Group | None = None) -> bool:
         """Whether a group may be started on `version`: a new one, or `group`, some rows of which came back."""
         queued = [g for g in state.queued() if g is not group]
-        if group is None:
-            still_needed = (self.num_steps - state.step - 1) * self.per_step + self.places(state)
-            if len(queued) >= min(self.capacity, still_needed):
-                return False
+        if group is None and len(queued) >= min(self.capacity, self.needed(state)):
+            return False
         oldest = min(
             [version, *(row.version for row in group.rows if row.status is RowStatus.READY)] if group else [version]
         )
@@ -43,13 +54,12 @@ class Admission:
         """The group to hand out now, or None: the most urgent complete one, if all others can still be in time."""
         if self.places(state) == 0:
             return None
-        queued = state.queued()
-        ready = [group for group in queued if group.is_complete]
-        if not ready:
+        ready = self.ready(state)
+        if len(ready) < (self.places(state) if self.hands_out_whole_batches else 1):
             return None
         # Without a bound, first come, first served; ties of urgency likewise.
-        chosen = min(ready, key=lambda g: (g.version if self.bound is not None else 0, g.order))
-        others = [group for group in queued if group is not chosen]
+        chosen = min(ready, key=lambda group: group.version) if self.bound is not None else ready[0]
+        others = [group for group in state.queued() if group is not chosen]
         return chosen if self._feasible(others, state, self.places(state) - 1) else None
 
     def _feasible(self, groups: Iterable[Group], state: HubState, places: int, extra: int | None = None) -> bool:

@@ -15,12 +15,12 @@ from ..comm.fleet import Fleet
 from ..comm.messages import ActorDone, Failed, Interrupt
 from ..comm.settings import CommSettings, RunSettings
 from . import events as ev
-from .admission import Admission
 from .dataset import open_rows
 from .ending import End, Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
 from .prompts import PromptPool
+from .schedules import admission_of
 from .settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
 from .state import HubState, apply
 
@@ -47,7 +47,7 @@ def run(fleet: Fleet, recipe: HubRecipe) -> None:
     mailbox = fleet.post.open("hub")
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
-    admission = Admission(recipe.batch, recipe.queue, recipe.run.steps)
+    admission = admission_of(recipe.run.schedule, recipe.batch, recipe.queue, recipe.run.steps)
     hub = Hub(mailbox, state, journal, pool, admission, recipe.queue, recipe.repack)
     watch = Watch(hub, fleet)
     while (end := watch.turn()) is None:

@@ -9,6 +9,7 @@ import msgspec
 
 from ..comm.mailbox import Mailbox
 from ..comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
+from .cycle import Cycle
 from .sequence import Completion
 
 REPEAT_S = 2.0
@@ -40,13 +41,13 @@ class Held:
 
 
 class Leases:
-    """Asks for groups, one question at a time, and keeps what is held. `quota` groups are taken before a drain."""
+    """Asks for groups, one question at a time, and keeps what is held."""
 
-    def __init__(self, mailbox: Mailbox, incarnation: int, samples_per_prompt: int, quota: int | None) -> None:
+    def __init__(self, mailbox: Mailbox, incarnation: int, samples_per_prompt: int, cycle: Cycle) -> None:
         self.held: dict[int, Held] = {}
         self._mailbox = mailbox
         self._samples_per_prompt = samples_per_prompt
-        self._quota = quota
+        self._cycle = cycle
         self._taken = 0
         # Numbers start anew with each incarnation: an answer to an earlier one may still lie in the inbox.
         self._request = LeaseRequest(incarnation << 32, -1, 0)
@@ -69,8 +70,8 @@ class Leases:
                 self._send()
             return
         groups = math.ceil(room / self._samples_per_prompt)
-        if self._quota is not None:
-            groups = min(groups, self._quota - self._taken)
+        if self._cycle.quota is not None:
+            groups = min(groups, self._cycle.quota - self._taken)
         if groups > 0:
             self._request = LeaseRequest(self._request.request + 1, version, groups)
             self._is_asking = True
@@ -82,7 +83,7 @@ class Leases:
             return []  # the same answer again, to a question asked twice
         self._answered = grant.request
         self._is_asking = self._is_asking and grant.request != self._request.request
-        if grant.version != version:
+        if grant.version != version and not self._cycle.switches_midway:
             self._mailbox.send("hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases]))
             return []
         self._taken += len(grant.leases)
@@ -94,7 +95,7 @@ class Leases:
         for sample in lease.samples:
             row_id = RowId(lease.group.epoch, lease.group.prompt, sample)
             held = self.held.get(row_id.number)
-            if held is not None and held.version == version:
+            if held is not None and (held.version == version or self._cycle.switches_midway):
                 held.attempt = lease.attempt  # given up for dead, this rollout got its own row back: it goes on with it
             else:
                 fresh.append(Held(row_id, lease.attempt, version, row))

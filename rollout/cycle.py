@@ -1,0 +1,30 @@
+"""When a rollout asks for work and when it takes weights: the rollouts' side of the schedules."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One rollout's habits under a schedule."""
+
+    switches_midway: bool
+    """It takes new weights at once, under its running trajectories; else when its own work has drained."""
+    quota: int | None
+    """Groups that it takes before it drains."""
+    takes_quota_at_once: bool
+    """It takes its share of a batch when the batch begins, however many trajectories it can run together."""
+
+    @staticmethod
+    def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "Cycle":
+        """The habits under `run.schedule`; where a batch is a barrier each rollout takes an equal share of it."""
+        if schedule in ("sync", "one_step", "stream"):
+            return Cycle(False, -(-prompts_per_step // num_rollouts), takes_quota_at_once=True)
+        return Cycle(schedule == "partial", batch_groups, takes_quota_at_once=False)
+
+    def room(self, max_running: int, num_held: int) -> int:
+        """Trajectories that it would start now, the quota apart."""
+        return 1 << 30 if self.takes_quota_at_once else max_running - num_held
+
+    def takes_weights(self, is_outdated: bool, is_idle: bool) -> bool:
+        """Whether it switches to the newest version now."""
+        return is_outdated and (is_idle or self.switches_midway)
