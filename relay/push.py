@@ -25,11 +25,14 @@ from .delta import encode
 from .frames import Delta, Offer
 from .parts import Part
 from .settings import RelaySettings
-from .versions import Shelf
+from .versions import LEASE_S, Shelf
 from .wire import MAX_PIECE_BYTES, PIECE_BYTES, SILENCE_S, send_cargo, send_idle
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a question is repeated until answered: the relay may have come back meanwhile
+ANSWER_S = 1.0
+"""Seconds that a relay may take to answer besides what it has to do."""
+_SLOWEST_BYTE_S = 1 / 0.2e9  # for the first version, before the relay's pace is known
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class ShmPush:
         self.relay = relay
         self._fleet = fleet
         self._mailbox = mailbox
-        self._deadline_s = settings.deadline_s
+        self._byte_s = _SLOWEST_BYTE_S
         self._segment = Segment.open(relay.info["segment"])
         self._shelf = Shelf(self._segment)
         # Answers to an earlier incarnation of this process, or of the relay's, are still under way.
@@ -115,7 +118,7 @@ class ShmPush:
                 slot = self._segment.slot(answer.slot)
                 for at, start, end in parcel.offer.ranges.pieces(0, parcel.part.num_bytes):
                     np.copyto(slot[start:end], parcel.view(at, start, end))
-            answer = self._ask(PartFilled(next(self._questions), wanted, answer.generation, parcel.digest(0)))
+            answer = self._check(PartFilled(next(self._questions), wanted, answer.generation, parcel.digest(0)))
         if isinstance(answer, PushEnded) and answer.refusal:
             if parcel.claim is not None:
                 self._push_again(parcel)
@@ -144,18 +147,29 @@ class ShmPush:
         what = (offer.version, offer.step, offer.num_bytes, offer.fingerprint)
         return SlotWanted(next(self._questions), *what, part.num_parts, part.index, offer.spans)
 
+    def _check(self, filled: PartFilled) -> SlotGranted | PushEnded:
+        """Have the relay check the bytes, and learn its pace."""
+        started = time.monotonic()
+        answer = self._ask(filled)
+        self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(filled.wanted.num_bytes, 1))
+        return answer
+
     def _ask(self, question: SlotWanted | PartFilled) -> SlotGranted | PushEnded:
-        identity = (self.relay.name, self.relay.incarnation)
-        with waiting(self.relay.name, f"its answer to {type(question).__name__}", self._deadline_s) as wait:
+        """A relay that takes several times as long as it needs counts as frozen, long before the fleet gives it up."""
+        wanted = question.wanted if isinstance(question, PartFilled) else question
+        patience_s = ANSWER_S + LEASE_S + 4 * self._byte_s * wanted.num_bytes
+        identity, started = (self.relay.name, self.relay.incarnation), time.monotonic()
+        with waiting(self.relay.name, f"its answer to {type(question).__name__}", patience_s):
             while identity in {(m.name, m.incarnation) for m in self._fleet.living("relay")} and not self._closed:
+                if time.monotonic() - started > patience_s:
+                    raise PeerGone(f"{self.relay.name} has not answered for {patience_s:.1f} s")
                 self._mailbox.send(f"{self.relay.name}/weights", question)
-                until = time.monotonic() + _REPEAT_S
+                until = time.monotonic() + min(_REPEAT_S, patience_s)
                 while (left := until - time.monotonic()) > 0:
                     letter = self._mailbox.receive(min(left, 0.1))
                     answer = letter.message if letter is not None else None
                     if isinstance(answer, SlotGranted | PushEnded) and answer.question == question.question:
                         return answer
-                wait.check()
         raise PeerGone(f"{self.relay.name} is gone")
 
 

@@ -68,6 +68,8 @@ class WeightPublisher:
         self._head = ("", 0)
         """The relay that took the last version."""
         self._last: Parcel | None = None
+        self._shunned: dict[tuple[str, int], float] = {}
+        """Relays that did not take a version, and until when others are asked first."""
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} publisher", daemon=True)
         self._thread.start()
 
@@ -117,7 +119,9 @@ class WeightPublisher:
             return Parcel(offer, self._part, buffer)
 
     def _relays(self) -> list[Member]:
-        return chain_order(self._fleet.living("relay", having="segment"))
+        """Those that may take a version, in the chain's order, the shunned ones last."""
+        relays, now = chain_order(self._fleet.living("relay", having="segment")), time.monotonic()
+        return sorted(relays, key=lambda m: self._shunned.get((m.name, m.incarnation), now) > now)
 
     def _run(self) -> None:
         try:
@@ -156,11 +160,11 @@ class WeightPublisher:
 
     def _push(self, parcel: Parcel) -> None:
         """Bring one version to a relay, whichever takes it first; given up only for a newer one or at the close."""
-        shunned: set[tuple[str, int]] = set()
+        tried: set[tuple[str, int]] = set()
         while not self._closed:
-            relay = next((m for m in self._relays() if (m.name, m.incarnation) not in shunned), None)
+            relay = next((m for m in self._relays() if (m.name, m.incarnation) not in tried), None)
             if relay is None:
-                shunned.clear()
+                tried.clear()
                 if self._waiting is not None:
                     self.num_superseded += 1
                     return
@@ -172,8 +176,8 @@ class WeightPublisher:
                 return
             except (LinkBroken, PeerGone, WaitTimeout) as error:
                 _log.warning("version %d did not reach %s: %s", parcel.offer.version, relay.name, str(error))
-                shunned.add((relay.name, relay.incarnation))
-                self._drop_way()
+                tried.add((relay.name, relay.incarnation))
+                self._shun(relay)
                 parcel = parcel.moved()  # the slot lies with the relay that is gone
 
     def _prepare(self) -> None:
@@ -192,7 +196,12 @@ class WeightPublisher:
                     way.claim_ahead(self._part)
         except (LinkBroken, PeerGone, WaitTimeout) as error:
             _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
-            self._drop_way()
+            self._shun(relays[0])
+
+    def _shun(self, relay: Member) -> None:
+        """Until the fleet has found out whether it lives; wrongly shunned, it misses versions for that long."""
+        self._shunned[relay.name, relay.incarnation] = time.monotonic() + self._settings.expiry_s
+        self._drop_way()
 
     def _way_to(self, relay: Member) -> ShmPush | LinkPush:
         way = self._way

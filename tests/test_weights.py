@@ -1,4 +1,5 @@
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from headrace.comm.messages import VersionComplete
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
+from headrace.relay import push
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
 from headrace.relay.versions import NothingReadable
@@ -327,3 +329,24 @@ def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
         assert_is(pulled(reader)[1], version)
         assert pulled(reader)[0].version == version
     town.close()
+
+
+def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dead(monkeypatch):
+    monkeypatch.setattr(push, "ANSWER_S", 0.1)
+    monkeypatch.setattr(push, "LEASE_S", 0.1)
+    town = Town(num_relays=0)
+    frozen = Segment.create_anonymous()
+    letters = town.join("relay", 0, {"segment": frozen.path}).post.open("relay-0/weights")
+    town.relays = [town.relay(1)]
+    publisher, started = town.publisher(), time.monotonic()
+    for version in (1, 2, 3):
+        publisher.publish(version, version, weights(version))
+        assert until(lambda version=version: town.relays[0].newest == version)
+    assert time.monotonic() - started < town.settings.expiry_s / 2
+    asked = 0
+    while letters.receive(0) is not None:
+        asked += 1
+    assert 1 <= asked <= 3  # once given up, it is not asked again for every version
+    town.close()
+    letters.close()
+    frozen.close()
