@@ -32,7 +32,23 @@ def check_recipe(recipe: Recipe) -> list[str]:
     check_reward(recipe.reward.path)
     data = check_data(recipe.data)
     policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    check_tp(recipe, policy)
     return check_lengths(recipe, data, policy)
+
+
+def check_tp(recipe: Recipe, policy: PolicyFiles) -> None:
+    """The policy can be split over the ranks of a replica."""
+    if recipe.rollout.tp == 1:
+        return
+    if recipe.rollout.engine != "builtin":
+        raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
+    if recipe.generator.exact:
+        raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
+    from transformers import AutoConfig
+
+    from ..trainer.shard import refuse_split
+
+    refuse_split(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
 
 
 def check_run_folder(recipe: Recipe) -> None:

@@ -36,7 +36,7 @@ _AT_LEAST: dict[str, float] = {
     "batch.prompts_per_step": 1, "batch.samples_per_prompt": 1, "queue.capacity": 1, "queue.max_staleness": 0,
     "repack.period_s": 0.01, "repack.batch_bound": 1,
     "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0,
-    "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "reward.timeout_s": 0,
+    "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "rollout.tp": 1, "reward.timeout_s": 0,
     "reward.workers": 1, "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1,
     "optimizer.max_grad_norm": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01,
     "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
@@ -54,7 +54,7 @@ class RoleSettings:
     relay: int = 1
     """CPU processes that hold weights and experience; spread over the hosts first."""
     rollout: int = 1
-    """Replicas of the generator."""
+    """Ranks of the generator; `rollout.tp` of them make one replica."""
 
 
 @dataclass(slots=True)
@@ -78,6 +78,11 @@ class Recipe:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     relay: RelaySettings = field(default_factory=RelaySettings)
     comm: CommSettings = field(default_factory=CommSettings)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the generator."""
+        return self.roles.rollout // self.rollout.tp
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -215,3 +220,7 @@ def _refuse_values(recipe: Recipe) -> None:
             raise SettingError(f"{name}={value} must be at least {_AT_LEAST[name]:g}")
         if name in _AT_MOST and not value <= _AT_MOST[name]:
             raise SettingError(f"{name}={value} must be at most {_AT_MOST[name]:g}")
+    if recipe.roles.rollout % recipe.rollout.tp:
+        raise SettingError(
+            f"roles.rollout={recipe.roles.rollout} ranks make no whole replicas of rollout.tp={recipe.rollout.tp} ranks"
+        )

@@ -31,7 +31,7 @@ def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
     roles = recipe.roles
     world_size = roles.actor + roles.relay + roles.rollout
     num_gpus = count_gpus()
-    for rank, place in enumerate(assign(roles, world_size, ranks_per_host or world_size)):
+    for rank, place in enumerate(assign(roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)):
         device = visible_devices(place, num_gpus, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
         yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"
@@ -47,8 +47,8 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
     yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe)}"
     yield f"queue of {capacity} groups = {capacity * samples} trajectories; staleness bounded {bound}"
-    running = recipe.roles.rollout * recipe.generator.max_running
-    yield f"{recipe.roles.rollout} rollouts x {recipe.generator.max_running} = {running} trajectories decoded together"
+    running = recipe.num_replicas * recipe.generator.max_running
+    yield f"{recipe.num_replicas} rollouts x {recipe.generator.max_running} = {running} trajectories decoded together"
 
 
 def _epochs(recipe: Recipe) -> str:
@@ -78,4 +78,5 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     yield f"actor    {actor / 1e6:10,.1f} MB each for weights, gradients and moments, and activations on top"
     versions = _VERSIONS_IN_RELAY * weights
     yield f"relay    {versions / 1e6:10,.1f} MB each for {_VERSIONS_IN_RELAY} versions, and rows on top"
+    weights, cache = (size / recipe.rollout.tp for size in (weights, cache))
     yield f"rollout  {(weights + cache) / 1e6:10,.1f} MB each, {cache / 1e6:,.1f} of it key-value cache at full context"

@@ -24,11 +24,11 @@ class Place:
         return f"{self.role}-{self.index}"
 
 
-def assign(roles: RoleSettings, world_size: int, ranks_per_host: int) -> list[Place]:
+def assign(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Place]:
     """The place of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
 
     Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, in rank order, so
-    rank 0 is an actor.
+    rank 0 is an actor. The first of each `tp` ranks of a replica is its `rollout`, the others are its `shard`s, all on one host.
     """
     wanted = roles.actor + roles.relay + roles.rollout
     if wanted != world_size:
@@ -40,7 +40,7 @@ def assign(roles: RoleSettings, world_size: int, ranks_per_host: int) -> list[Pl
     relay_of_rank = _seat_relays(roles.relay, world_size, ranks_per_host)
     places: list[Place] = []
     slots = [0] * num_hosts
-    workers = iter([("actor", i) for i in range(roles.actor)] + [("rollout", i) for i in range(roles.rollout)])
+    workers = iter([("actor", i) for i in range(roles.actor)] + _replicas(roles.rollout, tp))
     for rank in range(world_size):
         host = rank // ranks_per_host
         if rank in relay_of_rank:
@@ -49,7 +49,28 @@ def assign(roles: RoleSettings, world_size: int, ranks_per_host: int) -> list[Pl
             role, index = next(workers)
             places.append(Place(role, index, host, slots[host]))
             slots[host] += 1
+    _refuse_spread(places, tp)
     return places
+
+
+def _replicas(num_ranks: int, tp: int) -> list[tuple[str, int]]:
+    """Role and index of the generator's ranks, replica by replica."""
+    others = tp - 1
+    return [
+        ("rollout", i) if rank == 0 else ("shard", i * others + rank - 1)
+        for i in range(num_ranks // tp)
+        for rank in range(tp)
+    ]
+
+
+def _refuse_spread(places: list[Place], tp: int) -> None:
+    ranks = [place for place in places if place.role in ("rollout", "shard")]
+    for first in range(0, len(ranks), tp):
+        if len({place.host for place in ranks[first : first + tp]}) > 1:
+            raise SettingError(
+                f"rollout.tp={tp}: the ranks of {ranks[first].name} would lie on two hosts; change roles so that each host"
+                " has room for whole replicas"
+            )
 
 
 def _seat_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[int, int]:

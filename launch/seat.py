@@ -28,6 +28,8 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 STORE_GONE_EXIT = 69
 """Exit code of a child whose watchdog found the fleet's store gone, as `comm.fleet` has it (which loads torch)."""
+GENERATING = ("rollout", "shard")
+"""Roles whose processes are started again when they end."""
 SUMMARY_FILE = "summary.json"
 """What the hub writes into the run folder when the run has ended."""
 LAUNCHER = "HEADRACE_LAUNCHER"
@@ -53,7 +55,7 @@ def judge(role: str, code: int, restarts: Sequence[float], now: float, is_ending
         return Verdict.TOLD
     if code == STORE_GONE_EXIT:
         return Verdict.TOLD
-    if role == "rollout" and code != 2:
+    if role in GENERATING and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return Verdict.RESTART if len(recent) < MAX_RESTARTS else Verdict.UNTOLD
     if code in (1, 2) and role != "store":
@@ -142,7 +144,7 @@ class Seat:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.place.role if child.name == self.place.name else child.name
         is_ending = bool(self.stopped_by or self.exit_code)
-        if self.is_over() and (role == "rollout" or code == STORE_GONE_EXIT):
+        if self.is_over() and (role in GENERATING or code == STORE_GONE_EXIT):
             return  # nobody misses it any more
         verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending)
         if verdict is Verdict.RESTART:
@@ -214,7 +216,7 @@ def take_seat(recipe: Recipe) -> int:
     torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    places = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    places = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
     place, num_gpus, staging = places[rank], count_gpus(), recipe.relay.staging_device
     check_staging(places, place.host, num_gpus, staging)
     device = visible_devices(place, num_gpus, staging)

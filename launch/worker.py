@@ -32,6 +32,7 @@ _MAINS = {
     "relay": "..relay.loop",
     "actor": "..trainer.loop",
     "rollout": "..rollout.loop",
+    "shard": "..rollout.builtin",
 }
 _STORE_DEADLINE_S = 120.0
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -100,7 +101,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role != "rollout":
+    if role not in ("rollout", "shard"):
         report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
     return 1
 
@@ -116,7 +117,7 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
     write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
     for name, count in (
         ("actor", recipe.roles.actor),
-        ("rollout", recipe.roles.rollout),
+        ("rollout", recipe.num_replicas),
         ("relay", recipe.roles.relay),
     ):
         for index in range(count):

@@ -10,24 +10,25 @@ from ..trainer.model import Policy
 
 
 class Budget(NamedTuple):
-    """Pages of the cache, and the bytes of one."""
+    """Pages of the cache, the tokens and the bytes of one."""
 
     num_pages: int
+    page_size: int
     page_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.num_pages} pages, {self.num_pages * self.page_bytes / 1e9:.3g} GB of KV cache"
+        size = self.num_pages * self.page_bytes / 1e9
+        return f"{self.num_pages} pages of {self.page_size} tokens, {size:.3g} GB of KV cache"
 
 
-def page_budget(
-    policy: Policy, page_size: int, num_kv_heads: int, max_running: int, kv_gb: float | None, gpu_share: float
-) -> Budget:
+def page_budget(policy: Policy, page_size: int, max_running: int, kv_gb: float | None, gpu_share: float) -> Budget:
     """Pages for `kv_gb`, or by default for `max_running` sequences of full context as far as memory goes.
 
-    `num_kv_heads` are those of one rank.
+    All ranks of a replica get the same number, that of the rank with the least room.
     On a GPU memory goes as far as `gpu_share` of it, less what is taken; on the CPU to half of what is free. Raises
     SettingError for more than there is, and for less than one sequence of full context needs.
     """
+    num_kv_heads = policy.num_kv_heads // policy.shard.size
     page_bytes = 2 * policy.num_layers * page_size * num_kv_heads * policy.head_dim * policy.dtype.itemsize
     # One page is nobody's, one more lets a sequence fork.
     least = -(-policy.context // page_size) + 2
@@ -46,7 +47,7 @@ def page_budget(
             f"generator.kv_gb: {given} does not hold one sequence of {policy.context} tokens; "
             f"at least {least * page_bytes / 1e9:.3g} GB are needed"
         )
-    return Budget(num_pages, page_bytes)
+    return Budget(policy.shard.least(num_pages, policy.device), page_size, page_bytes)
 
 
 def _free_bytes(device: torch.device, gpu_share: float) -> int:

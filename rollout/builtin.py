@@ -6,36 +6,25 @@ import torch
 
 from ..comm.fleet import Fleet
 from ..relay.weights import Receipt
-from ..trainer.model import load_policy, load_tokenizer
+from ..trainer.model import Policy, load_policy, load_tokenizer
 from .adapter import GeneratorRecipe
 from .engine import Engine
+from .lockstep import LeadEngine, end_together, follow, take_newest
 from .prompts import prompt_tokens
+from .replica import Replica
 from .weights import RolloutWeights
 
 
-class Adapter(Engine):
-    """The engine with a policy whose parameters are views of the rollout's weights."""
+class Adapter(LeadEngine):
+    """The engine with a policy whose parameters are views of the rollout's weights; of several ranks the first one's."""
 
     can_migrate = True
 
     def __init__(self, fleet: Fleet, recipe: GeneratorRecipe) -> None:
-        g = recipe.generator
-        has_gpu = torch.cuda.is_available() and not g.exact  # exact mode is a promise of the CPU
-        device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+        replica = meet(fleet, recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
-        policy = load_policy(recipe.model.path, recipe.model.dtype, device, weights=False, exact=g.exact)
-        self.weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir)
-        super().__init__(
-            policy,
-            max_running=g.max_running,
-            seed=recipe.run.seed,
-            kv_gb=g.kv_gb,
-            exact=g.exact,
-            prefill_tokens=g.prefill_tokens,
-            attention=g.attention,
-            gpu_share=g.gpu_share,
-            tokenizer=self.tokenizer,
-        )
+        policy, self.weights = load(fleet, recipe, replica)
+        super().__init__(replica, policy, tokenizer=self.tokenizer, **options(recipe))
         self.context = policy.context
         self.kv_capacity = self.pool.num_pages * self.pool.page_size
 
@@ -51,10 +40,49 @@ class Adapter(Engine):
     def take_weights(self, deadline_s: float) -> Receipt:
         """Switch to the newest version; what is unfinished goes on under it."""
         self.recompute()
-        receipt = self.weights.pull(deadline_s)
+        receipt = take_newest(self.replica, self.weights, deadline_s)
         self.weights_changed()
         return receipt
 
     def close(self) -> None:
-        """Let go of the relay's memory."""
+        """End the other ranks, let go of the relay's memory."""
+        end_together(self.replica)
         self.weights.close()
+
+
+def run(fleet: Fleet, recipe: GeneratorRecipe) -> None:
+    """The process of a shard, rank 1 or later of a rollout: does what rank 0 does, and talks to nobody else."""
+    replica = meet(fleet, recipe)
+    policy, weights = load(fleet, recipe, replica)
+    follow(replica, Engine(policy, tokenizer=load_tokenizer(recipe.model.path), **options(recipe)), weights)
+    weights.close()
+
+
+def meet(fleet: Fleet, recipe: GeneratorRecipe) -> Replica:
+    """This rank among those of its rollout."""
+    return Replica.join(fleet, recipe.rollout.tp, _device(recipe), recipe.comm.deadline_s)
+
+
+def load(fleet: Fleet, recipe: GeneratorRecipe, replica: Replica) -> tuple[Policy, RolloutWeights]:
+    """This rank's part of the policy, and the weights that fill it."""
+    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=recipe.generator.exact)
+    return policy, RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.shard, _device(recipe))
+
+
+def options(recipe: GeneratorRecipe) -> dict[str, Any]:
+    """What a recipe says of the engine."""
+    g = recipe.generator
+    return {
+        "max_running": g.max_running,
+        "seed": recipe.run.seed,
+        "kv_gb": g.kv_gb,
+        "exact": g.exact,
+        "prefill_tokens": g.prefill_tokens,
+        "attention": g.attention,
+        "gpu_share": g.gpu_share,
+    }
+
+
+def _device(recipe: GeneratorRecipe) -> torch.device:
+    has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
+    return torch.device("cuda", 0) if has_gpu else torch.device("cpu")

@@ -46,7 +46,8 @@ class Engine:
     max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
     kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`; page_size: by it.
     prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
-    tp_group: the ranks of one tensor-parallel replica; all of them get the same calls and give the same answers.
+    tp_group: of a path, the ranks of one tensor-parallel replica (a `Policy` comes `split`); all of them get the same calls
+    and give the same answers.
     `description` says what was chosen.
     """
 
@@ -71,21 +72,20 @@ class Engine:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
         if not isinstance(policy, Policy):
             self.text = Text(tokenizer) if tokenizer is not None else Text.of(policy)
-            policy = load_policy(policy, dtype, device or _device(exact))
+            policy = load_policy(policy, dtype, device or _device(exact), shard=Shard(tp_group))
         else:
             self.text = Text(tokenizer)
         self.policy = policy
         self.seed = seed
-        shard = Shard(tp_group)
         page_size = page_size or page_size_for(attention)
-        num_kv_heads = max(1, policy.num_kv_heads // shard.size)
-        budget = page_budget(policy, page_size, num_kv_heads, max_running, kv_gb, gpu_share)
+        num_kv_heads = policy.num_kv_heads // policy.shard.size
+        budget = page_budget(policy, page_size, max_running, kv_gb, gpu_share)
         self.pool = PagePool(budget.num_pages, page_size)
         shape = (budget.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
-        self.runner = Runner(policy, self.cache, max_running, exact, attention, shard)
+        self.runner = Runner(policy, self.cache, max_running, exact, attention)
         self.description = f"{self.runner.description}, {budget}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact

@@ -9,7 +9,6 @@ from ..trainer.attention_exact import Run
 from ..trainer.decoder import Head, LeanDecoder
 from ..trainer.exact import BLOCK
 from ..trainer.model import Policy
-from ..trainer.shard import Shard
 from .attention_cuda import TableAttention
 from .backends import choose
 from .batch import DecodeBatch
@@ -26,21 +25,17 @@ class Runner:
     `description` says what was chosen. Space for logits is kept, so that a step allocates little.
     """
 
-    def __init__(
-        self, policy: Policy, cache: KVCache, max_running: int, exact: bool, attention: str, shard: Shard
-    ) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, max_running: int, exact: bool, attention: str) -> None:
         self.policy = policy
         self.cache = cache
         self.exact = exact
-        self.shard = shard
         is_lean = LeanDecoder.supports(policy) and not exact
-        if shard.size > 1 and not is_lean:
-            kind = "exact mode" if exact else f"model type '{policy.config.model_type}'"
-            raise SettingError(f"rollout.tp: {kind} runs on one rank only, not on {shard.size}")
+        if exact and policy.shard.size > 1:
+            raise SettingError(f"rollout.tp: exact mode runs on one rank only, not on {policy.shard.size}")
         if exact:
             self.forward = policy.exact or policy.make_exact()
         else:
-            self.forward = LeanDecoder(policy, shard) if is_lean else policy
+            self.forward = LeanDecoder(policy) if is_lean else policy
         if exact and attention not in ("auto", "pool"):
             raise SettingError(f"generator.attention: exact mode runs on 'pool', not on '{attention}'")
         self.attention = choose(attention, policy, cache, exact)
@@ -48,13 +43,18 @@ class Runner:
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
         self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
         self._graphs: DecodeGraphs | None = None
-        if isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
+        is_alone = policy.shard.size == 1  # sums over ranks are not captured
+        if is_alone and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
             space = (self._logits, self._scratch)
             max_pages = -(-policy.context // cache.page_size)
             self._graphs = DecodeGraphs(self.forward, self.head, self.attention, space, max_pages, max_running)
         forward = "exact" if exact else "module" if self.forward is policy else "lean"
         graphs = "" if self._graphs is None else ", CUDA graphs"
-        self.description = f"{forward} forward, attention '{self.attention.name}'{graphs}"
+        dtype, tp = str(policy.dtype).removeprefix("torch."), policy.shard.size
+        shard = f", tp {tp}" if tp > 1 else ""
+        self.description = (
+            f"{forward} forward in {dtype} on {policy.device}{shard}, attention '{self.attention.name}'{graphs}"
+        )
 
     def bind(self) -> None:
         """The policy's parameters are other tensors now: take them."""
@@ -85,12 +85,12 @@ class Runner:
 
     def decode(self, batch: DecodeBatch) -> Draw:
         """Draw the next token of every row."""
-        if self._graphs is not None and self._graphs.can_run(batch) and self.shard.size == 1:
+        if self._graphs is not None and self._graphs.can_run(batch):
             return self._graphs.decode(batch)
         self.attention.prepare(batch)
         positions = torch.from_numpy(batch.positions).to(self.policy.device)
         hidden: Tensor = self.forward(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
         draw = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
-        self.shard.agree(draw.tokens)
+        self.policy.shard.agree(draw.tokens)
         return draw

@@ -45,6 +45,8 @@ class RolloutSettings:
     """What generates: `builtin`, the project's engine."""
     batch_groups: int | None = None
     """Groups that a rollout takes on one version before it drains; null means no quota."""
+    tp: int = 1
+    """Ranks of one replica of the generator, each with its part of every layer; `roles.rollout` is a multiple of it."""
 
 
 @dataclass(slots=True)

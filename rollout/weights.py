@@ -1,4 +1,4 @@
-"""The weights of one rollout: one flat buffer that the policy's parameters are views of, refilled in place."""
+"""The weights of one rank of a rollout: one flat buffer that the policy's parameters are views of, refilled in place."""
 
 from pathlib import Path
 
@@ -10,29 +10,44 @@ from ..relay.archive import Archive
 from ..relay.layout import Layout, host_buffer
 from ..relay.weights import Receipt, WeightReader
 from ..trainer.model import Policy, load_policy
+from ..trainer.shard import Shard, cuts_of
 
 
 class RolloutWeights:
     """Binds a policy to a flat buffer; `pull` replaces all weights at once with the newest version of a relay.
 
-    On a GPU the bytes land in host memory first, and one copy puts them on the device.
+    policy: structure alone, in host memory; it is split if `shard` is one of several, and moved to `device`. On a GPU the
+    bytes land in host memory first, and one copy puts them on the device. run_dir: where checkpoints have what no relay holds
+    any more.
     """
 
-    def __init__(self, fleet: Fleet, policy: Policy, settings: CommSettings, run_dir: str | None = None) -> None:
-        """`run_dir` is where checkpoints have what no relay holds any more."""
-        self.layout = Layout.of(policy.weights(), policy.dtype)
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        settings: CommSettings,
+        run_dir: str | None = None,
+        shard: Shard | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        shard, device = shard or Shard(), device or policy.device
+        weights = policy.weights()
+        self.layout = Layout.of(weights, policy.dtype, shard.size, cuts_of(weights, policy.config))
+        """Of whole versions, as the relays serve them."""
         self.version = -1
-        self.pull_s = 0.0
-        self._host = host_buffer(self.layout.num_bytes)
+        own = self.layout.of_rank(shard.rank)
+        self._host = host_buffer(own.num_bytes)
         archive = None
         if run_dir is not None:
             archive = Archive(Path(run_dir), lambda folder: load_policy(folder, policy.dtype).weights())
-        self._reader = WeightReader(fleet, self.layout, settings, archive)
+        self._reader = WeightReader(fleet, self.layout, settings, archive, shard.rank)
         self._device: torch.Tensor | None = None
         flat = torch.from_numpy(self._host)
-        if policy.device.type != "cpu":
-            flat = self._device = flat.to(policy.device)
-        policy.bind(self.layout.views(flat))
+        if device.type != "cpu":
+            flat = self._device = flat.to(device)
+        policy.split(shard)
+        policy.bind(own.views(flat))
+        policy.to(device)
 
     def newest(self) -> int:
         """The newest complete version that the relay shows; -1 before the first."""

@@ -299,7 +299,9 @@ def test_ten_thousand_requests_leave_no_page_and_no_object_behind(llama):
 
 
 def test_the_engine_says_what_it_chose(llama):
-    assert Engine(llama).description.startswith("lean forward, attention 'pool', 130 pages, 0.0")
+    assert Engine(llama).description.startswith(
+        "lean forward in float32 on cpu, attention 'pool', 130 pages of 64 tokens, 0.0"
+    )
     assert "attention 'gather'" in Engine(llama, attention="gather").description
     with pytest.raises(SettingError, match=r"generator\.attention: 'triton' cannot serve this policy here"):
         Engine(llama, attention="triton")

@@ -16,6 +16,7 @@ from .checkpoint import Checkpoints
 from .model import load_tokenizer, save_policy
 from .parallel import ActorGroup, whole
 from .recipe import TrainerRecipe
+from .shard import cuts_of
 from .tally import StepTally
 
 
@@ -34,7 +35,8 @@ class Adapter:
         if resume is not None:
             self.checkpoints.load(self.actor.state, resume)
         weights = self.actor.policy.weights()
-        layout = Layout.of(weights, recipe.model.dtype)
+        cuts = cuts_of(weights, self.actor.policy.config)
+        layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, cuts)
         part = Part.of(layout, weights, self.group.rank, self.group.size)
         self.publisher = WeightPublisher(fleet, layout, recipe.comm, part)
         self.num_bytes = layout.num_bytes

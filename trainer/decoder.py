@@ -15,7 +15,6 @@ from .exact import BLOCK, products_of
 from .family import is_llama_line, rope_table, window_of
 from .matrix import Matrix
 from .model import Policy
-from .shard import Shard
 
 
 class _Layer(NamedTuple):
@@ -31,13 +30,15 @@ class _Layer(NamedTuple):
 
 
 class LeanDecoder:
-    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP; `refresh` must follow every change of the weights."""
+    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP; `refresh` must follow every change of the weights.
 
-    def __init__(self, policy: Policy, shard: Shard | None = None) -> None:
+    Runs whole policies, and a rank's part of a split one together with the other ranks.
+    """
+
+    def __init__(self, policy: Policy) -> None:
         assert self.supports(policy)
         self.policy = policy
-        self.shard = shard or Shard()
-        self.shard.check(policy.config)
+        self.shard = policy.shard
         self._model: Any = policy.model.base_model
         self._num_heads = policy.num_heads // self.shard.size
         self._num_kv_heads = policy.num_kv_heads // self.shard.size
@@ -65,15 +66,14 @@ class LeanDecoder:
 
     def _layer(self, index: int, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        cut = self.shard.cut
         qkv, gate_up = _inputs(attention, mlp, self.policy)
         # A bias that follows a sum over ranks is added by one of them.
         out_bias = attention.o_proj.bias if self.shard.rank == 0 else None
         matrices = [
-            Matrix([cut(w) for w, _ in qkv], [cut(b) for _, b in qkv]),
-            Matrix([cut(attention.o_proj.weight, 1)], [out_bias]),
-            Matrix([cut(w) for w, _ in gate_up], [None]),
-            Matrix([cut(mlp.down_proj.weight, 1)], [None]),
+            Matrix([w for w, _ in qkv], [b for _, b in qkv]),
+            Matrix([attention.o_proj.weight], [out_bias]),
+            Matrix([w for w, _ in gate_up], [None]),
+            Matrix([mlp.down_proj.weight], [None]),
         ]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
@@ -120,7 +120,8 @@ def _inputs(attention: Any, mlp: Any, policy: Policy) -> tuple[list[tuple[Any, A
     if not hasattr(attention, "qkv_proj"):
         qkv = [(m.weight, m.bias) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return qkv, [(m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj)]
-    sizes = [heads * policy.head_dim for heads in (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)]
+    heads = (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)
+    sizes = [count // policy.shard.size * policy.head_dim for count in heads]
     gate_up = mlp.gate_up_proj.weight.chunk(2)
     return list(zip(attention.qkv_proj.weight.split(sizes), [None] * 3, strict=True)), [(w, None) for w in gate_up]
 

@@ -22,6 +22,7 @@ from .attention import NAME, Attention, PackedAttention
 from .attention_exact import ExactPackedAttention
 from .exact import ExactDecoder, ExactLogits
 from .family import refuse_unsupported
+from .shard import Shard, cuts_of, refuse_split
 
 transformers_logging.disable_progress_bar()
 
@@ -35,7 +36,8 @@ class Policy(nn.Module):
     """A decoder-only language model.
 
     `model` is transformers' module; `context` the most positions it takes; `stop_ids` the tokens that end a response;
-    `config` its transformers configuration. With `exact`, packed forwards follow the rules of exact mode.
+    `config` its transformers configuration. With `exact`, packed forwards follow the rules of exact mode; of a policy that
+    was `split` this process holds one `shard`.
     """
 
     exact: ExactDecoder | None = None
@@ -52,6 +54,7 @@ class Policy(nn.Module):
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.vocab_size: int = self.config.vocab_size
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.shard = Shard()
 
     @property
     def head(self) -> nn.Linear:
@@ -75,6 +78,19 @@ class Policy(nn.Module):
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
 
+    @torch.no_grad()
+    def split(self, shard: Shard) -> None:
+        """From now on hold only this rank's part of each layer, to be run by `decoder.LeanDecoder`.
+
+        Raises SettingError for a policy that cannot be split so.
+        """
+        assert self.shard.size == 1, "split once"
+        refuse_split(self.config, shard.size)
+        self.shard = shard
+        parameters = dict(self.model.named_parameters()) if shard.size > 1 else {}
+        for name, cut in cuts_of(parameters, self.config).items():
+            parameters[name].data = shard.part(parameters[name].data, cut)
+
     def weights(self) -> dict[str, Tensor]:
         """Every parameter once, by transformers' name; those that a fused projection joins follow one another."""
         named = list(self.model.named_parameters())
@@ -92,6 +108,7 @@ class Policy(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""
+        assert self.shard.size == 1, "the modules need whole layers"
         output = self.model.base_model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
         )
@@ -163,8 +180,10 @@ def load_policy(
     device: str | torch.device = "cpu",
     weights: bool = True,
     exact: bool = False,
+    shard: Shard | None = None,
 ) -> Policy:
-    """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised.
+    """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised; with
+    `shard` split, so that the device never holds more than this rank's part.
 
     Raises SettingError for a missing checkpoint and for a feature that would be computed wrongly.
     """
@@ -178,7 +197,10 @@ def load_policy(
     refuse_unsupported(config)
     with _LOADING:
         model = _load(path, config, wanted) if weights else _build(path, config, wanted)
-    policy = Policy(model.to(device).eval(), _stop_ids(path, config))  # pyright: ignore[reportArgumentType]
+    policy = Policy(model.eval(), _stop_ids(path, config))
+    if shard is not None:
+        policy.split(shard)
+    policy.to(device)
     if exact:
         policy.make_exact()
     return policy

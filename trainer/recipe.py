@@ -19,6 +19,12 @@ class Generator(Protocol):
     exact: bool
 
 
+class Rollout(Protocol):
+    """What publishing needs to know of the rollouts: the ranks of each, which take the weights in slices."""
+
+    tp: int
+
+
 class Roles(Protocol):
     """How many ranks the trainer has."""
 
@@ -54,4 +60,9 @@ class TrainerRecipe(ActorRecipe, Protocol):
     @property
     def roles(self) -> Roles:
         """Ranks by role."""
+        ...
+
+    @property
+    def rollout(self) -> Rollout:
+        """What a rollout is."""
         ...
