@@ -52,5 +52,7 @@ class CommSettings:
     """How weights travel: auto (shared memory on one host, tcp elsewhere), shm, tcp, gloo or nccl."""
     delta: bool = False
     """Send what changed since the last version instead of all of it, over links; worth it where they are slow."""
+    chunk_bytes: int | None = None
+    """Bytes in which weights go down the chain; null follows from the links' speed and the chain's length."""
     pace: float | None = None
     """Bytes per second that a link may send at most; null for no bound."""

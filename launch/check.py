@@ -24,6 +24,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
         )
     if recipe.generator.exact and recipe.roles.actor > 1:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
+    if recipe.comm.delta and recipe.roles.actor > 1:
+        raise SettingError("comm.delta: a single actor rank makes deltas; set roles.actor=1 or comm.delta=false")
     if recipe.run.schedule in ("sync", "one_step", "stream") and recipe.queue.max_staleness is not None:
         raise SettingError(
             f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"

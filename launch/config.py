@@ -39,10 +39,16 @@ _AT_LEAST: dict[str, float] = {
     "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "rollout.tp": 1, "reward.timeout_s": 0,
     "reward.workers": 1, "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1,
     "optimizer.max_grad_norm": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01,
-    "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
+    "comm.chunk_bytes": 65536, "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
 }  # fmt: skip
 
-_AT_MOST: dict[str, float] = {"sampling.top_p": 1, "sampling.min_p": 1, "optimizer.beta1": 1, "optimizer.beta2": 1}
+_AT_MOST: dict[str, float] = {
+    "comm.chunk_bytes": 32 << 20,
+    "sampling.top_p": 1,
+    "sampling.min_p": 1,
+    "optimizer.beta1": 1,
+    "optimizer.beta2": 1,
+}
 
 
 @dataclass(slots=True)

@@ -18,12 +18,13 @@ import numpy as np
 from ..comm.measure import HEADING, Row, Workload, best_seconds, parse, run, write_json
 from .bench_weights_hosts import LARGE_COPIES, Hosts
 from .bench_weights_network import Network, can_shape, chain_seconds, gloo_seconds
-from .carrier import START_S
-from .chunks import best_num_chunks, push_seconds
+from .chunks import START_S, best_num_chunks, push_seconds
 
 _PACE = 40e6
 _PACED_BYTES = 64 << 20
-_SHAPED_BYTES = 32 << 20
+# A dozen processes on few cores wake each other late: the links must take far longer than that.
+_SHAPED_PACE, _SHAPED_BYTES = 10e6, 64 << 20
+_CHUNKS = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 _REPEATS = 5
 
 
@@ -95,12 +96,26 @@ def chain(num_bytes: int) -> list[Row]:
     ]
 
 
+def chunk_sizes(num_bytes: int) -> list[Row]:
+    """A push to 5 relays with chunks of several sizes against the model, and with the chosen size against the best."""
+    seconds = {}
+    for chunk_bytes in (0, *_CHUNKS):
+        with Hosts(5, _PACED_BYTES, pace=_PACE, chunk_bytes=chunk_bytes) as hosts:
+            hosts.push()
+            seconds[chunk_bytes] = min(hosts.push() for _ in range(_REPEATS))
+    chosen, rows = seconds.pop(0), []
+    for chunk_bytes, taken in seconds.items():
+        model = push_seconds(6, _PACED_BYTES, _PACED_BYTES / chunk_bytes, 1 / _PACE, START_S)
+        rows.append(Row(f"chunks-{chunk_bytes >> 10}-KiB", "T(k) of the model", taken, "s", taken / model))
+    return [*rows, Row("chunks-chosen", "best tried", chosen, "s", chosen / min(seconds.values()))]
+
+
 def gloo_broadcast(num_bytes: int) -> list[Row]:
     """Gloo's broadcast to 12 hosts against our chain, and the chain against one to 2, in shaped network namespaces."""
     if not can_shape():
         sys.stderr.write("gloo-broadcast-12-hosts: left out, shaped links need root, ip and tc\n")
         return []
-    with Network(12, _PACE) as network:
+    with Network(12, _SHAPED_PACE) as network:
         pair = chain_seconds(network, 2, _SHAPED_BYTES)
         chain = chain_seconds(network, 12, _SHAPED_BYTES)
         gloo = gloo_seconds(network, 12, _SHAPED_BYTES)
@@ -133,6 +148,7 @@ WORKLOADS: dict[str, Workload] = {
     "actor-stall-6-relays": actor_stall,
     "step-p99-relay-stopped": stopped_relay,
     "chain-12-hosts": chain,
+    "chunk-sizes": chunk_sizes,
     "push-with-relay-killed": relay_killed,
     "gloo-broadcast-12-hosts": gloo_broadcast,
 }

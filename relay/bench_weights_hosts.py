@@ -1,6 +1,6 @@
 """The emulated cluster of the benchmark: relays in processes of their own, and an actor here.
 
-    python -m headrace.relay.bench_weights_hosts STORE INDEX LINK PACE INTERFACE
+    python -m headrace.relay.bench_weights_hosts STORE INDEX LINK PACE INTERFACE CHUNK_BYTES
 
 is one relay; it prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that it holds whole.
 """
@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -31,11 +32,10 @@ LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000
 _SECRET = b"bench"
 
 
-def bench_settings(link: str, pace: float, interface: str) -> CommSettings:
-    """Settings of a process of the cluster; pace 0 means none."""
-    return CommSettings(
-        interface=interface, link=link, heartbeat_s=0.3, expiry_s=30.0, deadline_s=60.0, pace=pace or None
-    )
+def bench_settings(link: str, pace: float, interface: str, chunk_bytes: int = 0) -> CommSettings:
+    """Settings of a process of the cluster; pace 0 means none, `chunk_bytes` 0 leaves the choice to the program."""
+    settings = CommSettings(interface=interface, link=link, heartbeat_s=0.3, expiry_s=30.0, deadline_s=60.0)
+    return replace(settings, pace=pace or None, chunk_bytes=chunk_bytes or None)
 
 
 class Hosts:
@@ -48,16 +48,17 @@ class Hosts:
         link: str = "tcp",
         pace: float = 0.0,
         *,
+        chunk_bytes: int = 0,
         interface: str = "127.0.0.1",
         places: Sequence[tuple[list[str], str]] = (),
     ) -> None:
         """`places` are, for each relay, the words that start a command where it is to run, and its interface there."""
-        self._settings = bench_settings(link, pace, interface)
+        self._settings = bench_settings(link, pace, interface, chunk_bytes)
         self._hosted = host_store(interface)
         self._places = places or [([], interface)] * num_relays
         self._complete: dict[tuple[int, int], float] = {}
         self._listeners: list[threading.Thread] = []
-        self.relays = [self._start(index, link, pace) for index in range(num_relays)]
+        self.relays = [self._start(index) for index in range(num_relays)]
         self._actor = self._join("actor")
         self._actor.wait_for("relay", num_relays, 120, having="segment")
         self.tensors = {f"w{i}": torch.full((num_bytes // 32,), float(i)) for i in range(8)}
@@ -116,9 +117,10 @@ class Hosts:
     def _join(self, role: str) -> Fleet:
         return Fleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
 
-    def _start(self, index: int, link: str, pace: float) -> "subprocess.Popen[str]":
+    def _start(self, index: int) -> "subprocess.Popen[str]":
         enter, interface = self._places[index]
-        words = [self._hosted.address, str(index), link, str(pace), interface]
+        s = self._settings
+        words = [self._hosted.address, str(index), s.link, str(s.pace or 0.0), interface, str(s.chunk_bytes or 0)]
         command = [*enter, sys.executable, "-m", "headrace.relay.bench_weights_hosts", *words]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **LARGE_COPIES})
         self._listeners.append(threading.Thread(target=self._listen, args=(index, relay), daemon=True))
@@ -133,10 +135,10 @@ class Hosts:
                 self._complete[index, int(version)] = float(seconds)
 
 
-def _relay(address: str, index: int, link: str, pace: float, interface: str) -> None:
+def _relay(address: str, index: int, settings: CommSettings) -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    settings, segment = bench_settings(link, pace, interface), Segment.create_anonymous()
+    segment = Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
     keeper = WeightKeeper(fleet, segment, settings)
     version = 0
@@ -149,4 +151,5 @@ def _relay(address: str, index: int, link: str, pace: float, interface: str) -> 
 
 
 if __name__ == "__main__":
-    _relay(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5])
+    _, store, number, link, pace, interface, chunk = sys.argv
+    _relay(store, int(number), bench_settings(link, float(pace), interface, int(chunk)))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..comm.store import connect_store, host_store
 from .bench_weights_hosts import Hosts
 
-_REPEATS = 3
+_REPEATS = 2
 
 
 def can_shape() -> bool:

@@ -10,14 +10,11 @@ from ..comm.errors import LinkBroken
 from ..comm.links import Link
 from ..comm.segment import Segment
 from .arrival import Arrival
-from .chunks import chunk_bytes
+from .chunks import Cutter
 from .desk import Desk
 from .digests import digest
 from .frames import Answer, Delta, Kind, Offer, Trailer, Verdict
 from .wire import IDLE_S, SILENCE_S, receive_frame, receive_header, receive_struct, send_cargo, send_frame, send_idle
-
-START_S = 400e-6
-"""What a data frame costs besides its bytes, in seconds: headers, wake-ups and Python on both sides."""
 
 
 def take_versions(
@@ -112,10 +109,10 @@ def take_one(link: Link, into: np.ndarray) -> tuple[Offer, str] | None:
 class Feeder:
     """Sends each new version of a desk over one link, until the link breaks or `stop` is set."""
 
-    def __init__(self, desk: Desk, segment_path: str, stop: threading.Event) -> None:
+    def __init__(self, desk: Desk, segment_path: str, stop: threading.Event, cutter: Cutter) -> None:
         self.num_nodes = 2
         """Nodes of the chain that this link is part of."""
-        self._byte_s = 1 / 2e9
+        self._cutter = cutter
         self._desk = desk
         # An opening of its own, for leases that stand against the writer's; mapping it takes too long to do it in a repair.
         self._segment = Segment.open(segment_path)
@@ -131,10 +128,9 @@ class Feeder:
                 continue
             try:
                 num_bytes, started = cargo.offer.num_bytes, time.monotonic()
-                piece_bytes = chunk_bytes(self.num_nodes, num_bytes, self._byte_s, START_S)
-                if send_cargo(link, cargo, SILENCE_S, piece_bytes):
+                if send_cargo(link, cargo, SILENCE_S, self._cutter.chunk_bytes(self.num_nodes, num_bytes)):
                     sent = cargo.offer.version
-                    self._byte_s = (time.monotonic() - started) / max(num_bytes, 1)
+                    self._cutter.took(num_bytes, time.monotonic() - started)
             finally:
                 cargo.close()
 

@@ -16,6 +16,7 @@ from ..comm.links import Link
 from ..comm.mailbox import Mailbox
 from ..comm.messages import LinkOffered
 from .carrier import Feeder
+from .chunks import Cutter
 from .desk import Desk
 from .wire import SILENCE_S
 
@@ -49,7 +50,7 @@ class Chain:
         self._fleet = fleet
         self._backend = backend
         self._stop = threading.Event()
-        self._feeder = Feeder(desk, segment_path, self._stop)
+        self._feeder = Feeder(desk, segment_path, self._stop, Cutter(fleet.settings.chunk_bytes))
         self._shunned: dict[tuple[str, int], float] = {}
         self._mailbox = fleet.post.open(f"{fleet.name}/chain")
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} chain", daemon=True)

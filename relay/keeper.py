@@ -27,6 +27,7 @@ from ..comm.settings import CommSettings
 from .arrival import Arrival, State
 from .carrier import Feeder, take_versions
 from .chain import Chain
+from .chunks import Cutter
 from .desk import Desk
 from .frames import Offer
 from .push import pin, remote_backend
@@ -45,7 +46,7 @@ class WeightKeeper:
         self._segment = segment
         self._mailbox = fleet.post.open(f"{fleet.name}/weights")
         self._stop = threading.Event()
-        self._feeder = Feeder(self.desk, segment.path, self._stop)
+        self._feeder = Feeder(self.desk, segment.path, self._stop, Cutter(settings.chunk_bytes))
         self._carriers: list[threading.Thread] = []
         self._links: list[Link] = []
         self._pinned: set[int] = set()

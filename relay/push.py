@@ -21,12 +21,13 @@ from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import dial
+from .chunks import Cutter
 from .delta import encode
 from .frames import Delta, Offer
 from .parts import Part
 from .settings import RelaySettings
 from .versions import LEASE_S, Shelf
-from .wire import MAX_PIECE_BYTES, PIECE_BYTES, SILENCE_S, send_cargo, send_idle
+from .wire import MAX_PIECE_BYTES, SILENCE_S, send_cargo, send_idle
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a question is repeated until answered: the relay may have come back meanwhile
@@ -182,9 +183,10 @@ class LinkPush:
         """Bytes of versions sent so far, as deltas or whole."""
         self._uses_deltas = settings.delta
         self._last: Parcel | None = None
+        self._fleet = fleet
         self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
-        self._piece_bytes = MAX_PIECE_BYTES if backend in ("nccl", "staged") else PIECE_BYTES
+        self._cutter = Cutter(MAX_PIECE_BYTES if backend in ("nccl", "staged") else settings.chunk_bytes)
 
     def claim_ahead(self, part: Part) -> None:
         """There is nothing to claim."""
@@ -199,7 +201,9 @@ class LinkPush:
     def push(self, parcel: Parcel) -> None:
         """Send a parcel; returns when the relay has checked the bytes. Raises `LinkBroken`."""
         parcel.delta = self._delta(parcel) if self._uses_deltas else None
-        send_cargo(self._link, parcel, SILENCE_S, self._piece_bytes)
+        started, num_nodes = time.monotonic(), 1 + len(self._fleet.living("relay"))
+        if send_cargo(self._link, parcel, SILENCE_S, self._cutter.chunk_bytes(num_nodes, parcel.part.num_bytes)):
+            self._cutter.took(parcel.part.num_bytes, time.monotonic() - started)
         self.num_sent += parcel.part.num_bytes if parcel.delta is None else parcel.delta[1].nbytes
         if self._uses_deltas:
             self._last = Parcel(parcel.offer, parcel.part, parcel.buffer.copy())

@@ -4,10 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.comm.errors import SettingError
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
+from headrace.launch.check import check_recipe
+from headrace.launch.config import read_recipe
 from headrace.relay.delta import apply, encode
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
@@ -109,3 +112,8 @@ def test_a_relay_without_the_base_is_sent_everything():
     keeper.close()
     late.close()
     run.close()
+
+
+def test_several_actor_ranks_make_no_deltas():
+    with pytest.raises(SettingError, match=r"comm\.delta: .*set roles\.actor=1"):
+        check_recipe(read_recipe(None, ["comm.delta=true", "roles.actor=2"]))
