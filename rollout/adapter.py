@@ -50,6 +50,8 @@ class Generator(Protocol):
     """Most tokens of prompt and response."""
     kv_capacity: int
     """Tokens that the KV cache holds."""
+    kv_token_bytes: int
+    """Bytes of one token's keys and values."""
 
     @property
     def num_running(self) -> int:
@@ -92,7 +94,7 @@ class Generator(Protocol):
         ...
 
     def take_out(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[Parcel]:
-        """Remove trajectories for another generator on the same weights."""
+        """Remove trajectories for another generator on the same weights; one that has just finished stays."""
         ...
 
     def put_in(self, parcels: Sequence[Parcel]) -> None:

@@ -27,6 +27,7 @@ class Adapter(LeadEngine):
         super().__init__(replica, policy, tokenizer=self.tokenizer, **options(recipe))
         self.context = policy.context
         self.kv_capacity = self.pool.num_pages * self.pool.page_size
+        self.kv_token_bytes = self.cache.num_bytes // self.kv_capacity
 
     @property
     def kv_load(self) -> int:

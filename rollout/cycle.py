@@ -13,13 +13,16 @@ class Cycle:
     """Groups that it takes before it drains."""
     takes_quota_at_once: bool
     """It takes its share of a batch when the batch begins, however many trajectories it can run together."""
+    repacks: bool = False
+    """Its long trajectories may move to another rollout."""
 
     @staticmethod
     def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "Cycle":
         """The habits under `run.schedule`; where a batch is a barrier each rollout takes an equal share of it."""
         if schedule in ("sync", "one_step", "stream"):
             return Cycle(False, -(-prompts_per_step // num_rollouts), takes_quota_at_once=True)
-        return Cycle(schedule == "partial", batch_groups, takes_quota_at_once=False)
+        repacks = schedule == "headrace" and num_rollouts > 1
+        return Cycle(schedule == "partial", batch_groups, takes_quota_at_once=False, repacks=repacks)
 
     def room(self, max_running: int, num_held: int) -> int:
         """Trajectories that it would start now, the quota apart."""

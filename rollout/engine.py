@@ -226,13 +226,16 @@ class Engine:
     def take_out(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[Parcel]:
         """Remove trajectories, wherever they are, for another engine on the same weights (or this one, later).
 
-        with_cache: also their keys and values, where they have any; else `put_in` computes them again.
+        with_cache: also their keys and values, where they have any; else `put_in` computes them again. One that has finished
+        meanwhile stays and comes out of the next `step`.
         """
         self._late += self._settle()
         parcels = []
         for trajectory_id in trajectory_ids:
             sequence = self.scheduler.find(trajectory_id)
-            assert sequence is not None, f"no trajectory {trajectory_id} here"
+            if sequence is None:
+                assert any(done.trajectory_id == trajectory_id for done in self._late), f"no trajectory {trajectory_id}"
+                continue
             cache = (
                 self.cache.export(sequence.pages, sequence.num_cached) if with_cache and sequence.num_cached else None
             )

@@ -27,6 +27,8 @@ class Held:
     completion: Completion | None = None
     switches: list[tuple[int, int]] = field(default_factory=list)
     """(tokens of prompt and response, version): where the weights changed under it."""
+    question: int = 0
+    """The claim whose answer will say whether the lease is this rollout's; 0: it is."""
 
     def token_versions(self) -> list[int]:
         """The version that drew each token of the response."""
@@ -96,7 +98,8 @@ class Leases:
             row_id = RowId(lease.group.epoch, lease.group.prompt, sample)
             held = self.held.get(row_id.number)
             if held is not None and (held.version == version or self._cycle.switches_midway):
-                held.attempt = lease.attempt  # given up for dead, this rollout got its own row back: it goes on with it
+                # Given up for dead, this rollout got its own row back: it goes on with it.
+                held.attempt, held.question = lease.attempt, 0
             else:
                 fresh.append(Held(row_id, lease.attempt, version, row))
         self.held |= {held.row_id.number: held for held in fresh}

@@ -12,11 +12,12 @@ from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import Holding, Lease, LeaseGrant, Load, Pulled, Stop
 from ..comm.waits import waiting
-from ..relay.settings import BatchSettings, DataSettings
+from ..relay.settings import BatchSettings, DataSettings, RepackSettings
 from .adapter import GeneratorRecipe, open_generator
 from .courier import Courier, Parcel
 from .cycle import Cycle
 from .leases import Held, Leases
+from .migration import Migration
 from .reward import RewardPool, Scored
 from .sampler import SamplingParams
 from .settings import RewardSettings, SamplingSettings
@@ -38,6 +39,7 @@ class RolloutRecipe(GeneratorRecipe, Protocol):
     batch: BatchSettings
     sampling: SamplingSettings
     reward: RewardSettings
+    repack: RepackSettings
 
     @property
     def roles(self) -> Roles:
@@ -70,7 +72,11 @@ class Rollout:
         self.rewards = RewardPool(recipe.reward)
         relay = fleet.nearest("relay", having="unit")
         self.courier = Courier(self.mailbox, fleet.open_rows(relay.info["unit"]), relay.name)
+        self.migration = Migration(
+            fleet, self.mailbox, self.generator, self.leases, recipe.repack, recipe.generator.max_running
+        )
         self.is_stopped = False
+        self.scored: list[Scored] = []
         self.meter = Meter()
 
     def run(self) -> None:
@@ -78,7 +84,9 @@ class Rollout:
         self.wait_for_weights()
         while not self.is_stopped:
             self.read_mail()
-            if self.cycle.takes_weights(self.is_outdated, self.generator.idle):
+            self.migration.turn()
+            is_free = not self.migration.is_under_way
+            if is_free and self.cycle.takes_weights(self.is_outdated, self.generator.idle):
                 self.take_weights()
             self.ask()
             self.generate()
@@ -99,6 +107,8 @@ class Rollout:
                 wait.check()
         if not self.is_stopped:
             self.take_weights()
+            if self.cycle.repacks:
+                self.migration.begin()
 
     def take_weights(self) -> None:
         """Switch to the newest version; what is still unfinished goes on under it."""
@@ -111,7 +121,7 @@ class Rollout:
         self.meter.pull_s = time.monotonic() - started
 
     def read_mail(self, timeout_s: float = 0.0) -> None:
-        """Act on what the hub has said."""
+        """Act on what the hub and other rollouts have said."""
         while (letter := self.mailbox.receive(timeout_s)) is not None:
             timeout_s = 0.0
             match letter.message:
@@ -120,6 +130,8 @@ class Rollout:
                         self.start_group(lease, fresh)
                 case Stop():
                     self.is_stopped = True
+                case message:
+                    self.migration.handle(letter.sender, message)
 
     def start_group(self, lease: Lease, fresh: list[Held]) -> None:
         """Tokenize a prompt and give its samples to the generator."""
@@ -154,18 +166,25 @@ class Rollout:
             self.meter.idle_s += time.monotonic() - started
             return
         for completion in self.generator.step():
-            held = self.leases.held[completion.trajectory_id]
+            held = self.leases.held.get(completion.trajectory_id)
+            if held is None:
+                continue  # it was somebody else's by the time that it ended
             held.completion = completion
             self.meter.tokens += len(completion.token_ids)
             self.rewards.submit(Scored(held, held.row, completion.text, completion.token_ids))
         self.meter.busy_s += time.monotonic() - started
 
     def ship(self) -> None:
-        """Hand scored trajectories over to the courier."""
-        for scored in self.rewards.finished():
-            held: Held = scored.key
-            if self.leases.held.get(held.row_id.number) is held:  # else it was leased anew, on another version
-                self.hand_over(held, scored.reward, scored.failure)
+        """Hand scored trajectories over to the courier, once it is certain that they are this rollout's."""
+        scored, self.scored = [*self.scored, *self.rewards.finished()], []
+        for each in scored:
+            held: Held = each.key
+            if self.leases.held.get(held.row_id.number) is not held:
+                continue  # leased anew on another version, or somebody else's
+            if held.question:
+                self.scored.append(each)
+            else:
+                self.hand_over(held, each.reward, each.failure)
 
     def hand_over(self, held: Held, reward: float | None, failure: str) -> None:
         """The courier's from here on."""
@@ -188,12 +207,15 @@ class Rollout:
     def report(self) -> None:
         """Tell the hub about once a second how this rollout is doing."""
         now = time.monotonic()
-        if now - self.meter.reported_at < REPORT_S:
+        if now - self.meter.reported_at < min(REPORT_S, self.recipe.repack.period_s / 2):
             return
         self.meter.reported_at = now
         m, g = self.meter, self.generator
         kv_util = g.kv_load / g.kv_capacity
-        load = Load(self.weights.version, g.num_running, g.num_waiting, kv_util, m.tokens, m.busy_s, m.idle_s, m.pull_s)
+        load = Load(
+            self.weights.version, g.num_running, g.num_waiting, kv_util, m.tokens, m.busy_s, m.idle_s, m.pull_s,
+            self.migration.kv_used, g.kv_capacity, self.migration.batch_bound,
+        )  # fmt: skip
         self.mailbox.send("hub", load)
 
     def leave(self) -> None:
@@ -201,7 +223,8 @@ class Rollout:
         self.ship()
         self.courier.close()
         self.rewards.close()
-        held = list(self.leases.held.values())
+        held = [*self.leases.held.values(), *self.migration.held()]
+        self.migration.close()
         self.mailbox.send("hub", Holding([h.row_id for h in held], [h.attempt for h in held]))
         self.generator.close()
         self.mailbox.close()
