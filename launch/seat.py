@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ..comm.settings import SEGMENT_FD
+from ..comm.settings import LARGE_COPIES, SEGMENT_FD
 from .children import WATCHED, Child, block_signals, describe_end, end_with_parent, say
 from .config import Recipe
 from .roles import Place, assign, check_staging, count_gpus, visible_devices
@@ -133,6 +133,8 @@ class Seat:
     def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.place.name else ""}
         pass_fds = ()
+        if name == self.place.name:
+            environment |= {key: value for key, value in LARGE_COPIES.items() if key not in os.environ}
         if name == self.place.name and self.segment is not None:
             environment[SEGMENT_FD] = str(self.segment)
             pass_fds = (self.segment,)

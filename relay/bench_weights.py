@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from ..comm.measure import HEADING, Row, Workload, best_seconds, parse, run, write_json
-from .bench_weights_hosts import LARGE_COPIES, Hosts
+from .bench_weights_hosts import ENVIRONMENT, Hosts
 from .bench_weights_network import Network, can_shape, chain_seconds, gloo_seconds
 from .chunks import START_S, best_num_chunks, push_seconds
 
@@ -156,9 +156,9 @@ WORKLOADS: dict[str, Workload] = {
 
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
-    if LARGE_COPIES.items() - os.environ.items():
+    if ENVIRONMENT.items() - os.environ.items():
         again = [sys.executable, "-m", "headrace.relay.bench_weights", *argv]
-        sys.exit(subprocess.run(again, env={**os.environ, **LARGE_COPIES}, check=False).returncode)
+        sys.exit(subprocess.run(again, env={**os.environ, **ENVIRONMENT}, check=False).returncode)
     arguments = parse("headrace.relay.bench_weights", argv, list(WORKLOADS))
     if not arguments.no_heading:
         print(HEADING, flush=True)

@@ -20,15 +20,15 @@ import torch
 
 from ..comm.fleet import Fleet
 from ..comm.segment import Segment
-from ..comm.settings import CommSettings
+from ..comm.settings import LARGE_COPIES, CommSettings
 from ..comm.store import host_store
 from ..comm.waits import waiting
 from .keeper import WeightKeeper
 from .layout import Layout
 from .weights import WeightPublisher, WeightReader
 
-LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Environment in which the C library copies large pieces past the caches; it is read at a process's start."""
+ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Of the benchmark's processes: copies as a seat's children make them, and no word on hosts without a name."""
 _SECRET = b"bench"
 
 
@@ -122,7 +122,7 @@ class Hosts:
         s = self._settings
         words = [self._hosted.address, str(index), s.link, str(s.pace or 0.0), interface, str(s.chunk_bytes or 0)]
         command = [*enter, sys.executable, "-m", "headrace.relay.bench_weights_hosts", *words]
-        relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **LARGE_COPIES})
+        relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT})
         self._listeners.append(threading.Thread(target=self._listen, args=(index, relay), daemon=True))
         self._listeners[-1].start()
         return relay

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from headrace.comm.settings import LARGE_COPIES
 from headrace.launch.seat import MAX_RESTARTS, RESTART_WINDOW_S, Verdict, judge
 
 T = TypeVar("T")
@@ -112,6 +113,20 @@ def test_the_lead_relays_seat_starts_the_hub_and_gives_the_relay_a_segment(seat)
     assert running.end() == (0, "")
     [hub], [relay] = running.events("hub start"), running.events("relay-0 start")
     assert hub.endswith(" -") and not relay.endswith(" -")
+
+
+@pytest.mark.parametrize("users", [None, "glibc.malloc.check=0"])
+def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_says_otherwise(seat, monkeypatch, users):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if users is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", users)
+    running = seat("rollout-0", {"rollout-0": ["wait"]})
+    pid = running.wait_for("rollout-0 start")[0].split()[2]
+    environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    expected = users or LARGE_COPIES["GLIBC_TUNABLES"]
+    assert [line for line in environment if line.startswith("GLIBC_TUNABLES")] == [f"GLIBC_TUNABLES={expected}"]
+    running.process.terminate()
+    assert running.end()[0] == 0
 
 
 def test_a_signal_reaches_each_role_once_and_the_store_last(seat):
