@@ -36,7 +36,7 @@ _AT_LEAST: dict[str, float] = {
     "batch.prompts_per_step": 1, "batch.samples_per_prompt": 1, "queue.capacity": 1, "queue.max_staleness": 0,
     "repack.period_s": 0.01, "repack.batch_bound": 1,
     "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0,
-    "sampling.min_p": 0, "generator.max_running": 1, "rollout.batch_groups": 1, "rollout.tp": 1, "reward.timeout_s": 0,
+    "sampling.min_p": 0, "generator.max_running": 1, "generator.prefill_tokens": 1, "generator.kv_gb": 0, "generator.gpu_share": 0, "rollout.batch_groups": 1, "rollout.tp": 1, "reward.timeout_s": 0,
     "reward.workers": 1, "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1,
     "optimizer.max_grad_norm": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01,
     "comm.chunk_bytes": 65536, "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
@@ -44,6 +44,7 @@ _AT_LEAST: dict[str, float] = {
 
 _AT_MOST: dict[str, float] = {
     "comm.chunk_bytes": 32 << 20,
+    "generator.gpu_share": 1,
     "sampling.top_p": 1,
     "sampling.min_p": 1,
     "optimizer.beta1": 1,

@@ -64,6 +64,7 @@ class Watch:
         self.hub = hub
         self.fleet = fleet
         self._incarnations: dict[str, int] = {}
+        self._shown: set[str] = set()
         self._looked = 0.0
 
     def turn(self) -> End | None:
@@ -93,6 +94,9 @@ class Watch:
                 del self._incarnations[member.name]
             if member.alive:
                 self._incarnations[member.name] = member.incarnation
+            if (chosen := member.info.get("generator", "")) not in self._shown | {""}:
+                self._shown.add(chosen)
+                print(f"generator: {chosen}", flush=True)
 
 
 def open_journal(run_dir: Path, recipe: HubRecipe) -> tuple[HubState, Journal]:

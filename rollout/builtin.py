@@ -25,6 +25,7 @@ class Adapter(LeadEngine):
         self.tokenizer = load_tokenizer(recipe.model.path)
         policy, self.weights = load(fleet, recipe, replica)
         super().__init__(replica, policy, tokenizer=self.tokenizer, **options(recipe))
+        fleet.announce(generator=self.description)
         self.context = policy.context
         self.kv_capacity = self.pool.num_pages * self.pool.page_size
         self.kv_token_bytes = self.cache.num_bytes // self.kv_capacity

@@ -19,7 +19,7 @@ from ..trainer.model import Policy, load_policy
 from ..trainer.shard import Shard
 from .backends import page_size_for
 from .batch import DecodeBatch
-from .budget import page_budget
+from .budget import memory_of, page_budget
 from .exact_check import check_exact
 from .kv_cache import KVCache, PagePool
 from .runner import Runner
@@ -79,7 +79,7 @@ class Engine:
         self.seed = seed
         page_size = page_size or page_size_for(attention)
         num_kv_heads = policy.num_kv_heads // policy.shard.size
-        budget = page_budget(policy, page_size, max_running, kv_gb, gpu_share)
+        budget = page_budget(policy, page_size, max_running, kv_gb, memory_of(policy.device, gpu_share))
         self.pool = PagePool(budget.num_pages, page_size)
         shape = (budget.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)

@@ -26,7 +26,8 @@ class GeneratorSettings:
     max_running: int = 32
     """Trajectories decoded together."""
     kv_gb: float | None = None
-    """Memory of the KV cache in GB; null is max_running trajectories of full context, on a GPU what is left of its share."""
+    """Memory of the KV cache in GB; null is max_running trajectories of full context, as far as half of the free memory goes,
+    or on a GPU what is left of `gpu_share`."""
     gpu_share: float = 0.85
     """Share of its GPU's memory that a rollout may fill."""
     prefill_tokens: int = 2048

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.budget import Memory, page_budget
 from headrace.trainer.model import load_policy
 
 
@@ -305,8 +306,23 @@ def test_the_engine_says_what_it_chose(llama):
     assert "attention 'gather'" in Engine(llama, attention="gather").description
     with pytest.raises(SettingError, match=r"generator\.attention: 'triton' cannot serve this policy here"):
         Engine(llama, attention="triton")
-    with pytest.raises(SettingError, match=r"generator\.kv_gb: 1000000\.0 GB of KV cache, but only"):
+    with pytest.raises(SettingError, match=r"generator\.kv_gb: 1000000\.0 GB of KV cache, but the free memory leaves"):
         Engine(llama, kv_gb=1e6)
+
+
+def test_the_cache_is_what_the_sequences_need_as_far_as_the_memory_goes(llama):
+    policy, gpu = load_policy(llama), "generator.gpu_share=0.5 of the GPU"
+    page = 2 * 2 * 64 * 2 * 16 * 4
+    assert page_budget(policy, 64, 8, None, Memory(10**9, 10**9, gpu)).num_pages == 8 * 4 + 2
+    scarce = page_budget(policy, 64, 8, None, Memory(40 * page, 20 * page, gpu))
+    assert scarce.num_pages == 20 and str(scarce) == f"20 pages of 64 tokens, {20 * page / 1e9:.3g} GB of KV cache"
+    assert page_budget(policy, 64, 8, 50 * page / 1e9, Memory(60 * page, 9 * page, gpu)).num_pages == 50
+    with pytest.raises(
+        SettingError, match=r"kv_gb: generator\.gpu_share=0\.5 of the GPU does not hold one sequence of 256"
+    ):
+        page_budget(policy, 64, 8, None, Memory(9 * page, 3 * page, gpu))
+    with pytest.raises(SettingError, match=r"kv_gb: 1 GB of KV cache, but generator\.gpu_share=0\.5 of the GPU leaves"):
+        page_budget(policy, 64, 8, 1, Memory(60 * page, 9 * page, gpu))
 
 
 def test_back_ends_agree(llama):

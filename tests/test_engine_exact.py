@@ -1,6 +1,7 @@
 import pytest
 import torch
 from policies import STORIES, needs_stories, random_prompts, tiny_policy
+from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
@@ -45,6 +46,24 @@ def test_generator_and_trainer_agree_bit_for_bit(tmp_path, family, dtype):
     params = SamplingParams(max_new_tokens=90, temperature=0.8, ignore_eos=True)
     completions = run(engine, random_prompts(14, longest=150), params, num_samples=3)
     assert_same_bits(path, dtype, completions, temperature=0.8)
+
+
+@needs_stories
+@torch.no_grad()
+def test_in_normal_mode_they_differ_by_the_rounding_of_fp32_alone():
+    """Each is about as far from the same policy in fp64 as from the other: a bound below that would need the same bits."""
+    completions = run(Engine(STORIES), [[1, 5 + i] for i in range(12)], SamplingParams(max_new_tokens=150))
+    found = torch.tensor([x for c in completions for x in c.logprobs])
+    trained = packed_logprobs(load_policy(STORIES), completions)
+    precise = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float64).eval()
+    exact = []
+    for c in completions:
+        logprobs = (
+            precise(torch.tensor([c.prompt_ids + c.token_ids])).logits[0, len(c.prompt_ids) - 1 : -1].log_softmax(-1)
+        )
+        exact.append(logprobs.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0])
+    of_each = [(x.double() - torch.cat(exact)).abs().mean() for x in (found, trained)]
+    assert (found - trained).abs().mean() < sum(of_each) < 5e-6
 
 
 @needs_stories

@@ -86,9 +86,10 @@ class System:
             time.sleep(0.01)
 
 
-def test_all_loops_together_train_and_add_up(tmp_path: Path):
+def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     system = System(tmp_path).start_all()
     summary = system.wait()
+    assert capsys.readouterr().out.count("generator: lean forward in float32 on cpu, attention 'pool', ") == 1
     assert (summary["status"], summary["steps"], summary["version"]) == ("finished", 3, 3)
     account = account_of(replay(system.dir / "journal.jsonl"))
     assert account == summary["accounting"]
