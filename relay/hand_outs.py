@@ -48,6 +48,7 @@ class HandOuts:
         self.books.drop((group, sample) for group in groups for sample in group.samples(RowStatus.READY))
         self.books.decide(ev.Trained(step=message.step))
         self._given.clear()
+        self.telemetry.begin_step()
 
 
 def _reference(group: Group) -> GroupRef:

@@ -11,17 +11,23 @@ from .state import HubState
 class _Meter:
     before: Load
     now: Load
+    told: Load
+    """What the last call of `metrics` went by."""
 
 
 class Telemetry:
-    """Folds `Load` reports into the `idle/*`, `rollout/*`, `queue/*` and `weights/*` metrics of a step."""
+    """Folds reports into the `idle/*`, `rollout/*`, `queue/*`, `weights/*` and `repack/*` metrics of a step.
+
+    A step may ask several times, and the last answer counts; `begin_step` goes on where that one ended, so nothing is lost.
+    """
 
     def __init__(self) -> None:
         self._meters: dict[str, _Meter] = {}
         self._sums: dict[str, float] = defaultdict(float)
+        self._told: dict[str, float] = {}
 
     def add(self, sender: str, load: Load) -> None:
-        meter = self._meters.setdefault(sender, _Meter(load, load))
+        meter = self._meters.setdefault(sender, _Meter(load, load, load))
         meter.now = load
 
     def count(self, metric: str, amount: float = 1) -> None:
@@ -31,13 +37,21 @@ class Telemetry:
     def forget(self, sender: str) -> None:
         self._meters.pop(sender, None)
 
+    def begin_step(self) -> None:
+        """Whatever has not been told yet belongs to the next step."""
+        for metric, amount in self._told.items():
+            self._sums[metric] -= amount
+        self._told = {}
+        for meter in self._meters.values():
+            meter.before = meter.told
+
     def metrics(self, state: HubState) -> dict[str, float]:
-        """Figures since the last call, which starts a new interval; roles that did not report are left out."""
+        """Figures since the step began; roles that did not report are left out."""
         queued = state.queued()
         ready = sum(group.is_complete for group in queued)
         out = {"queue/ready_groups": float(ready), "queue/leased_groups": float(len(queued) - ready)}
-        out |= self._sums
-        self._sums.clear()
+        self._told = {metric: amount for metric, amount in self._sums.items() if amount}
+        out |= self._told
         for role in ("relay", "rollout"):
             meters = [meter for name, meter in self._meters.items() if name.startswith(role)]
             busy = sum(meter.now.busy_s - meter.before.busy_s for meter in meters)
@@ -51,5 +65,5 @@ class Telemetry:
                 out["rollout/kv_util"] = sum(meter.now.kv_util for meter in meters) / len(meters)
                 out["weights/pull_s"] = max(meter.now.pull_s for meter in meters)
             for meter in meters:
-                meter.before = meter.now
+                meter.told = meter.now
         return out

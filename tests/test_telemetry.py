@@ -14,6 +14,7 @@ def test_rates_are_over_the_interval_since_the_last_step():
     telemetry, state = Telemetry(), HubState()
     telemetry.add("rollout-0", load(100, 1.0, 1.0))
     telemetry.metrics(state)
+    telemetry.begin_step()
     telemetry.add("rollout-0", load(400, 4.0, 2.0))
     metrics = telemetry.metrics(state)
     assert metrics["idle/rollout"] == 0.25
@@ -26,9 +27,11 @@ def test_rollouts_add_up_and_one_that_is_gone_is_forgotten():
     for name in ("rollout-0", "rollout-1"):
         telemetry.add(name, load(0, 0.0, 0.0))
     telemetry.metrics(state)
+    telemetry.begin_step()
     for name in ("rollout-0", "rollout-1"):
         telemetry.add(name, load(50, 1.0, 0.0))
     assert telemetry.metrics(state)["rollout/tok_per_s"] == 100.0
+    telemetry.begin_step()
     telemetry.forget("rollout-1")
     telemetry.add("rollout-0", load(100, 2.0, 0.0))
     assert telemetry.metrics(state)["rollout/tok_per_s"] == 50.0
@@ -44,3 +47,22 @@ def test_the_queue_is_seen_as_it_stands():
     apply(ev.Leased(group=GroupId(0, 0), samples=[0], attempt=1, version=0, holder="r"), state)
     metrics = Telemetry().metrics(state)
     assert (metrics["queue/leased_groups"], metrics["queue/ready_groups"]) == (1.0, 0.0)
+
+
+def test_what_was_not_told_in_a_step_belongs_to_the_next():
+    telemetry, state = Telemetry(), HubState()
+    telemetry.add("rollout-0", load(0, 0.0, 0.0))
+    telemetry.count("repack/count")
+    telemetry.add("rollout-0", load(10, 1.0, 0.0))
+    assert telemetry.metrics(state)["repack/count"] == 1
+    telemetry.count("repack/count")
+    telemetry.add("rollout-0", load(30, 2.0, 0.0))
+    told = telemetry.metrics(state)
+    assert (told["repack/count"], told["rollout/tok_per_s"]) == (2, 15.0)
+    telemetry.count("repack/count", 5)
+    telemetry.add("rollout-0", load(130, 3.0, 0.0))
+    telemetry.begin_step()
+    told = telemetry.metrics(state)
+    assert (told["repack/count"], told["rollout/tok_per_s"]) == (5, 100.0)
+    telemetry.begin_step()
+    assert "repack/count" not in telemetry.metrics(state)
