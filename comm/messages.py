@@ -32,12 +32,12 @@ class LeaseReturn(Message, frozen=True):
 
 
 class RowDone(Message, frozen=True):
-    """A rollout has finished a trajectory; its bytes lie in `unit` (nowhere if there is a `failure`)."""
+    """A rollout has finished a trajectory; its bytes lie in each of `units` (nowhere if there is a `failure`)."""
 
     row: RowId
     attempt: int
     version: int
-    unit: str
+    units: list[str]
     num_tokens: int
     reward: float | None
     num_versions: int = 1
@@ -113,10 +113,18 @@ class ActorDone(Message, frozen=True):
     facts: dict[str, float | int | str]
 
 
-class UnitCount(Message, frozen=True):
-    """A relay's answer to `CountRows`: rows that its unit holds."""
+class RowsMissing(Message, frozen=True):
+    """A consumer found rows, as they were named to it, in no unit."""
 
-    num_rows: int
+    rows: list[RowId]
+    attempts: list[int]
+    reason: str
+
+
+class UnitRows(Message, frozen=True):
+    """A relay's answer to `CountRows`: keys of the rows that its unit holds."""
+
+    keys: list[str]
 
 
 class Failed(Message, frozen=True):
@@ -153,12 +161,12 @@ class LeaseGrant(Message, frozen=True):
 
 
 class GroupRef(msgspec.Struct, frozen=True):
-    """Metadata of a ready group for the trainer: its usable samples and, for each, where the bytes lie."""
+    """Metadata of a ready group for the trainer: its usable samples and, for each, which units have the bytes."""
 
     group: GroupId
     samples: list[int]
     attempts: list[int]
-    units: list[str]
+    units: list[list[str]]
     versions: list[int]
     num_tokens: list[int]
     rewards: list[float]
@@ -181,7 +189,7 @@ class DropRows(Message, frozen=True):
 
 
 class CountRows(Message, frozen=True):
-    """The hub asks a relay how many rows its unit holds."""
+    """The hub asks a relay which rows its unit holds."""
 
 
 class Stop(Message, frozen=True):
@@ -250,7 +258,7 @@ class FeedWanted(Message, frozen=True):
 
 MESSAGES: Sequence[type[Message]] = (
     LeaseRequest, LeaseReturn, RowDone, Load, Claim, MoveEnded, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
-    ActorDone, UnitCount, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
+    ActorDone, RowsMissing, UnitRows, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
     SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, FeedWanted,
 )  # fmt: skip
 

@@ -87,6 +87,14 @@ def _seat_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[
     return relay_of_rank
 
 
+def started_again(roles: RoleSettings) -> frozenset[str]:
+    """Roles whose processes are started again, alone, when they die; the death of any other ends the run.
+
+    A relay's rows and weights lie on another relay too, where there is one.
+    """
+    return frozenset({"rollout", "shard"} | ({"relay"} if roles.relay > 1 else set()))
+
+
 def visible_devices(place: Place, num_gpus: int, staging: str | None = None) -> str:
     """`CUDA_VISIBLE_DEVICES` of a place on a host with `num_gpus`: one each in order, shared when there are too few.
 

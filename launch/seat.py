@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -17,19 +17,17 @@ from pathlib import Path
 from ..comm.settings import LARGE_COPIES, SEGMENT_FD
 from .children import WATCHED, Child, block_signals, describe_end, end_with_parent, say
 from .config import Recipe
-from .roles import Place, assign, check_staging, count_gpus, visible_devices
+from .roles import Place, assign, check_staging, count_gpus, started_again, visible_devices
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
 LEAVE_S, LOOK_S = 5.0, 0.2
 """Seconds from the run's summary until the store ends whoever has not left; and how often the summary is looked for."""
 MAX_RESTARTS = 5
-"""Restarts of a rollout within `RESTART_WINDOW_S` after which it counts as broken."""
+"""Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
 STORE_GONE_EXIT = 69
 """Exit code of a child whose watchdog found the fleet's store gone, as `comm.fleet` has it (which loads torch)."""
-GENERATING = ("rollout", "shard")
-"""Roles whose processes are started again when they end."""
 SUMMARY_FILE = "summary.json"
 """What the hub writes into the run folder when the run has ended."""
 LAUNCHER = "HEADRACE_LAUNCHER"
@@ -47,15 +45,25 @@ class Verdict(Enum):
     """The run fails, and the hub has yet to be told."""
 
 
-def judge(role: str, code: int, restarts: Sequence[float], now: float, is_ending: bool) -> Verdict:
-    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts."""
+def judge(
+    role: str,
+    code: int,
+    restarts: Sequence[float],
+    now: float,
+    *,
+    is_ending: bool,
+    again: Collection[str] = ("rollout",),
+) -> Verdict:
+    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts, `again` the roles
+    that may have any.
+    """
     if code == 0:
         return Verdict.DONE
     if is_ending:
         return Verdict.TOLD
     if code == STORE_GONE_EXIT:
         return Verdict.TOLD
-    if role in GENERATING and code != 2:
+    if role in again and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return Verdict.RESTART if len(recent) < MAX_RESTARTS else Verdict.UNTOLD
     if code in (1, 2) and role != "store":
@@ -146,9 +154,10 @@ class Seat:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.place.role if child.name == self.place.name else child.name
         is_ending = bool(self.stopped_by or self.exit_code)
-        if self.is_over() and (role in GENERATING or code == STORE_GONE_EXIT):
+        again = started_again(self.recipe.roles)
+        if self.is_over() and (role in again or code == STORE_GONE_EXIT):
             return  # nobody misses it any more
-        verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending)
+        verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending, again=again)
         if verdict is Verdict.RESTART:
             self.restarts.append(time.monotonic())
             say(f"{describe_end(child.name, code)} and is started again{child.last_words(3)}")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from ..comm.errors import SettingError
 from ..comm.waits import set_identity
 from .config import CONFIG_FILE, Recipe, read_recipe
+from .roles import started_again
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -95,13 +96,13 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
 
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
-    """Log an error of the role and tell who has to know; a crashed rollout is only started again, by its seat."""
+    """Log an error of the role and tell who has to know; a crashed rollout, say, is only started again, by its seat."""
     if isinstance(error, SettingError):
         report(mailbox, recipe, role, str(error), exit_code=2)
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role not in ("rollout", "shard"):
+    if role not in started_again(recipe.roles):
         report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
     return 1
 

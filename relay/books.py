@@ -8,6 +8,7 @@ from ..comm.messages import DropRows, RowId
 from . import events as ev
 from .journal import Journal, stamped
 from .state import Group, HubState, apply
+from .units import relay_of
 
 Rules = dict[type, Callable[[str, Any], None]]
 """What an office does about a message, by its type: called with the sender's name and the message."""
@@ -34,21 +35,21 @@ class Books:
         self.mailbox = mailbox
         self.state = state
         self.journal = journal
-        self.units: set[str] = set()
-        """The storage units that have been heard of."""
+        self.relays: set[str] = set()
+        """Those that have been heard of: each hosts a storage unit."""
 
     def decide(self, event: ev.Event) -> None:
         """Journal an event, then let it take effect."""
         self.journal.append(stamped(event))
         apply(event, self.state)
 
-    def drop(self, rows: Iterable[tuple[Group, int]], units: Iterable[str] | None = None) -> None:
-        """Tell the units to forget rows, named by group and sample: where they lie, or wherever `units` says."""
-        by_unit: dict[str, list[str]] = {}
+    def drop(self, rows: Iterable[tuple[Group, int]], *, everywhere: bool = False) -> None:
+        """Tell the units to forget rows, named by group and sample: those that hold them, or all there are."""
+        for_relay: dict[str, list[str]] = {}
         for group, sample in rows:
             row = group.rows[sample]
             key = RowId(group.id.epoch, group.id.prompt, sample).key(row.attempt)
-            for unit in [row.unit] if units is None else units:
-                by_unit.setdefault(unit, []).append(key)
-        for unit, keys in by_unit.items():
-            self.mailbox.send(unit, DropRows(keys))
+            for relay in self.relays if everywhere else map(relay_of, row.units):
+                for_relay.setdefault(relay, []).append(key)
+        for relay, keys in for_relay.items():
+            self.mailbox.send(relay, DropRows(keys))

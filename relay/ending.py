@@ -6,16 +6,18 @@ accounting identity is a check and not a definition.
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..comm.fleet import Fleet
-from ..comm.messages import ActorDone, CountRows, Holding, Message, Stop, UnitCount
+from ..comm.messages import ActorDone, CountRows, Holding, Message, RowId, Stop, UnitRows
 from ..comm.waits import waiting
 from . import events as ev
 from .hub import Hub
 from .journal import account_of
 from .state import RowStatus
+from .units import relay_of
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -52,9 +54,11 @@ class Ending:
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)
         for missing in hub.leases.holders() - set(holdings):
             hub.lose(missing, "gone when the run ended")
-        units = self._collect(UnitCount, self._tell("relay", CountRows(), gone))
+        units = self._collect(UnitRows, self._tell("relay", CountRows(), gone))
+        self._give_up(relay.name for relay in self.fleet.members("relay") if relay.name not in units)
         num_held = sum(self._confirmed(holder, holding) for holder, holding in holdings.items())
-        counted = num_held + sum(unit.num_rows for unit in units.values()) + self._wanted()
+        num_ready = len({key for unit in units.values() for key in unit.keys})  # two copies are one row
+        counted = num_held + num_ready + self._wanted()
         if counted != hub.state.in_flight:
             log.error(
                 "holders and units have %d trajectories in flight, the books say %d", counted, hub.state.in_flight
@@ -86,6 +90,20 @@ class Ending:
                     self._early[letter.sender] = letter.message
         return answers
 
+    def _give_up(self, relays: Iterable[str]) -> None:
+        """Nobody answers for these relays: what lay there alone is lost, even if it was handed out."""
+        state = self.hub.state
+        for relay in relays:
+            for unit in {u for g in state.groups.values() for row in g.rows for u in row.units if relay_of(u) == relay}:
+                self.hub.lose(unit, "gone when the run ended")
+        for group in list(state.groups.values()):
+            samples = [sample for sample in group.samples(RowStatus.READY) if not group.rows[sample].units]
+            if samples:
+                rows = [RowId(group.id.epoch, group.id.prompt, sample) for sample in samples]
+                attempts = [group.rows[sample].attempt for sample in samples]
+                reason = "no copy left when the run ended"
+                self.hub.books.decide(ev.RowsLost(rows=rows, attempts=attempts, reason=reason))
+
     def _confirmed(self, holder: str, holding: Holding) -> int:
         """How many of the rows that a rollout says it holds are leased to it: others were leased anew, or moved.
 
@@ -116,6 +134,7 @@ class Ending:
             "fenced": self.hub.results.num_fenced,
             "moved": state.num_moved,
             "moves_refused": dict(self.hub.repacking.refusals),
+            "regenerated": state.regenerated,
             "version": state.version,
             "digest": state.digest,
             "tokens_per_s": 0.0,

@@ -53,10 +53,10 @@ class Moved(Event, frozen=True, kw_only=True):
 
 
 class RowReady(Event, frozen=True, kw_only=True):
-    """A trajectory is finished and scored; its bytes lie in `unit`."""
+    """A trajectory is finished and scored; its bytes lie in each of `units`."""
 
     row: RowId
-    unit: str
+    units: list[str]
     version: int
     num_tokens: int
     reward: float
@@ -67,6 +67,21 @@ class RowFailed(Event, frozen=True, kw_only=True):
     """A trajectory was lost: its reward failed or its prompt cannot be used."""
 
     row: RowId
+    reason: str
+
+
+class RowsLost(Event, frozen=True, kw_only=True):
+    """These attempts of rows are gone, every copy of them: they are wanted again."""
+
+    rows: list[RowId]
+    attempts: list[int]
+    reason: str
+
+
+class UnitLost(Event, frozen=True, kw_only=True):
+    """A storage unit is gone: rows that were ready there alone are wanted again, unless they are handed out."""
+
+    unit: str
     reason: str
 
 
@@ -120,7 +135,7 @@ class Ended(Event, frozen=True, kw_only=True):
 
 
 EVENTS: Sequence[type[Event]] = (
-    Opened, Leased, Returned, Moved, RowReady, RowFailed, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
+    Opened, Leased, Returned, Moved, RowReady, RowFailed, RowsLost, UnitLost, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
 )  # fmt: skip
 
 _decoder = msgspec.json.Decoder(Union[tuple(EVENTS)])  # noqa: UP007 - built from the list

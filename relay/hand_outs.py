@@ -58,7 +58,7 @@ def _reference(group: Group) -> GroupRef:
         group=group.id,
         samples=samples,
         attempts=[row.attempt for row in rows],
-        units=[row.unit for row in rows],
+        units=[row.units for row in rows],
         versions=[row.version for row in rows],
         num_tokens=[row.num_tokens for row in rows],
         rewards=[row.reward for row in rows],

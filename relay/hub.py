@@ -9,6 +9,7 @@ from ..comm.messages import CheckpointWritten, Load, Pulled, VersionComplete
 from . import events as ev
 from .admission import Admission
 from .books import Books, Office, Rules
+from .copies import Copies
 from .hand_outs import HandOuts
 from .journal import Journal
 from .leases import Leases
@@ -40,7 +41,13 @@ class Hub:
         self.hand_outs = HandOuts(self.books, admission, self.telemetry)
         self.repacking = Repacking(self.books, repack, self.telemetry)
         # Handing out comes before leasing, since it makes room.
-        self.offices: tuple[Office, ...] = (self.results, self.hand_outs, self.leases, self.repacking)
+        self.offices: tuple[Office, ...] = (
+            Copies(self.books),
+            self.results,
+            self.hand_outs,
+            self.leases,
+            self.repacking,
+        )
         self.rules: Rules = {
             VersionComplete: self._on_version_complete,
             Pulled: self._on_pulled,
@@ -70,7 +77,7 @@ class Hub:
         return True
 
     def lose(self, holder: str, reason: str) -> None:
-        """A process died: what it held comes back."""
+        """A process died: what it held comes back. A relay is named by its unit (`relay.units`)."""
         self.telemetry.forget(holder)
         for office in self.offices:
             office.lose(holder, reason)
@@ -82,7 +89,7 @@ class Hub:
 
     def _on_version_complete(self, sender: str, message: VersionComplete) -> None:
         relay = sender.partition("/")[0]
-        self.books.units.add(relay)
+        self.books.relays.add(relay)
         self.repacking.is_due |= message.version > self.state.version
         event = ev.Published(version=message.version, step=message.step, digest=message.digest, relay=relay)
         self.books.decide(event)

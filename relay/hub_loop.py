@@ -1,7 +1,7 @@
 """The hub's process: owns the journal, watches the fleet, ends the run.
 
-Consumes its mailbox; waits for letters only, at most `WATCH_S`; woken by anybody. Between letters it looks whether a rollout
-died or came back as another incarnation, whose leases then return.
+Consumes its mailbox; waits for letters only, at most `WATCH_S`; woken by anybody. Between letters it looks whether a process
+died or came back as another incarnation: its leases return, and its rows are read elsewhere or generated again.
 """
 
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..comm.errors import HeadraceError, SettingError
-from ..comm.fleet import Fleet
+from ..comm.fleet import Fleet, Member
 from ..comm.messages import ActorDone, Failed, Interrupt
 from ..comm.settings import CommSettings, RunSettings
 from . import events as ev
@@ -23,9 +23,11 @@ from .prompts import PromptPool
 from .schedules import admission_of
 from .settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
 from .state import HubState, apply
+from .units import unit_name
 
 log = logging.getLogger(__name__)
 
+WATCHED = ("rollout", "relay")
 WATCH_S = 0.2
 ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
 
@@ -63,7 +65,7 @@ class Watch:
     def __init__(self, hub: Hub, fleet: Fleet) -> None:
         self.hub = hub
         self.fleet = fleet
-        self._incarnations: dict[str, int] = {}
+        self._known: dict[str, Member] = {}
         self._shown: set[str] = set()
         self._looked = 0.0
 
@@ -87,13 +89,15 @@ class Watch:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        for member in self.fleet.members("rollout"):
-            known = self._incarnations.get(member.name)
-            if known is not None and (not member.alive or member.incarnation != known):
-                self.hub.lose(member.name, f"incarnation {known} is gone")
-                del self._incarnations[member.name]
-            if member.alive:
-                self._incarnations[member.name] = member.incarnation
+        living = {member.name: member for role in WATCHED for member in self.fleet.living(role)}
+        for name, known in list(self._known.items()):
+            now = living.get(name)
+            if now is None or now.incarnation != known.incarnation:
+                holder = unit_name(known) if known.role == "relay" else name
+                self.hub.lose(holder, f"incarnation {known.incarnation} is gone")
+                del self._known[name]
+        self._known |= living
+        for member in living.values():
             if (chosen := member.info.get("generator", "")) not in self._shown | {""}:
                 self._shown.add(chosen)
                 print(f"generator: {chosen}", flush=True)

@@ -36,7 +36,7 @@ class Leases:
             for attempt in sorted({group.rows[s].attempt for s in samples}):
                 self.books.decide(ev.Returned(group=group.id, attempt=attempt, reason=reason))
         # It may have died between writing a row and telling: nobody will ever ask for those bytes.
-        self.books.drop(lost, self.books.units)
+        self.books.drop(lost, everywhere=True)
 
     def holders(self) -> set[str]:
         """Who holds a lease."""

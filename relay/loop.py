@@ -8,7 +8,7 @@ import time
 from typing import Protocol
 
 from ..comm.fleet import Fleet
-from ..comm.messages import CountRows, DropRows, Load, Stop, UnitCount
+from ..comm.messages import CountRows, DropRows, Load, Stop, UnitRows
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .keeper import WeightKeeper
@@ -40,7 +40,7 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
             case DropRows(keys=keys):
                 rows.drop(keys)
             case CountRows():
-                mailbox.send("hub", UnitCount(rows.count()))
+                mailbox.send("hub", UnitRows(list(rows.listing())))
             case Stop():
                 break
         if time.monotonic() - reported >= REPORT_S:

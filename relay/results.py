@@ -7,6 +7,7 @@ from . import events as ev
 from .books import Books, Rules
 from .settings import QueueSettings
 from .state import Group, RowStatus
+from .units import relay_of
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +28,21 @@ class Results:
         """What has arrived does not depend on who brought it."""
 
     def _on_row_done(self, sender: str, done: RowDone) -> None:
-        if done.unit:
-            self.books.units.add(done.unit)
+        self.books.relays.update(map(relay_of, done.units))
         row = self.books.state.row(done.row)
+        units = [unit for unit in done.units if unit not in self.books.state.lost_units]
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self._fence_off(sender, done)
         elif done.failure or done.reward is None:
             self.books.decide(ev.RowFailed(row=done.row, reason=done.failure or "no reward"))
+        elif not units:
+            reason = f"gone with {', '.join(done.units)}"
+            self.books.decide(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
         else:
             self.books.decide(
                 ev.RowReady(
                     row=done.row,
-                    unit=done.unit,
+                    units=units,
                     version=done.version,
                     num_tokens=done.num_tokens,
                     reward=done.reward,
@@ -53,8 +57,8 @@ class Results:
     def _fence_off(self, sender: str, done: RowDone) -> None:
         """Somebody else has the row by now, or had: these bytes are nobody's."""
         self.num_fenced += 1
-        if not done.failure:
-            self.books.mailbox.send(done.unit, DropRows([done.row.key(done.attempt)]))
+        for unit in done.units:
+            self.books.mailbox.send(relay_of(unit), DropRows([done.row.key(done.attempt)]))
         log.info("row %s attempt %d from %s is fenced off", done.row, done.attempt, sender)
 
     def _has_no_signal(self, group: Group) -> bool:

@@ -37,10 +37,18 @@ class Row:
     attempt: int = 0
     version: int = 0
     holder: str = ""
-    unit: str = ""
+    units: list[str] = field(default_factory=list)
     num_tokens: int = 0
     reward: float = 0.0
     num_versions: int = 1
+
+    def is_ready(self, attempt: int) -> bool:
+        """Whether this attempt lies in the queue."""
+        return self.status is RowStatus.READY and self.attempt == attempt
+
+    def lose(self) -> None:
+        """It has to be generated again; the next lease makes another attempt of it."""
+        self.status, self.units = RowStatus.WANTED, []
 
 
 @dataclass(slots=True)
@@ -90,10 +98,13 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     """Trajectories that went from one rollout to another."""
+    regenerated: int = 0
+    """Trajectories that were ready and whose last copy was lost."""
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     wanted: dict[GroupId, None] = field(default_factory=dict)
     handed: list[GroupId] = field(default_factory=list)
+    lost_units: set[str] = field(default_factory=set)
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
@@ -118,6 +129,10 @@ class HubState:
         group = self.groups.get(GroupId(row_id.epoch, row_id.prompt))
         return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
 
+    def group_of(self, row_id: RowId) -> Group:
+        """The group of an open trajectory."""
+        return self.groups[GroupId(row_id.epoch, row_id.prompt)]
+
 
 @singledispatch
 def apply(event: ev.Event, state: HubState) -> None:
@@ -133,7 +148,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     for group in state.groups.values():
         group.step = None
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
-            group.rows[sample].status = RowStatus.WANTED
+            group.rows[sample].lose()
         state.wanted[group.id] = None
 
 
@@ -179,7 +194,8 @@ def _(event: ev.Moved, state: HubState) -> None:
 def _(event: ev.RowReady, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
-    row.status, row.unit, row.version = RowStatus.READY, event.unit, event.version
+    assert not state.lost_units.intersection(event.units), f"row {event.row} lies in a unit that is lost"
+    row.status, row.units, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
 
 
@@ -192,6 +208,36 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     group_id = GroupId(event.row.epoch, event.row.prompt)
     if all(row.status is RowStatus.FAILED for row in state.groups[group_id].rows):
         del state.groups[group_id]
+
+
+@apply.register
+def _(event: ev.RowsLost, state: HubState) -> None:
+    for row_id, attempt in zip(event.rows, event.attempts, strict=True):
+        row = state.row(row_id)
+        assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
+        assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
+        state.regenerated += row.status is RowStatus.READY
+        group = state.group_of(row_id)
+        row.lose()
+        state.wanted[group.id] = None
+        if group.step is not None:  # it goes out again when it is complete again
+            group.step = None
+            state.handed.remove(group.id)
+
+
+@apply.register
+def _(event: ev.UnitLost, state: HubState) -> None:
+    state.lost_units.add(event.unit)
+    for group in state.groups.values():
+        for sample in group.samples(RowStatus.READY):
+            row = group.rows[sample]
+            if event.unit not in row.units:
+                continue
+            row.units = [unit for unit in row.units if unit != event.unit]
+            if not row.units and group.step is None:
+                state.regenerated += 1
+                row.lose()
+                state.wanted[group.id] = None
 
 
 @apply.register

@@ -1,12 +1,8 @@
-"""The trainer's side of the experience queue: references from the hub, bytes straight from the units."""
-
-import numpy as np
+"""The trainer's side of the experience queue: references from the hub; the bytes come straight from the units."""
 
 from ..comm.errors import HeadraceError
-from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import HandOut, Stop, TakeGroups
-from ..comm.rows import Rows
 from ..comm.waits import waiting
 
 REPEAT_S = 2.0  # a question is asked again after this long: the hub answers the same again
@@ -47,23 +43,3 @@ class GroupStream:
             case HandOut() as answer if (answer.step, answer.first) == (step, received):
                 return answer
         return self._answer(step, received)
-
-
-class Units:
-    """The storage units of all relays, connected when first needed."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._clients: dict[str, Rows] = {}
-
-    def fetch(self, unit: str, key: str) -> dict[str, np.ndarray]:
-        """The columns of a row by its key. Raises `PeerGone` if its unit is gone, `KeyError` if the unit does not hold it."""
-        if unit not in self._clients:
-            (relay,) = [member for member in self._fleet.members("relay") if member.name == unit]
-            self._clients[unit] = self._fleet.open_rows(relay.info["unit"])
-        return self._clients[unit].get(key)
-
-    def close(self) -> None:
-        """End the connections."""
-        for client in self._clients.values():
-            client.close()

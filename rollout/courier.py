@@ -1,4 +1,4 @@
-"""Carries finished trajectories to a storage unit, then tells the hub: the bytes are there before anybody hears of them."""
+"""Carries finished trajectories to two storage units, then tells the hub: the bytes are there before anybody hears of them."""
 
 import queue
 import threading
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RowDone, RowId
-from ..comm.rows import Rows
+from ..relay.units import Units
 
 
 @dataclass(slots=True)
@@ -39,12 +39,11 @@ class Parcel:
 
 
 class Courier:
-    """One thread that writes rows to the unit of `relay`; `ship` never blocks."""
+    """One thread that writes rows to their units; `ship` never blocks."""
 
-    def __init__(self, mailbox: Mailbox, unit: Rows, relay: str) -> None:
+    def __init__(self, mailbox: Mailbox, units: Units) -> None:
         self._mailbox = mailbox
-        self._unit = unit
-        self._relay = relay
+        self._units = units
         self._outgoing: queue.Queue[Parcel | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -57,10 +56,10 @@ class Courier:
         self._outgoing.put(parcel)
 
     def close(self) -> None:
-        """Deliver what was handed over, then end, and the unit's connection with it."""
+        """Deliver what was handed over, then end, and the connections to the units with it."""
         self._outgoing.put(None)
         self._thread.join()
-        self._unit.close()
+        self._units.close()
         if self._error is not None:
             raise self._error
 
@@ -72,14 +71,13 @@ class Courier:
             self._error = error
 
     def _deliver(self, parcel: Parcel) -> None:
-        if not parcel.failure:
-            self._unit.put(parcel.row.key(parcel.attempt), parcel.columns())
+        units = [] if parcel.failure else self._units.store(parcel.row.key(parcel.attempt), parcel.columns())
         num_tokens = len(parcel.prompt_ids) + len(parcel.response_ids)
         done = RowDone(
             row=parcel.row,
             attempt=parcel.attempt,
             version=parcel.version,
-            unit=self._relay,
+            units=units,
             num_tokens=num_tokens,
             reward=parcel.reward,
             num_versions=len(set(parcel.versions)) or 1,

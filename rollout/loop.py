@@ -13,6 +13,7 @@ from ..comm.fleet import Fleet
 from ..comm.messages import Holding, Lease, LeaseGrant, Load, Pulled, Stop
 from ..comm.waits import waiting
 from ..relay.settings import BatchSettings, DataSettings, RepackSettings
+from ..relay.units import Units
 from .adapter import GeneratorRecipe, open_generator
 from .courier import Courier, Parcel
 from .cycle import Cycle
@@ -70,8 +71,8 @@ class Rollout:
         )
         self.leases = Leases(self.mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self.cycle)
         self.rewards = RewardPool(recipe.reward)
-        relay = fleet.nearest("relay", having="unit")
-        self.courier = Courier(self.mailbox, fleet.open_rows(relay.info["unit"]), relay.name)
+        fleet.nearest("relay", having="unit")  # nothing can begin without a storage unit
+        self.courier = Courier(self.mailbox, Units(fleet))
         self.migration = Migration(
             fleet, self.mailbox, self.generator, self.leases, recipe.repack, recipe.generator.max_running
         )

@@ -35,7 +35,7 @@ def test_advantages_and_freshness_are_spread_over_the_tokens():
 
 
 def reference(number: int, num_tokens: int) -> Reference:
-    return Reference(f"0.{number}.0@1", "relay-0", 0, 0.0, 0.0, num_tokens)
+    return Reference(f"0.{number}.0@1", ["relay-0#1"], 0, 0.0, 0.0, num_tokens)
 
 
 @given(

@@ -43,7 +43,7 @@ def actor_of(policy_dir: Path) -> Actor:
     return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), ALONE, made_up_row)
 
 
-def made_up_row(unit: str, key: str) -> dict[str, np.ndarray]:
+def made_up_row(units: list[str], key: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(list(key.encode()))
     return {
         "prompt_ids": rng.integers(4, 99, 5).astype(np.int32),
@@ -55,7 +55,7 @@ def made_up_row(unit: str, key: str) -> dict[str, np.ndarray]:
 
 def group(step: int) -> GroupRef:
     """Two made-up trajectories of a prompt."""
-    return GroupRef(GroupId(0, step), [0, 1], [1, 1], ["relay-0"] * 2, [step, step], [12, 12], [0.0, 1.0])
+    return GroupRef(GroupId(0, step), [0, 1], [1, 1], [["relay-0#1"]] * 2, [step, step], [12, 12], [0.0, 1.0])
 
 
 def train(actor: Actor, num_steps: int) -> list[float]:

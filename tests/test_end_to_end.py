@@ -183,6 +183,29 @@ def test_a_rollout_that_is_killed_costs_nothing(job: MakeJob):
     assert account["trained"] == 40 * 16 and account["failed"] == 0
 
 
+@pytest.mark.slow
+def test_a_relay_that_is_killed_costs_nothing_where_there_are_two(job: MakeJob):
+    run = job(run__steps=40, roles__relay=2).start()
+    run.wait_for_step(1)
+    os.kill(child_of(run, "relay-1"), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert "relay-1 was ended by SIGKILL and is started again" in output
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 40 * 16 and account["failed"] == 0
+
+
+@pytest.mark.slow
+def test_the_only_relay_ends_the_run_with_its_rows_and_the_account_says_what_is_lost(job: MakeJob):
+    run = job(run__steps=10_000).start()
+    run.wait_for_step(1)
+    os.kill(child_of(run, "relay-0"), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 1, output
+    assert "relay-0 was ended by SIGKILL" in output
+    assert_account_adds_up(run)
+
+
 def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: MakeJob):
     run = job(checkpoint__every=2)
     run.run(**{"run.steps": 5})

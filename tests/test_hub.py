@@ -15,6 +15,7 @@ from headrace.comm.messages import (
     Message,
     RowDone,
     RowId,
+    RowsMissing,
     StepTrained,
     TakeGroups,
     VersionComplete,
@@ -27,7 +28,7 @@ from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.prompts import PromptPool
 from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.state import HubState
+from headrace.relay.state import HubState, RowStatus
 
 
 class Scene:
@@ -66,7 +67,7 @@ class Scene:
         for lease in grant.leases:
             for sample in lease.samples:
                 row = RowId(lease.group.epoch, lease.group.prompt, sample)
-                self.say(holder, RowDone(row, lease.attempt, grant.version, "relay-0", 5, reward(sample)))
+                self.say(holder, RowDone(row, lease.attempt, grant.version, ["relay-0#1"], 5, reward(sample)))
 
 
 @pytest.fixture
@@ -151,6 +152,36 @@ def test_the_bytes_of_a_dead_rollout_that_told_nobody_are_dropped(scene: MakeSce
     (drop,) = s.heard("relay-0")
     group = grant.leases[0].group
     assert drop == DropRows([f"{group}.0@1", f"{group}.1@1"])
+
+
+def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(scene: MakeScene):
+    s = scene()
+    (lease,) = (grant := s.lease()).leases
+    for sample, units in ((0, ["relay-0#1", "relay-1#1"]), (1, ["relay-1#1"])):
+        row = RowId(lease.group.epoch, lease.group.prompt, sample)
+        s.say("rollout-0", RowDone(row, 1, grant.version, units, 5, float(sample)))
+    s.hub.lose("relay-1#1", "dead")
+    group = s.hub.state.groups[lease.group]
+    assert group.rows[0].units == ["relay-0#1"] and group.samples(RowStatus.WANTED) == [1]
+    assert s.hub.state.regenerated == 1 and s.hub.state.holds
+    again = s.lease(request=2)
+    assert (again.leases[0].samples, again.leases[0].attempt) == ([1], 2)
+    s.say("rollout-0", RowDone(RowId(lease.group.epoch, lease.group.prompt, 1), 2, 0, ["relay-1#1"], 5, 1.0))
+    assert group.samples(RowStatus.WANTED) == [1], "what is said to lie in a lost unit lies nowhere"
+
+
+def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(scene: MakeScene):
+    s = scene()
+    grant = s.lease(num_groups=2)
+    s.finish(grant)
+    s.say("actor-0", TakeGroups(0, 0))
+    lost = grant.leases[1].group
+    gone = RowsMissing([RowId(lost.epoch, lost.prompt, 0)] * 1, [1], "no copy")
+    s.say("actor-0", gone)
+    s.say("actor-0", gone)
+    assert lost not in s.hub.state.handed and s.hub.state.groups[lost].samples(RowStatus.WANTED) == [0]
+    assert s.hub.state.regenerated == 1 and s.hub.state.holds
+    assert replay(s.path) == s.hub.state
 
 
 def test_leases_given_back_are_leased_again_first(scene: MakeScene):

@@ -11,10 +11,11 @@ import pytest
 from policies import tiny_policy
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
-from headrace.comm.messages import Interrupt
+from headrace.comm.messages import DropRows, Interrupt
 from headrace.launch.config import Recipe, read_recipe
 from headrace.relay import hub_loop
 from headrace.relay import loop as relay_loop
+from headrace.relay.events import RowReady
 from headrace.relay.journal import account_of, read_events, replay
 from headrace.rollout import loop as rollout_loop
 from headrace.trainer import loop as trainer_loop
@@ -175,3 +176,34 @@ def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
     summary = system.wait()
     assert summary["accounting"]["trained"] == 12 * 4
     assert summary["accounting"]["holds"] is True
+
+
+def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000})
+    second = system.start("relay", mortal_relay, 1)
+    system.start_all()
+    system.wait_for_event("Trained")
+    second.announce(die="now")
+    system.wait_for_event("UnitLost")
+    system.town.post.open("teller").send("hub", Interrupt(2))
+    summary = system.wait()
+    assert summary["accounting"]["holds"] is True
+    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    copies = [len(event.units) for event in events if isinstance(event, RowReady)]
+    assert copies[:4] == [2] * 4 and copies[-1] == 1
+
+
+def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
+    """A storage unit that dies when it is told to, without a word."""
+    unit = fleet.host_rows()
+    rows = fleet.open_rows(unit.address)
+    fleet.announce(unit=unit.address)
+    mailbox = fleet.post.open(fleet.name)
+    while "die" not in fleet.me.info:
+        letter = mailbox.receive(0.01)
+        if letter is not None and isinstance(letter.message, DropRows):
+            rows.drop(letter.message.keys)
+    rows.close()
+    unit.close()
+    fleet.vanish()
+    mailbox.close()

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.comm.errors import StoreGone
 from headrace.comm.mailbox import MemoryPost, Sealer, StorePost
-from headrace.comm.messages import CountRows, Stop, UnitCount
+from headrace.comm.messages import CountRows, Interrupt, Stop
 from headrace.comm.store import connect_store, host_store
 
 SECRET = b"a secret of the run"
@@ -47,9 +47,9 @@ def post(request):
 def test_letters_of_one_sender_arrive_in_order(post):
     hub, relay = post.open("hub"), post.open("relay-0")
     for count in range(200):
-        relay.send("hub", UnitCount(num_rows=count))
+        relay.send("hub", Interrupt(signal=count))
     letters = [hub.receive(5) for _ in range(200)]
-    assert [letter.message.num_rows for letter in letters] == list(range(200))
+    assert [letter.message.signal for letter in letters] == list(range(200))
     assert {letter.sender for letter in letters} == {"relay-0"}
 
 
@@ -66,10 +66,10 @@ def test_what_was_sent_before_the_close_is_delivered(town):
     sender = town.post()
     relay = sender.open("relay-0")
     for count in range(500):
-        relay.send("hub", UnitCount(num_rows=count))
+        relay.send("hub", Interrupt(signal=count))
     sender.close()
     hub = town.post().open("hub")
-    assert [hub.receive(5).message.num_rows for _ in range(500)] == list(range(500))
+    assert [hub.receive(5).message.signal for _ in range(500)] == list(range(500))
 
 
 def test_closing_twice_is_allowed_and_leaves_no_thread(town):
@@ -86,10 +86,10 @@ def test_closing_twice_is_allowed_and_leaves_no_thread(town):
 def test_a_reopened_name_is_believed_and_its_letters_survive(town):
     hub = town.post().open("hub")
     first = town.post()
-    first.open("rollout-0").send("hub", UnitCount(num_rows=1))
+    first.open("rollout-0").send("hub", Interrupt(signal=1))
     first.close()
-    town.post().open("rollout-0").send("hub", UnitCount(num_rows=2))
-    assert [hub.receive(5).message.num_rows for _ in range(2)] == [1, 2]
+    town.post().open("rollout-0").send("hub", Interrupt(signal=2))
+    assert [hub.receive(5).message.signal for _ in range(2)] == [1, 2]
     assert hub.refused == 0
 
 

@@ -205,7 +205,7 @@ class Actor:
                 del self.leases.held[held.row_id.number]
                 assert held.completion is not None
                 reward, num_tokens = float(sum(held.completion.token_ids)), len(held.completion.token_ids)
-                self.mailbox.send("hub", RowDone(held.row_id, held.attempt, 0, "relay-0", num_tokens, reward))
+                self.mailbox.send("hub", RowDone(held.row_id, held.attempt, 0, ["relay-0#1"], num_tokens, reward))
 
 
 class Play:

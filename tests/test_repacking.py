@@ -122,9 +122,9 @@ def test_a_claim_makes_the_rows_the_claimers_and_the_older_attempt_void(tail: Ta
     rows = rows_of(grant)
     assert tail.claim("rollout-1", rows) == [2, 2]
     assert tail.heard("rollout-0") == [RowsGone(rows, [1, 1])]
-    tail.say("rollout-0", RowDone(rows[0], 1, 0, "relay-0", 5, 1.0))
+    tail.say("rollout-0", RowDone(rows[0], 1, 0, ["relay-0#1"], 5, 1.0))
     assert tail.hub.results.num_fenced == 1
-    tail.say("rollout-1", RowDone(rows[0], 2, 0, "relay-0", 5, 1.0))
+    tail.say("rollout-1", RowDone(rows[0], 2, 0, ["relay-0#1"], 5, 1.0))
     row = tail.hub.state.row(rows[0])
     assert row is not None and row.status is RowStatus.READY
     tail.say("rollout-0", MoveEnded(order.order, 2, 100))
@@ -191,7 +191,7 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
             case "claim":
                 tail.claim(rollout, rows, attempt, question=request)
             case "done":
-                tail.say(rollout, RowDone(rows[0], attempt, 0, "relay-0", 5, None, failure="it ends here"))
+                tail.say(rollout, RowDone(rows[0], attempt, 0, [], 5, None, failure="it ends here"))
                 ends += tail.hub.state.account.failed - ready
             case "lose":
                 tail.hub.lose(rollout, "dead")

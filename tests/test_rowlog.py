@@ -11,7 +11,7 @@ from headrace.trainer.rowlog import RowLog, SavedStep
 
 
 def hand_out(first: int) -> HandOut:
-    group = GroupRef(GroupId(0, first), [0], [1], ["relay-0"], [3], [7], [0.1])
+    group = GroupRef(GroupId(0, first), [0], [1], [["relay-0#1"]], [3], [7], [0.1])
     return HandOut(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
 
 
@@ -27,7 +27,7 @@ def test_rows_and_hand_outs_come_back(tmp_path: Path):
     saved = SavedStep(tmp_path, 2)
     assert list(saved.hand_outs()) == [hand_out(first) for first in range(12)]
     for key, columns in rows.items():
-        assert np.array_equal(saved.fetch("relay-0", key)["response_ids"], columns["response_ids"]), key
+        assert np.array_equal(saved.fetch(key)["response_ids"], columns["response_ids"]), key
 
 
 def test_each_step_has_its_own_rows(tmp_path: Path):
@@ -35,8 +35,8 @@ def test_each_step_has_its_own_rows(tmp_path: Path):
     for step in range(2):
         log.add_row(f"0.{step}.0@1", {"x": np.array([step])})
         log.write(step)
-    assert SavedStep(tmp_path, 1).fetch("relay-0", "0.0.0@1") == {}
-    assert SavedStep(tmp_path, 1).fetch("relay-0", "0.1.0@1")["x"].tolist() == [1]
+    assert SavedStep(tmp_path, 1).fetch("0.0.0@1") == {}
+    assert SavedStep(tmp_path, 1).fetch("0.1.0@1")["x"].tolist() == [1]
     assert not list(tmp_path.glob("rows/*.new"))
 
 

@@ -64,7 +64,7 @@ class Run:
             self.do(ev.Returned(group=group.id, attempt=group.rows[0].attempt, reason="died"))
         else:
             version = group.rows[0].version
-            self.do(ev.RowReady(row=row, unit="u", version=version, num_tokens=1, reward=0.0))
+            self.do(ev.RowReady(row=row, units=["u"], version=version, num_tokens=1, reward=0.0))
 
     def train(self) -> None:
         while (group := self.admission.next_ready(self.state)) is not None:
@@ -199,7 +199,7 @@ def test_partial_switches_midway_and_says_which_version_drew_each_token(tmp_path
         for group in (group for hand_out in saved.hand_outs() for group in hand_out.groups):
             for sample, version in zip(group.samples, group.versions, strict=True):
                 key = RowId(group.group.epoch, group.group.prompt, sample).key(1)
-                versions = saved.fetch("", key)["versions"].tolist()
+                versions = saved.fetch(key)["versions"].tolist()
                 assert all(a <= b for a, b in pairwise(versions)) and versions[0] == version
                 assert len(set(versions)) == ready[key].num_versions
                 most = max(most, len(set(versions)))

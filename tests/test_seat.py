@@ -11,6 +11,8 @@ from typing import TypeVar
 import pytest
 
 from headrace.comm.settings import LARGE_COPIES
+from headrace.launch.config import RoleSettings
+from headrace.launch.roles import started_again
 from headrace.launch.seat import MAX_RESTARTS, RESTART_WINDOW_S, Verdict, judge
 
 T = TypeVar("T")
@@ -167,3 +169,9 @@ def test_only_a_rollout_is_ever_started_again():
     for role in ("actor", "relay", "hub", "store"):
         assert judge(role, -9, [], 0.0, is_ending=False) is Verdict.UNTOLD
     assert judge("rollout", -9, [], 0.0, is_ending=True) is Verdict.TOLD
+
+
+def test_a_relay_is_started_again_where_it_is_not_the_only_one():
+    for num_relays, verdict in ((1, Verdict.UNTOLD), (2, Verdict.RESTART)):
+        again = started_again(RoleSettings(relay=num_relays))
+        assert judge("relay", -9, [], 0.0, is_ending=False, again=again) is verdict

@@ -24,7 +24,7 @@ def leased(group: GroupId = GROUP, attempt: int = 1, samples: tuple[int, ...] = 
 
 def ready(sample: int, version: int = 0, reward: float = 1.0) -> ev.RowReady:
     row = RowId(GROUP.epoch, GROUP.prompt, sample)
-    return ev.RowReady(row=row, unit="relay-0", version=version, num_tokens=5, reward=reward)
+    return ev.RowReady(row=row, units=["relay-0#1"], version=version, num_tokens=5, reward=reward)
 
 
 def failed(sample: int) -> ev.RowFailed:
@@ -112,7 +112,7 @@ class AnyLegalHistory(RuleBasedStateMachine):
         row = self.any_row(data, RowStatus.LEASED)
         if row is None:
             return
-        good = ev.RowReady(row=row, unit="relay-0", version=0, num_tokens=1, reward=0.0)
+        good = ev.RowReady(row=row, units=["relay-0#1"], version=0, num_tokens=1, reward=0.0)
         apply(good if is_good else ev.RowFailed(row=row, reason="x"), self.state)
 
     @rule(data=st.data())

@@ -16,7 +16,7 @@ VERSION = 5
 
 
 def reference(reward: float, version: int = VERSION) -> Reference:
-    return Reference("0.0.0@1", "relay-0", version, reward, 0.0, 4)
+    return Reference("0.0.0@1", ["relay-0#1"], version, reward, 0.0, 4)
 
 
 def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:

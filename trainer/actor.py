@@ -80,7 +80,7 @@ class Actor:
         return [
             Reference(
                 key=RowId(group.group.epoch, group.group.prompt, sample).key(group.attempts[i]),
-                unit=group.units[i],
+                units=group.units[i],
                 version=group.versions[i],
                 reward=group.rewards[i],
                 advantage=advantages[i],
@@ -90,7 +90,7 @@ class Actor:
         ]
 
     def _trajectory(self, reference: Reference) -> Trajectory:
-        columns = self._fetch(reference.unit, reference.key)
+        columns = self._fetch(reference.units, reference.key)
         return Trajectory(
             prompt_ids=columns["prompt_ids"],
             response_ids=columns["response_ids"],

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Fetch = Callable[[str, str], dict[str, np.ndarray]]
-"""How the columns of a row are fetched: (unit, key) -> columns."""
+Fetch = Callable[[list[str], str], dict[str, np.ndarray]]
+"""How the columns of a row are fetched: (units, key) -> columns."""
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A trajectory that is still in its unit: all that is needed to plan its training."""
+    """A trajectory that is still in its units: all that is needed to plan its training."""
 
     key: str
-    unit: str
+    units: list[str]
     version: int
     reward: float
     advantage: float

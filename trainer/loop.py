@@ -15,7 +15,8 @@ from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import ActorDone, CheckpointWritten, HandOut, StepTrained, Stop
 from ..comm.waits import waited_seconds
-from ..relay.stream import GroupStream, RunStopped, Units
+from ..relay.stream import GroupStream, RunStopped
+from ..relay.units import Units
 from .adapter import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .recipe import TrainerRecipe
@@ -85,9 +86,9 @@ class Trainer:
         assert isinstance(message, HandOut)
         return message
 
-    def fetch(self, unit: str, key: str) -> dict[str, np.ndarray]:
-        """A row's columns from its unit, kept for replay."""
-        columns = self.units.fetch(unit, key)
+    def fetch(self, units: list[str], key: str) -> dict[str, np.ndarray]:
+        """A row's columns from one of its units, kept for replay."""
+        columns = self.units.fetch(key, units)
         if self.rows is not None:
             self.rows.add_row(key, columns)
         return columns

@@ -27,7 +27,7 @@ def replay(recipe: ActorRecipe) -> int:
     recorded = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     saved = SavedStep(run_dir, 0)
-    actor = Actor(recipe, ActorGroup(0, 1, device, deadline_s=0.0), lambda unit, key: saved.fetch(unit, key))
+    actor = Actor(recipe, ActorGroup(0, 1, device, deadline_s=0.0), lambda units, key: saved.fetch(key))
     num_different = 0
     for row in recorded:
         saved = SavedStep(run_dir, row["step"])

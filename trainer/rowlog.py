@@ -61,7 +61,7 @@ class SavedStep:
             assert isinstance(message, HandOut)
             yield message
 
-    def fetch(self, unit: str, key: str) -> dict[str, np.ndarray]:
+    def fetch(self, key: str) -> dict[str, np.ndarray]:
         """The columns of a row, wherever it lay."""
         prefix = f"{key}/"
         return {name.removeprefix(prefix): c for name, c in self._columns.items() if name.startswith(prefix)}
