@@ -34,7 +34,7 @@ class PoolAttention:
 
     def prepare(self, batch: DecodeBatch) -> None:
         """Bring the plan up to the batch's positions."""
-        self.lines = self.cache.lines(batch.slots)
+        self.lines = self.cache.lines(batch.slots())
         if self._generation != batch.generation:
             self._generation = batch.generation
             self._plan(batch)
@@ -133,7 +133,7 @@ class GatherAttention:
     def prepare(self, batch: DecodeBatch) -> None:
         """Bring the plan up to the batch's positions."""
         device, size = self.cache.keys[0].device, self.cache.page_size
-        self.lines = self.cache.lines(batch.slots.to(device))
+        self.lines = self.cache.lines(batch.slots())
         positions = torch.from_numpy(batch.positions).to(device)
         keys = torch.arange(int(batch.num_pages.max()) * size, device=device)
         table = torch.from_numpy(batch.table).to(device)

@@ -38,7 +38,7 @@ class TableAttention:
             width = int(batch.num_pages.max())
             self.table = torch.from_numpy(batch.table[:, :width]).to(batch.device, torch.int32).contiguous()
         self.lengths = torch.from_numpy(batch.positions + 1).to(batch.device, torch.int32)
-        self.lines = self.cache.lines(batch.slots)
+        self.lines = self.cache.lines(batch.slots())
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""

@@ -24,6 +24,10 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.generation = 0
         """Counts the changes of rows and pages."""
+        self.num_refills = 0
+        """Counts the changes of rows."""
+        self.grown: list[tuple[int, int, int]] = []
+        """Row, column and page of what this step's `extend` added to the table."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -31,6 +35,8 @@ class DecodeBatch:
     def refill(self, sequences: list[Sequence]) -> None:
         """Take these sequences as the rows, in this order."""
         self.generation += 1
+        self.num_refills += 1
+        self.grown = []
         self.sequences = list(sequences)
         count = len(sequences)
         self.positions = np.array([s.num_cached for s in sequences], dtype=np.int64)
@@ -45,16 +51,18 @@ class DecodeBatch:
         self.drawn = torch.from_numpy(drawn).to(self.device)
         self.sampling = SamplingRows([s.params for s in sequences], [s.key for s in sequences], self.device)
         self.sampling.remember((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
-        self._update_slots()
 
     def extend(self) -> None:
         """Take over pages that the scheduler gave to the running sequences since."""
-        for row, sequence in enumerate(self.sequences):
-            if len(sequence.pages) != self.num_pages[row]:
-                self.table[row, self.num_pages[row]] = sequence.pages[-1]
-                self.num_pages[row] += 1
-                self.generation += 1
-        self._update_slots()
+        self.grown = [
+            (row, int(self.num_pages[row]), sequence.pages[-1])
+            for row, sequence in enumerate(self.sequences)
+            if len(sequence.pages) != self.num_pages[row]
+        ]
+        for row, column, page in self.grown:
+            self.table[row, column] = page
+            self.num_pages[row] += 1
+        self.generation += bool(self.grown)
 
     def advance(self, tokens: Tensor) -> None:
         """Every row has cached its newest token and drawn `tokens` [B]."""
@@ -62,9 +70,9 @@ class DecodeBatch:
         self.positions += 1
         self.drawn += 1
 
-    def _update_slots(self) -> None:
-        """Where the keys and values of this step's tokens go."""
+    def slots(self) -> Tensor:
+        """Where the keys and values of this step's tokens go, int64 [B]."""
         size = self.pool.page_size
         columns = np.minimum(self.positions // size, self.max_pages - 1)
         tails = self.table[np.arange(len(self.positions)), columns]
-        self.slots = torch.from_numpy(tails * size + self.positions % size).to(self.device)
+        return torch.from_numpy(tails * size + self.positions % size).to(self.device, non_blocking=True)

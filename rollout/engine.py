@@ -36,6 +36,7 @@ class Pending(NamedTuple):
 
     sequences: list[Sequence]
     draw: Draw
+    ready: torch.cuda.Event | None
 
 
 class Engine:
@@ -302,7 +303,7 @@ class Engine:
         batch.advance(draw.tokens)
         for sequence in batch.sequences:
             sequence.num_cached += 1
-        before, self._pending = self._pending, Pending(batch.sequences, draw)
+        before, self._pending = self._pending, Pending(batch.sequences, *draw.to_host())
         if not self._is_lagging:
             return self._settle()
         return [] if before is None else self._read(before)
@@ -324,6 +325,8 @@ class Engine:
 
     def _read(self, step: Pending) -> list[Completion]:
         draw = step.draw
+        if step.ready is not None:
+            step.ready.synchronize()
         logprobs = draw.logprobs.tolist()
         raw = logprobs if draw.raw is None else draw.raw.tolist()
         finished = []

@@ -1,7 +1,7 @@
 """Captured CUDA graphs of the whole decode step: attention, head, sampling, and the move to the next position.
 
 Everything a step needs lies in tensors at fixed addresses, and a step leaves them ready for the next one: between two
-changes of rows or pages a step is one replay, without a copy from the host. Weights are overwritten in place, so graphs
+changes of rows a step is one replay, with a copy from the host of the pages that were added, if any. Weights are overwritten in place, so graphs
 outlive a version.
 """
 
@@ -47,7 +47,7 @@ class DecodeGraphs:
         self._scale = torch.ones(max_running, 1, device=device)
         self._is_greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(max_running, device=device)
-        self._generation = -1
+        self._num_refills = -1
         self._pool: Any = None
 
     @staticmethod
@@ -59,9 +59,13 @@ class DecodeGraphs:
         """Draw the next token of every row."""
         rows = len(batch)
         size = next(size for size in self._sizes if size >= rows)
-        if self._generation != batch.generation:
-            self._generation = batch.generation
+        if self._num_refills != batch.num_refills:
+            self._num_refills = batch.num_refills
             self._load(batch, size)
+        elif batch.grown:
+            # Nothing here waits for the step under way, which a plain copy to the device would.
+            places = torch.tensor(batch.grown).to(batch.device, non_blocking=True)
+            self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
         if size not in self._graphs:
             self._capture(size)
         self._graphs[size].replay()

@@ -139,6 +139,15 @@ class Draw(NamedTuple):
     logprobs: Tensor
     raw: Tensor | None
 
+    def to_host(self) -> "tuple[Draw, torch.cuda.Event | None]":
+        """A copy on the host, and the event after which it is there: steps launched later do not hold it up."""
+        if not self.tokens.is_cuda:
+            return self, None
+        copy = Draw(*(None if x is None else x.to("cpu", non_blocking=True) for x in self))  # pyright: ignore
+        ready = torch.cuda.Event()
+        ready.record()
+        return copy, ready
+
 
 def sample(logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tensor | None = None) -> Draw:
     """One token per row, with its log-probability under the distribution it was drawn from.
