@@ -31,6 +31,9 @@ def check_recipe(recipe: Recipe) -> list[str]:
             f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"
         )
     check_run_folder(recipe)
+    if is_emulated(recipe):
+        check_data(recipe.data)
+        return []
     check_reward(recipe.reward.path)
     data = check_data(recipe.data)
     policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
@@ -51,6 +54,25 @@ def check_tp(recipe: Recipe, policy: PolicyFiles) -> None:
     from ..trainer.shard import refuse_split
 
     refuse_split(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
+
+
+def is_emulated(recipe: Recipe) -> bool:
+    """Whether the devices are emulated; raises `SettingError` if only some are, or are told to be fast and do not exist."""
+    engines = {"rollout.engine": recipe.rollout.engine, "trainer.engine": recipe.trainer.engine}
+    emulated = [name for name, engine in engines.items() if engine == "emulated"]
+    if len(emulated) == 1:
+        raise SettingError(
+            f"{emulated[0]}=emulated: rollout.engine and trainer.engine are emulated together or not at all"
+        )
+    if not emulated and recipe.emulated.speed != 1:
+        raise SettingError(
+            "emulated.speed: only devices that are emulated (rollout.engine, trainer.engine) can be sped up"
+        )
+    if emulated and recipe.roles.actor > 1:
+        raise SettingError("roles.actor: one process emulates all of the trainer's GPUs, see emulated.train_gpus")
+    if recipe.emulated.colocated and recipe.run.schedule != "sync":
+        raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
+    return bool(emulated)
 
 
 def check_run_folder(recipe: Recipe) -> None:

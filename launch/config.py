@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from ..comm.errors import SettingError
-from ..comm.settings import CommSettings, ModelSettings, RunSettings
+from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from ..relay.settings import BatchSettings, DataSettings, QueueSettings, RelaySettings, RepackSettings
 from ..rollout.settings import GeneratorSettings, RewardSettings, RolloutSettings, SamplingSettings
 from ..trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
@@ -24,8 +24,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),
-    "rollout.engine": ("builtin",),
-    "trainer.engine": ("builtin",),
+    "rollout.engine": ("builtin", "emulated"),
+    "trainer.engine": ("builtin", "emulated"),
     "repack.transfer": ("auto", "pages", "prefill"),
     "comm.link": ("auto", "shm", "tcp", "gloo", "nccl"),
 }
@@ -39,7 +39,8 @@ _AT_LEAST: dict[str, float] = {
     "sampling.min_p": 0, "generator.max_running": 1, "generator.prefill_tokens": 1, "generator.kv_gb": 0, "generator.gpu_share": 0, "rollout.batch_groups": 1, "rollout.tp": 1, "reward.timeout_s": 0,
     "reward.workers": 1, "optimizer.lr": 0, "optimizer.warmup_steps": 0, "optimizer.micro_tokens": 1,
     "optimizer.max_grad_norm": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "comm.heartbeat_s": 0.01,
-    "comm.chunk_bytes": 65536, "comm.expiry_s": 0.1, "comm.deadline_s": 0.1,
+    "comm.chunk_bytes": 65536, "comm.expiry_s": 0.1, "comm.deadline_s": 0.1, "rollout.report_s": 0,
+    "emulated.speed": 1e-3, "emulated.train_gpus": 1, "emulated.stretch": 1, "emulated.p99_over_median": 1,
 }  # fmt: skip
 
 _AT_MOST: dict[str, float] = {
@@ -84,6 +85,7 @@ class Recipe:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     relay: RelaySettings = field(default_factory=RelaySettings)
+    emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
     comm: CommSettings = field(default_factory=CommSettings)
 
     @property

@@ -4,6 +4,9 @@ It never carries bulk data and never waits for anybody: a request that cannot be
 is looked at again after the next letter.
 """
 
+import time
+from collections.abc import Callable
+
 from ..comm.mailbox import Letter, Mailbox
 from ..comm.messages import CheckpointWritten, Load, Pulled, VersionComplete
 from . import events as ev
@@ -33,13 +36,14 @@ class Hub:
         admission: Admission,
         queue: QueueSettings,
         repack: RepackSettings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.books = Books(mailbox, state, journal)
         self.telemetry = Telemetry()
         self.leases = Leases(self.books, pool, admission)
         self.results = Results(self.books, queue)
         self.hand_outs = HandOuts(self.books, admission, self.telemetry)
-        self.repacking = Repacking(self.books, repack, self.telemetry)
+        self.repacking = Repacking(self.books, repack, self.telemetry, clock)
         # Handing out comes before leasing, since it makes room.
         self.offices: tuple[Office, ...] = (
             Copies(self.books),

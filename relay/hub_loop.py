@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from ..comm.clock import Clock
 from ..comm.errors import HeadraceError, SettingError
 from ..comm.fleet import Fleet, Member
 from ..comm.messages import ActorDone, Failed, Interrupt
-from ..comm.settings import CommSettings, RunSettings
+from ..comm.settings import CommSettings, EmulatedSettings, RunSettings
 from . import events as ev
 from .dataset import open_rows
 from .ending import End, Ending, write_summary
@@ -39,6 +40,7 @@ class HubRecipe(Protocol):
     data: DataSettings
     batch: BatchSettings
     queue: QueueSettings
+    emulated: EmulatedSettings
     repack: RepackSettings
     comm: CommSettings
 
@@ -50,7 +52,7 @@ def run(fleet: Fleet, recipe: HubRecipe) -> None:
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     admission = admission_of(recipe.run.schedule, recipe.batch, recipe.queue, recipe.run.steps)
-    hub = Hub(mailbox, state, journal, pool, admission, recipe.queue, recipe.repack)
+    hub = Hub(mailbox, state, journal, pool, admission, recipe.queue, recipe.repack, Clock(recipe.emulated.speed).now)
     watch = Watch(hub, fleet)
     while (end := watch.turn()) is None:
         pass

@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from ..comm.fleet import Fleet
-from ..comm.settings import CommSettings, ModelSettings, RunSettings
+from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from ..relay.weights import Receipt
+from .reward import RewardPool, Scored
 from .sampler import SamplingParams
 from .sequence import Completion, Live, Parcel
-from .settings import GeneratorSettings, RolloutSettings
+from .settings import GeneratorSettings, RewardSettings, RolloutSettings
 
-_ADAPTERS = {"builtin": ".builtin"}
+_ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
 """Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
 
 
@@ -26,6 +27,7 @@ class GeneratorRecipe(Protocol):
     model: ModelSettings
     generator: GeneratorSettings
     rollout: RolloutSettings
+    emulated: EmulatedSettings
     comm: CommSettings
 
 
@@ -106,6 +108,31 @@ class Generator(Protocol):
         ...
 
 
+class Rewards(Protocol):
+    """What scores trajectories; neither call blocks."""
+
+    def submit(self, item: Scored) -> None:
+        """Have a trajectory scored."""
+        ...
+
+    def finished(self) -> list[Scored]:
+        """Those scored since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End it; what is pending stays unscored."""
+        ...
+
+
 def open_generator(fleet: Fleet, recipe: GeneratorRecipe) -> Generator:
     """The generator that `rollout.engine` names."""
     return import_module(_ADAPTERS[recipe.rollout.engine], __package__).Adapter(fleet, recipe)
+
+
+def open_rewards(engine: str, settings: RewardSettings) -> Rewards:
+    """The user's reward function in processes of its own; emulated trajectories have no text that it could score."""
+    if engine == "emulated":
+        from .emulated import EmulatedRewards
+
+        return EmulatedRewards()
+    return RewardPool(settings)

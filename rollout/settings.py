@@ -43,7 +43,9 @@ class RolloutSettings:
     """`rollout.*`: the cycle of one rollout."""
 
     engine: str = "builtin"
-    """What generates: `builtin`, the project's engine."""
+    """What generates: `builtin`, the project's engine, or `emulated`, a device that only takes its time."""
+    report_s: float = 1.0
+    """Seconds between two reports of a rollout's load to the hub (emulated ones in an emulated run)."""
     batch_groups: int | None = None
     """Groups that a rollout takes on one version before it drains; null means no quota."""
     tp: int = 1

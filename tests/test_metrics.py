@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from headrace.comm.clock import Clock
 from headrace.trainer.metrics import MetricsLog, Value, console_line
 
 METRICS: dict[str, Value] = {
@@ -17,7 +18,7 @@ def steps(path: Path) -> list[int]:
 
 
 def test_each_step_is_one_object_with_its_time(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=0)
+    log = MetricsLog(tmp_path, first_step=0, clock=Clock())
     for step in range(3):
         log.write(step, METRICS)
     log.close()
@@ -29,7 +30,7 @@ def test_each_step_is_one_object_with_its_time(tmp_path: Path):
 
 def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
     for first, last in ((0, 5), (3, 6)):
-        log = MetricsLog(tmp_path, first_step=first)
+        log = MetricsLog(tmp_path, first_step=first, clock=Clock())
         for step in range(first, last):
             log.write(step, METRICS)
         log.close()

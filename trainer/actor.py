@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.messages import GroupRef, RowId
-from .batch import DUMMY, Fetch, Reference, Trajectory, pack, rounds
+from ..comm.messages import GroupRef
+from .batch import DUMMY, Fetch, Reference, Trajectory, pack, references_of, rounds, trajectory_of
 from .checkpoint import TrainingState
 from .loss import group_advantages, grpo_loss
 from .model import Policy, load_policy
@@ -50,7 +50,7 @@ class Actor:
             tally.add_group(members)
             references += members
         for parts in rounds(references, self.group.size, self.recipe.optimizer.micro_tokens):
-            trajectories = [self._trajectory(reference) for reference in parts[self.group.rank]]
+            trajectories = [trajectory_of(reference, self._fetch) for reference in parts[self.group.rank]]
             tally.add_responses(trajectories)
             self._backward(trajectories or [DUMMY], tally)
         self.update_s += time.monotonic() - started
@@ -77,29 +77,7 @@ class Actor:
     def _advantaged(self, group: GroupRef) -> list[Reference]:
         rewards = torch.tensor(group.rewards)
         advantages = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
-        return [
-            Reference(
-                key=RowId(group.group.epoch, group.group.prompt, sample).key(group.attempts[i]),
-                units=group.units[i],
-                version=group.versions[i],
-                reward=group.rewards[i],
-                advantage=advantages[i],
-                num_tokens=group.num_tokens[i],
-            )
-            for i, sample in enumerate(group.samples)
-        ]
-
-    def _trajectory(self, reference: Reference) -> Trajectory:
-        columns = self._fetch(reference.units, reference.key)
-        return Trajectory(
-            prompt_ids=columns["prompt_ids"],
-            response_ids=columns["response_ids"],
-            rollout_logprobs=columns["rollout_logprobs"],
-            loss_mask=columns["loss_mask"],
-            version=reference.version,
-            reward=reference.reward,
-            advantage=reference.advantage,
-        )
+        return references_of(group, advantages)
 
     def _backward(self, part: list[Trajectory], tally: StepTally) -> None:
         batch = pack(part, self.version, self.group.device)

@@ -11,7 +11,7 @@ from .parallel import ActorGroup
 from .recipe import TrainerRecipe
 from .tally import StepTally
 
-_ADAPTERS = {"builtin": ".builtin"}
+_ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
 """Modules with a class `Adapter`, called as Adapter(fleet, recipe, fetch)."""
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.messages import GroupRef, RowId
+
 Fetch = Callable[[list[str], str], dict[str, np.ndarray]]
 """How the columns of a row are fetched: (units, key) -> columns."""
 
@@ -42,6 +44,35 @@ class Reference:
     reward: float
     advantage: float
     num_tokens: int
+
+
+def references_of(group: GroupRef, advantages: Sequence[float]) -> list[Reference]:
+    """The trajectories of a group that was handed out."""
+    return [
+        Reference(
+            key=RowId(group.group.epoch, group.group.prompt, sample).key(group.attempts[i]),
+            units=group.units[i],
+            version=group.versions[i],
+            reward=group.rewards[i],
+            advantage=advantages[i],
+            num_tokens=group.num_tokens[i],
+        )
+        for i, sample in enumerate(group.samples)
+    ]
+
+
+def trajectory_of(reference: Reference, fetch: Fetch) -> Trajectory:
+    """The trajectory with its columns."""
+    columns = fetch(reference.units, reference.key)
+    return Trajectory(
+        prompt_ids=columns["prompt_ids"],
+        response_ids=columns["response_ids"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        loss_mask=columns["loss_mask"],
+        version=reference.version,
+        reward=reference.reward,
+        advantage=reference.advantage,
+    )
 
 
 DUMMY = Trajectory(

@@ -5,15 +5,16 @@ never waits for a rollout, and publishing costs it one copy.
 """
 
 import resource
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import ActorDone, CheckpointWritten, HandOut, StepTrained, Stop
+from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
 from ..relay.stream import GroupStream, RunStopped
 from ..relay.units import Units
@@ -34,8 +35,10 @@ class Trainer:
         self.learner = open_learner(fleet, recipe, self.fetch)
         self.group = self.learner.group
         self.rows = RowLog(self.run_dir, self.group.rank) if recipe.run.save_rows else None
-        self.record = Record(fleet, self) if self.group.is_lead else None
+        self.clock = Clock(recipe.emulated.speed)
+        self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.waited_s = 0.0
+        self.record = Record(fleet, self) if self.group.is_lead else None
 
     def run(self) -> None:
         """Publish what there is, then train until the last step or until the hub ends the run."""
@@ -52,7 +55,7 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
-        started, self.waited_s = time.monotonic(), 0.0
+        started, self.waited_s = self.clock.now(), 0.0
         tally, received, total = StepTally(self.recipe.sampling.max_new_tokens), 0, 1
         fleet_metrics: dict[str, float] = {}
         while received < total:
@@ -60,6 +63,7 @@ class Trainer:
             received, total, fleet_metrics = received + len(answer.groups), answer.total, answer.metrics
             if self.rows is not None:
                 self.rows.add_hand_out(answer)
+            self.trace.enter("train", step=step)
             self.learner.accumulate(answer.groups, tally)
         metrics: dict[str, Value] = {**self.learner.step(tally), **tally.metrics(step)}
         if self.record is not None:
@@ -68,11 +72,12 @@ class Trainer:
         if self.rows is not None:
             self.rows.write(step)
         if self.record is not None:
-            self.record.step(step, time.monotonic() - started, self.waited_s, tally, metrics | fleet_metrics)
+            self.record.step(step, self.clock.now() - started, self.waited_s, tally, metrics | fleet_metrics)
 
     def take(self, step: int, received: int) -> HandOut:
         """The next groups of the step, on all ranks. Raises `RunStopped` on all of them when the hub ends the run."""
-        started = time.monotonic()
+        started = self.clock.now()
+        self.trace.enter("wait", step=step)
         message = None
         if self.record is not None:
             try:
@@ -80,7 +85,7 @@ class Trainer:
             except RunStopped as stopped:
                 message = Stop(str(stopped))
         message = self.group.share(message)
-        self.waited_s += time.monotonic() - started
+        self.waited_s += self.clock.now() - started
         if isinstance(message, Stop):
             raise RunStopped(message.reason)
         assert isinstance(message, HandOut)
@@ -95,9 +100,10 @@ class Trainer:
 
     def publish(self) -> dict[str, Value]:
         """Hand the present weights to the relays; returns after the copy."""
-        started = time.monotonic()
+        started = self.clock.now()
+        self.trace.enter("publish")
         self.learner.publish()
-        return {"weights/push_s": time.monotonic() - started, "weights/bytes": self.learner.num_bytes}
+        return {"weights/push_s": self.clock.now() - started, "weights/bytes": self.learner.num_bytes}
 
     def checkpoint(self) -> None:
         """Write weights for users and the whole training state for `run.resume`."""
@@ -109,6 +115,7 @@ class Trainer:
         """Export the last weights, tell the hub the facts for the summary, close the wires."""
         export = self.learner.export()
         self.learner.close()
+        self.trace.close()
         self.units.close()
         if self.record is not None:
             self.record.finish(export)
@@ -120,8 +127,9 @@ class Record:
     def __init__(self, fleet: Fleet, trainer: Trainer) -> None:
         self.mailbox: Mailbox = fleet.post.open(fleet.name)
         self.stream = GroupStream(self.mailbox, trainer.recipe.comm.deadline_s)
-        self.log = MetricsLog(trainer.run_dir, trainer.learner.version)
+        self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock)
         self.num_steps = trainer.recipe.run.steps
+        self.clock = trainer.clock
         self.rewards: list[float] = []
         self.num_tokens = 0
 
@@ -134,7 +142,7 @@ class Record:
             "idle/actor": wait_s / step_s,
             "perf/throughput": tokens / step_s,
             "perf/max_memory_allocated_gb": _peak_memory_gb(),
-            **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
+            **{f"wait/{whom}": seconds * self.clock.speed for whom, seconds in waited_seconds().items()},
         }
         self.rewards.append(tally.mean_reward)
         self.num_tokens += tokens

@@ -1,11 +1,12 @@
 """Metrics of the run: `metrics.jsonl`, TensorBoard, and one console line per step."""
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
+
+from ..comm.clock import Clock
 
 Value = float | int | Mapping[str, int]
 
@@ -13,16 +14,17 @@ Value = float | int | Mapping[str, int]
 class MetricsLog:
     """Writes one object per step; values are numbers, or histograms as {"bin": count}."""
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
+    def __init__(self, run_dir: Path, first_step: int, clock: Clock) -> None:
         self.path = run_dir / "metrics.jsonl"
         _keep_before(self.path, first_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=first_step or None)
-        self._start = time.monotonic()
+        self._clock = clock
+        self._start = clock.now()
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._start
+        return self._clock.now() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Record the metrics of optimizer step `step` (counted from 0)."""

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ..comm.settings import CommSettings, ModelSettings, RunSettings
+from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from .settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
 
 
@@ -55,6 +55,7 @@ class TrainerRecipe(ActorRecipe, Protocol):
     """The sections that the trainer's loop and its adapters read."""
 
     trainer: TrainerSettings
+    emulated: EmulatedSettings
     comm: CommSettings
 
     @property

@@ -8,7 +8,7 @@ class TrainerSettings:
     """`trainer.*`: the trainer's engine."""
 
     engine: str = "builtin"
-    """What trains: `builtin`, the project's actor."""
+    """What trains: `builtin`, the project's actor, or `emulated`, devices that only take their time."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,51 @@
+"""What a process does over time: its states one after the other, and a few numbers, in `trace/<name>.jsonl` of the run folder.
+
+The first line says how this process's clock lies to the wall clock, so that the files of all hosts go on one axis.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import IO
+
+from .clock import Clock
+
+
+class Trace:
+    """One state at a time. A line is written when a state ends: {"state", "t", "d" (seconds of the clock), facts}."""
+
+    def __init__(self, run_dir: Path, name: str, clock: Clock) -> None:
+        folder = run_dir / "trace"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = (folder / f"{name}.jsonl").open("a", encoding="utf-8")
+        self._clock = clock
+        self._state = ""
+        self._facts: dict[str, float | int | str] = {}
+        self._since = clock.now()
+        self._write({"process": name, "clock": self._since, "wall": time.time(), "speed": clock.speed})
+
+    def enter(self, state: str, **facts: float | str) -> None:
+        """From now on in this state; nothing changes if it is the state already, with the same facts."""
+        if state == self._state and facts == self._facts:
+            return
+        self._end_state()
+        self._state, self._facts = state, facts
+
+    def sample(self, **values: float) -> None:
+        """Numbers as they are now."""
+        self._write({"t": self._clock.now(), "values": values})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write the last state."""
+        self._end_state()
+        self._file.close()
+
+    def _end_state(self) -> None:
+        now = self._clock.now()
+        if self._state:
+            self._write({"state": self._state, "t": self._since, "d": now - self._since, **self._facts})
+        self._since = now
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line) + "\n")

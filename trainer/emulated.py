@@ -1,0 +1,81 @@
+"""A trainer whose devices are emulated: `trainer.engine=emulated`. It fetches every row, and time passes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..comm.clock import Clock
+from ..comm.fleet import Fleet
+from ..comm.messages import GroupRef
+from ..relay.emulated import EmulatedTransfer, stand_in
+from ..relay.layout import Layout
+from ..relay.weights import WeightPublisher
+from .batch import Fetch, references_of, trajectory_of
+from .parallel import ActorGroup
+from .recipe import TrainerRecipe
+from .tally import StepTally
+
+
+class Adapter:
+    """Counts tokens, and sleeps as long as devices would need for them."""
+
+    def __init__(self, fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> None:
+        e = recipe.emulated
+        self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
+        self.version = 0
+        self.lag_s = 0.0
+        self._token_s = e.train_us * 1e-6 / e.train_gpus
+        self._transfer = EmulatedTransfer(e, recipe.run.schedule)
+        self._clock = Clock(e.speed)
+        self._until = self._clock.now()
+        self._busy_s = 0.0
+        self._run_dir = Path(recipe.run.dir)
+        self._fetch = fetch
+        self._weights = stand_in(e)
+        layout = Layout.of(self._weights, torch.float32)
+        self._publisher = WeightPublisher(fleet, layout, recipe.comm)
+        self.num_bytes = layout.num_bytes
+
+    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
+        """Fetch the rows; returns when the devices are done with their tokens."""
+        self._until = max(self._until, self._clock.now())
+        for group in groups:
+            members = references_of(group, [0.0] * len(group.samples))
+            tally.add_group(members)
+            tally.add_responses([trajectory_of(reference, self._fetch) for reference in members])
+            self._spend(sum(reference.num_tokens for reference in members) * self._token_s)
+
+    def step(self, tally: StepTally) -> dict[str, float]:
+        """One more update."""
+        self.version += 1
+        self._weights["weights"].fill_(float(self.version))
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "timing_s/update_actor": busy_s}
+
+    def discard(self) -> None:
+        """There is no gradient to forget."""
+
+    def publish(self) -> None:
+        """Hand the small buffer over; returns when the real one would be."""
+        self._until = max(self._until, self._clock.now())
+        self._publisher.publish(self.version, self.version, self._weights)
+        if self.version:
+            self._spend(self._transfer.push_s)
+
+    def export(self) -> str:
+        """There is nothing to export."""
+        return ""
+
+    def checkpoint(self) -> str:
+        """There is nothing to resume from; the folder is the run's."""
+        return str(self._run_dir)
+
+    def close(self) -> None:
+        """Deliver what was published."""
+        self._publisher.close()
+
+    def _spend(self, seconds: float) -> None:
+        self._until += seconds
+        self._busy_s += seconds
+        self.lag_s = max(self.lag_s, self._clock.sleep_until(self._until))
