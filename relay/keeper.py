@@ -153,8 +153,8 @@ class WeightKeeper:
     def _carry(self, name: str, end: int, backend: str, work: Callable[[Link], None]) -> None:
         try:
             link = self._fleet.open_link(name, end, SILENCE_S, backend)
-        except LinkBroken as error:
-            _log.info("%s: link %s did not come about: %s", self._fleet.name, name, error)
+        except HeadraceError as error:
+            _log.warning("%s: link %s did not come about: %s", self._fleet.name, name, str(error))
             return
         self._links.append(link)
         try:

@@ -11,6 +11,8 @@ from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
 from headrace.comm.store import host_store
 from headrace.comm.waits import waiting
+from headrace.launch.check import check_recipe
+from headrace.launch.config import read_recipe
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
 from headrace.relay.push import LinkPush, open_push, staging_of
@@ -61,3 +63,8 @@ def test_an_actor_without_a_gpu_cannot_push_to_one():
     actor = MemoryFleet.enter(town, "actor", 0, {}, settings)
     with pytest.raises(SettingError, match=r"relay\.staging_device: the actor has no GPU"):
         open_push(relay.me, actor, actor.post.open("actor-0/weights"), settings)
+
+
+def test_nccl_links_without_a_gpu_for_the_relays_are_refused_by_name():
+    with pytest.raises(SettingError, match=r"comm\.link: nccl needs .* relay\.staging_device"):
+        check_recipe(read_recipe(None, ["comm.link=nccl"]))
