@@ -24,8 +24,6 @@ def check_recipe(recipe: Recipe) -> list[str]:
         )
     if recipe.generator.exact and recipe.roles.actor > 1:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
-    if recipe.comm.delta and recipe.roles.actor > 1:
-        raise SettingError("comm.delta: a single actor rank makes deltas; set roles.actor=1 or comm.delta=false")
     if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if recipe.run.schedule in ("sync", "one_step", "stream") and recipe.queue.max_staleness is not None:

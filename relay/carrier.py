@@ -36,7 +36,7 @@ def take_versions(
             send_frame(link, Answer(-1), SILENCE_S)
             continue
         arrival, at = opened
-        takes_delta = at == 0 and desk.expect_delta(arrival, offer.delta)
+        takes_delta = at == 0 and desk.expect_delta(arrival, offer)
         send_frame(link, Answer(at, takes_delta), SILENCE_S)
         if takes_delta and offer.delta is not None:
             at = _take_delta(link, desk, arrival, offer, offer.delta, upstream)
@@ -55,7 +55,7 @@ def _take_delta(link: Link, desk: Desk, arrival: Arrival, offer: Offer, delta: D
         at += num_bytes
     if not desk.apply_delta(arrival, offer, delta, changes, upstream):
         raise LinkBroken(f"the delta of version {offer.version} from {upstream} does not fit")
-    return offer.num_bytes
+    return offer.ranges.num_bytes
 
 
 def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstream: str) -> bool:

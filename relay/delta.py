@@ -11,21 +11,23 @@ _FARTHEST = (1 << 16) - 1
 
 def encode(base: np.ndarray, new: np.ndarray, width: int) -> np.ndarray:
     """The delta that turns `base` into `new`, both uint8 [num_bytes] of elements of `width` bytes."""
-    values = new.view(f"u{width}")
-    changed = np.flatnonzero(base.view(f"u{width}") != values)
+    return encode_at(new, np.flatnonzero(base.view(f"u{width}") != new.view(f"u{width}")), width)
+
+
+def encode_at(new: np.ndarray, changed: np.ndarray, width: int) -> np.ndarray:
+    """The delta that brings the elements of `new` at the places `changed`, int64 in ascending order."""
     positions = _with_waypoints(changed)
     gaps = np.diff(positions, prepend=-1).astype(np.uint16)
-    return np.concatenate([gaps.view(np.uint8), values[positions].view(np.uint8)])
+    return np.concatenate([gaps.view(np.uint8), new.view(f"u{width}")[positions].view(np.uint8)])
 
 
-def apply(buffer: np.ndarray, delta: np.ndarray, width: int) -> None:
-    """Turn the base in `buffer`, uint8 [num_bytes], into the new version. Raises `ValueError` for what is no delta of it."""
+def decode(delta: np.ndarray, width: int, num_elements: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places, int64 ascending, and new values of a delta. Raises `ValueError` for what is none of `num_elements`."""
     count, rest = divmod(delta.nbytes, 2 + width)
     positions = np.cumsum(delta[: 2 * count].view(np.uint16), dtype=np.int64) - 1
-    elements = buffer.view(f"u{width}")
-    if rest or (count and positions[-1] >= elements.size):
-        raise ValueError(f"{delta.nbytes} bytes are no delta of {buffer.nbytes}")
-    elements[positions] = delta[2 * count :].copy().view(f"u{width}")
+    if rest or (count and positions[-1] >= num_elements):
+        raise ValueError(f"{delta.nbytes} bytes are no delta of {num_elements} elements")
+    return positions, delta[2 * count :].copy().view(f"u{width}")
 
 
 def _with_waypoints(changed: np.ndarray) -> np.ndarray:

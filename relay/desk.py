@@ -13,7 +13,7 @@ import numpy as np
 from ..comm.errors import LinkBroken
 from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
-from .delta import apply
+from .delta import decode
 from .frames import Delta, Offer
 from .versions import Held, NothingReadable, Shelf
 
@@ -88,26 +88,36 @@ class Desk:
             arrival.take_over(offer, upstream)
             return arrival
 
-    def expect_delta(self, arrival: Arrival, delta: Delta | None) -> bool:
-        """Whether an arrival is to come as this difference: only if its base is held. It is sent on once it is complete."""
+    def expect_delta(self, arrival: Arrival, offer: Offer) -> bool:
+        """Whether a part is to come as the difference that is offered: only if its base is held."""
         with self._changed:
-            arrival.is_delta = delta is not None and self.shelf.find(delta.base) is not None
-            return arrival.is_delta
+            if offer.delta is None or self.shelf.find(offer.delta.base) is None:
+                return False
+            arrival.deltas[offer.part] = offer.delta
+            return True
 
     def apply_delta(self, arrival: Arrival, offer: Offer, delta: Delta, changes: np.ndarray, upstream: str) -> bool:
-        """Make a version of its base and the changes; False if the base is gone or they are no delta of it."""
+        """Make a part of its base and the changes; False if the base is gone or they are no delta of it."""
+        ranges, buffer = offer.ranges, arrival.buffer
+
+        def copy(base: np.ndarray) -> None:
+            for _, start, end in ranges.pieces(0, ranges.num_bytes):
+                np.copyto(buffer[start:end], base[start:end])
+
         try:
-            self.shelf.read(arrival.buffer, delta.base)
-            apply(arrival.buffer, changes, delta.width)
+            self.shelf.read_by(copy, delta.base)
+            elements, values = decode(changes, delta.width, ranges.num_bytes // delta.width)
         except (NothingReadable, ValueError) as error:
             _log.warning("version %d: %s", offer.version, str(error))
             return False
+        places = ranges.places(elements, delta.width)
+        buffer.view(values.dtype)[places] = values
         with self._changed:
-            self._delta = (offer.version, delta, changes)
-        return self.advance(arrival, offer.part, upstream, offer.num_bytes)
+            arrival.changed[offer.part] = places
+        return self.advance(arrival, offer.part, upstream, ranges.num_bytes)
 
     def delta_of(self, version: int) -> tuple[Delta, np.ndarray] | None:
-        """The difference as which a version came, if it did and is the last that did."""
+        """The difference as which the newest version came, if it did."""
         with self._changed:
             return self._delta[1:] if self._delta is not None and self._delta[0] == version else None
 
@@ -136,9 +146,11 @@ class Desk:
             arrival.right_parts.add(part)
             if len(arrival.right_parts) < arrival.offer.num_parts:
                 return True
-        digest = arrival.whole_digest()
+        digest, delta = arrival.whole_digest(), arrival.delta()
         with self._changed:
             if arrival.state is State.ARRIVING:
+                self._delta = None if delta is None else (arrival.offer.version, *delta)
+                arrival.changed.clear()
                 arrival.digest, arrival.state = digest, State.COMPLETE
                 self.shelf.complete(arrival.slot, digest)
                 self._notify()

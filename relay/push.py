@@ -211,7 +211,7 @@ class LinkPush:
     def _delta(self, parcel: Parcel) -> tuple[Delta, np.ndarray] | None:
         """The parcel as a difference to the last one, where that is less than half of it."""
         last, num_bytes = self._last, parcel.part.num_bytes
-        if last is None or parcel.part.num_parts > 1 or last.offer.version >= parcel.offer.version:
+        if last is None or last.offer.version >= parcel.offer.version:
             return None
         started = time.monotonic()
         width = parcel.part.layout.element_bytes

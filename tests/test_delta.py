@@ -4,16 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.comm.errors import SettingError
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
-from headrace.launch.check import check_recipe
-from headrace.launch.config import read_recipe
-from headrace.relay.delta import apply, encode
+from headrace.relay.delta import decode, encode
 from headrace.relay.keeper import WeightKeeper
-from headrace.relay.layout import Layout
+from headrace.relay.layout import Cut, Layout
+from headrace.relay.parts import Part, Run
 from headrace.relay.push import LinkPush
 from headrace.relay.weights import WeightPublisher, WeightReader
 
@@ -26,7 +24,8 @@ def test_a_delta_turns_the_base_into_the_new_version_bit_for_bit(seed, share, wi
     touched = random.random(num_elements) < share**8  # mostly sparse, so that gaps beyond 16 bits occur
     new.view(f"u{width}")[touched] += 1
     changes = encode(base, new, width)
-    apply(base, changes, width)
+    places, values = decode(changes, width, num_elements)
+    base.view(f"u{width}")[places] = values
     assert np.array_equal(base, new)
     assert changes.nbytes <= (touched.sum() + num_elements // 65_535 + 1) * (2 + width)
 
@@ -38,9 +37,9 @@ def test_equal_versions_have_an_empty_delta():
 
 def test_what_is_no_delta_of_the_base_is_refused():
     with pytest.raises(ValueError, match="no delta"):
-        apply(np.zeros(10, np.uint8), np.zeros(7, np.uint8), 2)
+        decode(np.zeros(7, np.uint8), 2, 5)
     with pytest.raises(ValueError, match="no delta"):
-        apply(np.zeros(10, np.uint8), encode(np.zeros(100, np.uint8), np.ones(100, np.uint8), 2), 2)
+        decode(encode(np.zeros(100, np.uint8), np.ones(100, np.uint8), 2), 2, 5)
 
 
 class Trained:
@@ -114,6 +113,67 @@ def test_a_relay_without_the_base_is_sent_everything():
     run.close()
 
 
-def test_several_actor_ranks_make_no_deltas():
-    with pytest.raises(SettingError, match=r"comm\.delta: .*set roles\.actor=1"):
-        check_recipe(read_recipe(None, ["comm.delta=true", "roles.actor=2"]))
+class Sharded:
+    """Two actor ranks that bring the rows of one matrix and of a vector, as parts, to two relays in a chain."""
+
+    def __init__(self):
+        self.settings = CommSettings(link="tcp", heartbeat_s=0.02, delta=True)
+        self.town = MemoryTown()
+        self.tensors = {"w": torch.randn(9, 7000), "b": torch.randn(5)}
+        self.layout = Layout.of(self.tensors, "bfloat16", 2, {"w": Cut(1)})
+        self.segments = [Segment.create_anonymous() for _ in range(2)]
+        fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
+        self.keepers = [WeightKeeper(f, s, self.settings) for f, s in zip(fleets, self.segments, strict=True)]
+        self.publishers = [
+            WeightPublisher(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
+            for rank in range(2)
+        ]
+
+    def join(self, role, index, info):
+        return MemoryFleet.enter(self.town, role, index, info, self.settings)
+
+    def rows(self, name, rank):
+        half = len(self.tensors[name]) // 2
+        return (0, half) if rank == 0 else (half, len(self.tensors[name]))
+
+    def part(self, rank):
+        owned = {name: self.rows(name, rank) for name in self.tensors}
+        runs = [
+            Run(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
+            for entry in self.layout.entries
+            for low, high, start, end in entry.runs(*owned[entry.name])
+        ]
+        return Part(self.layout, rank, 2, tuple(runs))
+
+    def publish(self, version):
+        for rank, publisher in enumerate(self.publishers):
+            shards = {name: tensor[slice(*self.rows(name, rank))] for name, tensor in self.tensors.items()}
+            publisher.publish(version, version, shards)
+        with waiting("the relays", f"version {version}", 10) as wait:
+            wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
+        full = np.zeros(self.layout.num_bytes, np.uint8)
+        self.layout.write(self.tensors, full)
+        for keeper in self.keepers:
+            held = keeper.desk.shelf.newest_held()
+            assert held is not None and np.array_equal(keeper.desk.shelf.segment.slot(held.slot), full)
+
+    def close(self):
+        for thing in (*self.publishers, *self.keepers, *self.segments):
+            thing.close()
+
+
+def test_deltas_of_several_ranks_become_one_down_the_chain():
+    run = Sharded()
+    run.publish(1)
+    for version in (2, 3):
+        run.tensors["w"][:, ::50] += 1
+        run.tensors["w"][0, 5] = version
+        run.publish(version)
+        for keeper in run.keepers:
+            delta = keeper.desk.delta_of(version)
+            assert delta is not None and delta[0].base == version - 1
+            assert delta[1].nbytes < 0.1 * run.layout.num_bytes
+    run.tensors["w"][:4] += 1  # one rank's rows change everywhere: it sends them whole, and so do the relays
+    run.publish(4)
+    assert all(keeper.desk.delta_of(4) is None for keeper in run.keepers)
+    run.close()
