@@ -7,6 +7,7 @@ counts is the hub's word (`relay.repacking`), so each row ends exactly once whoe
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,9 +78,14 @@ class Migration:
 
     def begin(self) -> None:
         """Measure the generator, which is idle and has weights; without this, every order and offer is refused."""
-        if self.settings.enabled and self.generator.can_migrate:
-            self.speeds = measure(self.generator, self.max_batch)
-            _log.info("%s: %s", self.fleet.name, self.speeds)
+        bound = self.settings.batch_bound
+        if not self.settings.enabled or not self.generator.can_migrate:
+            return
+        if bound is not None and self.settings.transfer != "auto":
+            self.speeds = Speeds(bound, math.inf)  # nothing that is left to be measured would be asked for
+            return
+        self.speeds = measure(self.generator, self.max_batch)
+        _log.info("%s: %s", self.fleet.name, self.speeds)
 
     @property
     def batch_bound(self) -> int:
