@@ -38,6 +38,7 @@ class Outgoing:
     """A parcel on its way: its trajectories that nobody else has claimed yet."""
 
     order: int
+    version: int
     to: Member
     travellers: dict[RowId, Traveller]
     consignment: Consignment
@@ -177,7 +178,9 @@ class Migration:
         self._number += 1
         consignment = Consignment(self.fleet, to, self._number, pieces)
         by_row = {traveller.held.row_id: traveller for traveller in travellers}
-        self.outgoing[self._number] = Outgoing(order.order, to, by_row, consignment, with_cache, took_out_s)
+        self.outgoing[self._number] = Outgoing(
+            order.order, order.version, to, by_row, consignment, with_cache, took_out_s
+        )
         num_tokens = sum(len(parcel.prompt_ids) + len(parcel.token_ids) for parcel in parcels)
         where = (consignment.num_bytes, consignment.path, consignment.link)
         self.mailbox.send(to.name, ParcelOffered(self._number, order.version, len(parcels), num_tokens, *where))
@@ -188,6 +191,7 @@ class Migration:
         outgoing = self.outgoing.pop(number, None)
         if outgoing is None:
             return
+        assert outgoing.version == self.generator.weights.version, "the weights were changed under a parcel"
         self._go_on(t for t in outgoing.travellers.values() if t.held.row_id.number not in self.leases.held)
         self._end(outgoing, reason)
 

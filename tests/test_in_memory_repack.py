@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 from test_in_memory import PATIENCE_S, System
 
-from headrace.comm.messages import Interrupt
-from headrace.comm.move_messages import MoveOrder
+from headrace.comm.fleet import MemoryFleet
+from headrace.comm.messages import Holding, Interrupt, Message, Stop
+from headrace.comm.move_messages import MoveOrder, ParcelOffered
 from headrace.relay import events as ev
 from headrace.relay import hub_loop
 from headrace.relay.journal import account_of, read_events, replay
@@ -128,6 +129,32 @@ def test_what_is_under_way_when_the_run_is_interrupted_is_counted_once(tmp_path:
     system.wait_for_event("Moved")
     interrupted(system)
     shaker.stop()
+
+
+def test_a_parcel_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
+    system = endless(tmp_path, **{"repack.period_s": 60})
+    mute = MemoryFleet.enter(system.town, "rollout", 9)
+    inbox = system.town.post.open(mute.name)
+    heard: list[Message] = []
+
+    def hears(kind: type[Message]) -> bool:
+        if (letter := inbox.receive(0)) is not None:
+            heard.append(letter.message)
+        return any(isinstance(message, kind) for message in heard)
+
+    def is_offered_something() -> bool:
+        for order, version in enumerate(range(400), 1_000_000):
+            inbox.send(system.rollouts[0].name, MoveOrder(order, version, mute.name))
+        return hears(ParcelOffered)
+
+    system.wait_for_event("Trained")
+    until(system, is_offered_something)
+    inbox.send("hub", Interrupt(2))
+    until(system, lambda: hears(Stop))
+    inbox.send("hub", Holding([], []))
+    mute.leave()
+    summary = system.wait()
+    assert summary["accounting"]["holds"] is True and summary["accounting"]["in_flight"] > 0
 
 
 def test_a_rollout_that_seems_to_die_among_moves_costs_nothing(tmp_path: Path):
