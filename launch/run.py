@@ -101,10 +101,12 @@ def prepare(recipe: Recipe) -> None:
 def tell_summary(run_dir: Path) -> dict[str, Any] | None:
     """Print how the run in `run_dir` ended, and return its summary; None if there is none."""
     from .summary import read_summary, show_summary
+    from .timeline import TRACE_FILE, Timeline
 
     summary = read_summary(run_dir)
     if summary is not None:
         show_summary(summary, run_dir)
+        Timeline.read(run_dir).write(run_dir / TRACE_FILE)
     return summary
 
 

@@ -1,0 +1,79 @@
+"""What every process of a run did when: the files under `trace/` on one axis, and `trace.json` for Perfetto."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TRACE_FILE = "trace.json"
+
+
+class Span(NamedTuple):
+    """A state of a process, from `start` to `end`."""
+
+    state: str
+    start: float
+    end: float
+    facts: dict[str, Any]
+
+
+class Sample(NamedTuple):
+    """Numbers of a process at one moment."""
+
+    at: float
+    values: dict[str, float]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Spans and samples by process. Times are the wall clock's, in the run's seconds (emulated ones of an emulated run)."""
+
+    speed: float = 1.0
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(run_dir: Path) -> "Timeline":
+        """The timeline of a run folder; what a killed process did not finish writing is left out."""
+        timeline = Timeline()
+        for path in sorted((run_dir / "trace").glob("*.jsonl")):
+            timeline._read(path)
+        return timeline
+
+    def _read(self, path: Path) -> None:
+        spans, samples = self.spans.setdefault(path.stem, []), self.samples.setdefault(path.stem, [])
+        shift = 0.0
+        for line in _lines(path):
+            if "process" in line:
+                self.speed = line["speed"]
+                shift = line["wall"] * self.speed - line["clock"]
+            elif "state" in line:
+                start, length = line.pop("t") + shift, line.pop("d")
+                spans.append(Span(line.pop("state"), start, start + length, line))
+            else:
+                samples.append(Sample(line["t"] + shift, line["values"]))
+
+    def write(self, path: Path) -> None:
+        """The trace in Chrome's JSON form, which https://ui.perfetto.dev opens; times in microseconds from the first."""
+        zero = min((span.start for spans in self.spans.values() for span in spans), default=0.0)
+        events: list[dict[str, Any]] = []
+        for number, name in enumerate(self.spans):
+            common = {"pid": number, "tid": 0}
+            events.append({"ph": "M", "name": "process_name", "args": {"name": name}, **common})
+            for span in self.spans[name]:
+                times = {"ts": 1e6 * (span.start - zero), "dur": 1e6 * (span.end - span.start)}
+                events.append({"ph": "X", "name": span.state, "args": span.facts, **times, **common})
+            for sample in self.samples[name]:
+                for what, value in sample.values.items():
+                    point = {"ph": "C", "name": what, "ts": 1e6 * (sample.at - zero), "args": {what: value}}
+                    events.append(point | common)
+        path.write_text(json.dumps({"traceEvents": events}))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            continue  # the last line of a process that was killed
