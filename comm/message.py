@@ -7,12 +7,31 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defa
     """Base of all messages; `type` on the wire is the class name."""
 
 
+class GroupId(msgspec.Struct, frozen=True, order=True):
+    """A prompt's name: `epoch` over the data and index in the data set."""
+
+    epoch: int
+    prompt: int
+
+    def row(self, sample: int) -> "RowId":
+        """The name of one of its samples."""
+        return RowId(self.epoch, self.prompt, sample)
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.prompt}"
+
+
 class RowId(msgspec.Struct, frozen=True, order=True):
     """A trajectory's name: `epoch` over the data, `prompt` index in the data set, `sample` within the group."""
 
     epoch: int
     prompt: int
     sample: int
+
+    @property
+    def group(self) -> GroupId:
+        """The group it belongs to."""
+        return GroupId(self.epoch, self.prompt)
 
     @property
     def number(self) -> int:
@@ -25,13 +44,3 @@ class RowId(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
-
-
-class GroupId(msgspec.Struct, frozen=True, order=True):
-    """A prompt's name: `epoch` over the data and index in the data set."""
-
-    epoch: int
-    prompt: int
-
-    def __str__(self) -> str:
-        return f"{self.epoch}.{self.prompt}"

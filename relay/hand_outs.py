@@ -47,6 +47,7 @@ class HandOuts:
         groups = [state.groups[group_id] for group_id in state.handed]
         self.books.drop((group, sample) for group in groups for sample in group.samples(RowStatus.READY))
         self.books.decide(ev.Trained(step=message.step))
+        self._taker = None  # an older question, asked again, is not one about the next step
         self._given.clear()
         self.telemetry.begin_step()
 
