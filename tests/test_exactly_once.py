@@ -66,8 +66,8 @@ class World(RuleBasedStateMachine):
         self.post = MemoryPost()
         self.boxes = {name: self.post.open(name) for name in (*ROLLOUTS, *RELAYS, "actor-0", "hub")}
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
-        self.units = {relay: MemoryRows() for relay in RELAYS}
-        self.lives = dict.fromkeys(RELAYS, 1)
+        self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
+        self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
         self.received: list[GroupRef] = []
         self.batch: list[GroupRef] = []
         self.num_read = 0
@@ -306,6 +306,9 @@ def test_each_trajectory_is_trained_once_or_accounted_for():
     run_state_machine_as_test(
         World,
         settings=settings(
-            max_examples=250, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=250,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
