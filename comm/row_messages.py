@@ -86,9 +86,10 @@ class List(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Row keys and the names of their columns."""
+    """Row keys, each with the index in `kinds` of the names of its columns."""
 
-    rows: dict[str, list[str]]
+    rows: dict[str, int]
+    kinds: list[tuple[str, ...]]
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):

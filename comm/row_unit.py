@@ -26,7 +26,6 @@ from .row_messages import (
     Done,
     Drop,
     List,
-    Listing,
     Locate,
     Located,
     Put,
@@ -143,7 +142,7 @@ class RowUnit:
                 self._free([span for spans in freed for span in spans or ()])
                 return Done(sum(spans is not None for spans in freed))
             case List():
-                return Listing(self._table.listing())
+                return self._table.listing()
             case Count():
                 return Done(len(self._table))
         raise AssertionError(f"no rule for {request}")

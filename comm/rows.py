@@ -77,7 +77,7 @@ class Rows(Protocol):
         """Forget rows; returns how many of them there were. Dropping again is allowed and drops nothing."""
         ...
 
-    def listing(self) -> dict[str, list[str]]:
+    def listing(self) -> dict[str, tuple[str, ...]]:
         """Keys of the rows held, with the names of their columns."""
         ...
 
@@ -172,10 +172,11 @@ class RowClient:
         with self._lock:
             return self._ask(Drop(list(keys)), Done).count
 
-    def listing(self) -> dict[str, list[str]]:
+    def listing(self) -> dict[str, tuple[str, ...]]:
         """Keys of the rows held, with the names of their columns."""
         with self._lock:
-            return self._ask(List(), Listing).rows
+            answer = self._ask(List(), Listing)
+        return {key: answer.kinds[kind] for key, kind in answer.rows.items()}
 
     def count(self) -> int:
         """Rows held."""
@@ -267,10 +268,10 @@ class MemoryRows:
         with self._lock:
             return sum(self._rows.pop(key, None) is not None for key in keys)
 
-    def listing(self) -> dict[str, list[str]]:
+    def listing(self) -> dict[str, tuple[str, ...]]:
         """Keys of the rows held, with the names of their columns."""
         with self._lock:
-            return {key: list(row) for key, row in self._rows.items()}
+            return {key: tuple(row) for key, row in self._rows.items()}
 
     def count(self) -> int:
         """Rows held."""
