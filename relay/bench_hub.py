@@ -112,7 +112,7 @@ def _generate(mailbox: Mailbox, step: list[int]) -> None:
         for lease in grant.leases:
             for sample in lease.samples:
                 row = RowId(lease.group.epoch, lease.group.prompt, sample)
-                mailbox.send("hub", RowDone(row, lease.attempt, grant.version, "relay-0", 8192, float(sample)))
+                mailbox.send("hub", RowDone(row, lease.attempt, grant.version, ["relay-0"], 8192, float(sample)))
 
 
 def _expect(mailbox: Mailbox, kind: type[M]) -> M | None:
@@ -166,7 +166,7 @@ def _write_journal(path: Path, num_events: int) -> None:
         for group in groups:
             for sample in range(_SAMPLES):
                 row = RowId(group.epoch, group.prompt, sample)
-                decide(ev.RowReady(row=row, unit="relay-0", version=state.step, num_tokens=8192, reward=float(sample)))
+                decide(ev.RowReady(row=row, units=["relay-0"], version=state.step, num_tokens=8192, reward=float(sample)))
             decide(ev.Handed(step=state.step, groups=[group]))
         decide(ev.Trained(step=state.step))
     journal.close()

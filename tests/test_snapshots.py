@@ -39,7 +39,7 @@ class Keeper:
             if fails and sample == 0:
                 self.decide(ev.RowFailed(row=row, reason="the verifier hung"))
             else:
-                self.decide(ev.RowReady(row=row, unit="relay-0", version=step, num_tokens=9, reward=0.5))
+                self.decide(ev.RowReady(row=row, units=["relay-0"], version=step, num_tokens=9, reward=0.5))
         self.decide(ev.Handed(step=step, groups=[group]))
         self.decide(ev.Trained(step=step))
 
