@@ -166,7 +166,9 @@ def _write_journal(path: Path, num_events: int) -> None:
         for group in groups:
             for sample in range(_SAMPLES):
                 row = RowId(group.epoch, group.prompt, sample)
-                decide(ev.RowReady(row=row, units=["relay-0"], version=state.step, num_tokens=8192, reward=float(sample)))
+                decide(
+                    ev.RowReady(row=row, units=["relay-0"], version=state.step, num_tokens=8192, reward=float(sample))
+                )
             decide(ev.Handed(step=state.step, groups=[group]))
         decide(ev.Trained(step=state.step))
     journal.close()
