@@ -24,12 +24,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),
-    "rollout.engine": ("builtin", "emulated"),
+    "rollout.engine": ("builtin", "emulated", "transformers"),
     "trainer.engine": ("builtin", "emulated"),
     "repack.transfer": ("auto", "pages", "prefill"),
     "comm.link": ("auto", "shm", "tcp", "gloo", "nccl"),
 }
 """Settings that take one of a few words."""
+
+OPEN_CHOICES = ("rollout.engine", "trainer.engine")
+"""Settings that take an object of the user's as well: FILE.py:NAME or package.module:NAME."""
 
 _AT_LEAST: dict[str, float] = {
     "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "run.steps": 1, "run.seed": 0,
@@ -221,7 +224,8 @@ def _refuse_values(recipe: Recipe) -> None:
     for name in setting_names():
         section, _, key = name.partition(".")
         value = getattr(getattr(recipe, section), key)
-        if name in CHOICES and value not in CHOICES[name]:
+        is_own = name in OPEN_CHOICES and ":" in str(value)
+        if name in CHOICES and value not in CHOICES[name] and not is_own:
             raise SettingError(f"{name}={value} is none of {', '.join(CHOICES[name])}")
         if value is None:
             continue

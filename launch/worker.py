@@ -15,17 +15,20 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..comm.errors import SettingError
+from ..comm.plugin import load_plugin
 from ..comm.waits import set_identity
 from .config import CONFIG_FILE, Recipe, read_recipe
 from .roles import started_again
 from .secret import read_secret
 
 if TYPE_CHECKING:
+    from ..comm.fleet import Fleet
     from ..comm.mailbox import Mailbox
 
 _MAINS = {
@@ -86,13 +89,26 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: 
 
     threading.excepthook = on_thread_death
     try:
-        importlib.import_module(_MAINS[role], __package__).run(fleet, recipe)
+        main_of(role, recipe)(fleet, recipe)
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was, it is told
         return _fail(mailbox, recipe, role, error)
     finally:
         threading.excepthook = threading.__excepthook__
         fleet.leave()
     return 0
+
+
+def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
+    """What runs in a role's process: the role's loop, or a function that the user named as its engine.
+
+    A class is an adapter, which the role's own loop calls.
+    """
+    engine = {"actor": recipe.trainer.engine, "rollout": recipe.rollout.engine}.get(role, "")
+    if ":" in engine:
+        plugin = load_plugin("trainer.engine" if role == "actor" else "rollout.engine", engine)
+        if not isinstance(plugin, type):
+            return plugin
+    return importlib.import_module(_MAINS[role], __package__).run
 
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:

@@ -31,7 +31,7 @@ from ..comm.messages import (
     Stop,
     TakeGroups,
 )
-from ..comm.settings import CommSettings, RunSettings
+from ..comm.settings import CommSettings, EmulatedSettings, RunSettings
 from ..comm.waits import waiting
 from . import events as ev
 from .hub_loop import run
@@ -56,6 +56,7 @@ class HubSections:
     queue: QueueSettings = field(default_factory=lambda: QueueSettings(capacity=4 * _PROMPTS))
     repack: RepackSettings = field(default_factory=RepackSettings)
     comm: CommSettings = field(default_factory=CommSettings)
+    emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
 
 
 def hub_events() -> list[Row]:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from ..comm.fleet import Fleet
+from ..comm.plugin import load_plugin
 from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from ..relay.weights import Receipt
 from .reward import RewardPool, Scored
@@ -16,7 +17,7 @@ from .sampler import SamplingParams
 from .sequence import Completion, Live, Parcel
 from .settings import GeneratorSettings, RewardSettings, RolloutSettings
 
-_ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
+_ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated", "transformers": ".hugging_face"}
 """Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
 
 
@@ -125,8 +126,11 @@ class Rewards(Protocol):
 
 
 def open_generator(fleet: Fleet, recipe: GeneratorRecipe) -> Generator:
-    """The generator that `rollout.engine` names."""
-    return import_module(_ADAPTERS[recipe.rollout.engine], __package__).Adapter(fleet, recipe)
+    """The generator that `rollout.engine` names: one of the project's, or a class of the user's with the same signature."""
+    engine = recipe.rollout.engine
+    if engine not in _ADAPTERS:
+        return load_plugin("rollout.engine", engine)(fleet, recipe)
+    return import_module(_ADAPTERS[engine], __package__).Adapter(fleet, recipe)
 
 
 def open_rewards(engine: str, settings: RewardSettings) -> Rewards:

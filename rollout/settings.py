@@ -43,7 +43,8 @@ class RolloutSettings:
     """`rollout.*`: the cycle of one rollout."""
 
     engine: str = "builtin"
-    """What generates: `builtin`, the project's engine, or `emulated`, a device that only takes its time."""
+    """What generates: `builtin`, the project's engine; `transformers`, its continuous batching; `emulated`, a device that only
+    takes its time; or an adapter of your own, `FILE.py:CLASS` (see docs/service.md)."""
     report_s: float = 1.0
     """Seconds between two reports of a rollout's load to the hub (emulated ones in an emulated run)."""
     batch_groups: int | None = None

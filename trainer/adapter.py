@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ..comm.fleet import Fleet
 from ..comm.messages import GroupRef
+from ..comm.plugin import load_plugin
 from .batch import Fetch
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
@@ -58,4 +59,7 @@ class Learner(Protocol):
 
 def open_learner(fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> Learner:
     """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
-    return import_module(_ADAPTERS[recipe.trainer.engine], __package__).Adapter(fleet, recipe, fetch)
+    engine = recipe.trainer.engine
+    if engine not in _ADAPTERS:
+        return load_plugin("trainer.engine", engine)(fleet, recipe, fetch)
+    return import_module(_ADAPTERS[engine], __package__).Adapter(fleet, recipe, fetch)

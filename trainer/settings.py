@@ -8,7 +8,8 @@ class TrainerSettings:
     """`trainer.*`: the trainer's engine."""
 
     engine: str = "builtin"
-    """What trains: `builtin`, the project's actor, or `emulated`, devices that only take their time."""
+    """What trains: `builtin`, the project's actor; `emulated`, devices that only take their time; or an adapter of your own,
+    `FILE.py:CLASS` (see docs/service.md)."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,181 @@
+"""The run as a service for engines of your own, when a trainer or a generator brings its own loop along.
+
+The roles are those of AsyncFlow's service interface (section 5): `TrainerService` is get_experience_data and
+weight_sync_notify, `GeneratorService` is put_prompts_data and put_experience_data seen from the engine, and
+`init_engines` is the launch itself. See docs/service.md; who can do with the project's loops brings an adapter instead
+(`rollout.adapter.Generator`, `trainer.adapter.Learner`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..comm.fleet import Fleet
+from ..comm.messages import ActorDone, GroupRef, Holding, LeaseGrant, Pulled, RowId, StepTrained, Stop
+from ..comm.waits import waiting
+from ..relay.layout import Layout, host_buffer
+from ..relay.stream import GroupStream, RunStopped
+from ..relay.units import Units
+from ..relay.weights import WeightPublisher, WeightReader
+from ..rollout.courier import Courier, Parcel
+from ..rollout.cycle import Cycle
+from ..rollout.leases import Held, Leases
+from ..trainer.model import Policy, load_policy
+from ..trainer.shard import cuts_of
+from .config import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """One trajectory to train on; `columns` are those of its row (see `rollout.courier.Parcel.columns`)."""
+
+    row: RowId
+    version: int
+    """The weights that generated it; the staleness is the service's `version` minus this."""
+    reward: float
+    columns: dict[str, np.ndarray]
+
+
+class TrainerService:
+    """A trainer's side of a run: experience comes in, versions of the weights go out. One rank, one thread.
+
+    weights: the policy's parameters by transformers' name, in any order; they are published at once as version 0.
+    """
+
+    def __init__(self, fleet: Fleet, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
+        self.version = 0
+        self._mailbox = fleet.post.open(fleet.name)
+        self._stream = GroupStream(self._mailbox, recipe.comm.deadline_s)
+        self._units = Units(fleet)
+        self._structure = _structure(recipe)
+        self._publisher = WeightPublisher(fleet, _layout(self._structure, recipe), recipe.comm)
+        self._publish(weights)
+
+    def experience(self) -> Iterator[list[Experience]]:
+        """The groups of the step in progress, each as soon as it is complete; ends after the step's last.
+
+        Raises `RunStopped` when the run ends.
+        """
+        received, total = 0, 1
+        while received < total:
+            answer = self._stream.take(self.version, received)
+            received, total = received + len(answer.groups), answer.total
+            yield from map(self._fetch, answer.groups)
+
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
+        """The step is trained: its rows are consumed, and these weights are the next version. Returns after one copy."""
+        self._mailbox.send("hub", StepTrained(self.version))
+        self.version += 1
+        self._publish(weights)
+
+    def close(self) -> None:
+        """Deliver what was published, and end the run."""
+        self._publisher.close()
+        self._units.close()
+        self._mailbox.send("hub", ActorDone(self.version, {}))
+        self._mailbox.close()
+
+    def _publish(self, weights: Mapping[str, Tensor]) -> None:
+        tensors = {name: weights[name] for name in self._structure.weights()}
+        self._publisher.publish(self.version, self.version, tensors)
+
+    def _fetch(self, group: GroupRef) -> list[Experience]:
+        found: list[Experience] = []
+        for place, sample in enumerate(group.samples):
+            row = RowId(group.group.epoch, group.group.prompt, sample)
+            columns = self._units.fetch(row.key(group.attempts[place]), group.units[place])
+            found.append(Experience(row, group.versions[place], group.rewards[place], columns))
+        return found
+
+
+class GeneratorService:
+    """A generator's side of a run: prompts and versions of the weights come in, trajectories go out. One thread."""
+
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+        self._deadline_s = recipe.comm.deadline_s
+        self._mailbox = fleet.post.open(fleet.name)
+        cycle = Cycle.of(
+            recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.roles.rollout
+        )
+        self._leases = Leases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, cycle)
+        self._courier = Courier(self._mailbox, Units(fleet))
+        self._layout = _layout(_structure(recipe), recipe)
+        self._buffer = host_buffer(self._layout.num_bytes)
+        self._reader = WeightReader(fleet, self._layout, recipe.comm)
+        self.version = -1
+
+    @property
+    def is_outdated(self) -> bool:
+        """A newer version than `version` waits to be taken. Cheap."""
+        return self.version < 0 or (self._reader.newest() or 0) > self.version
+
+    def take_weights(self) -> dict[str, Tensor]:
+        """Wait for the first version, later take the newest; views of one buffer that the next call fills again.
+
+        Only with nothing begun: what is held was generated by the version before.
+        """
+        assert not self._leases.held, "finish what was begun on the version before"
+        with waiting("relay", "a version", self._deadline_s) as wait:
+            wait.until(lambda: self._reader.newest() is not None)
+            receipt = self._reader.pull(self._buffer, wait.remaining_s)
+        self.version = receipt.version
+        self._mailbox.send("hub", Pulled(receipt.version, receipt.step, receipt.digest))
+        self._leases.begin_version()
+        return self._layout.views(self._buffer)
+
+    def prompts(self, room: int) -> list[Held]:
+        """Samples to generate, about `room` of them: each with the `row` of the data that it answers.
+
+        Waits until admission allows some; returns none when a newer version should be taken first. Raises `RunStopped`.
+        """
+        self._leases.drained()
+        with waiting("hub", "prompts", self._deadline_s) as wait:
+            while not self.is_outdated:
+                wait.check()
+                self._leases.ask(self.version, room)
+                letter = self._mailbox.receive(0.05)
+                match letter.message if letter else None:
+                    case LeaseGrant() as grant:
+                        if held := [h for _, fresh in self._leases.take(grant, self.version) for h in fresh]:
+                            return held
+                    case Stop(reason=reason):
+                        raise RunStopped(reason)
+        return []
+
+    def put(
+        self,
+        sample: Held,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        logprobs: Sequence[float],
+        reward: float | None,
+        failure: str = "",
+    ) -> None:
+        """A finished trajectory: tokens of the response with the log-probability of each, and its reward. Never blocks."""
+        del self._leases.held[sample.row_id.number]
+        versions = [self.version] * len(response_ids)
+        ids = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "logprobs": list(logprobs)}
+        facts: dict[str, Any] = {"versions": versions, "reward": reward, "failure": failure}
+        self._courier.ship(Parcel(sample.row_id, sample.attempt, self.version, **ids, **facts))
+
+    def close(self) -> None:
+        """Deliver what was put, tell the hub what is still held, close the wires."""
+        self._courier.close()
+        held = list(self._leases.held.values())
+        self._mailbox.send("hub", Holding([h.row_id for h in held], [h.attempt for h in held]))
+        self._reader.close()
+        self._mailbox.close()
+
+
+def _structure(recipe: Recipe) -> Policy:
+    """The policy without its weights."""
+    return load_policy(recipe.model.path, recipe.model.dtype, weights=False)
+
+
+def _layout(policy: Policy, recipe: Recipe) -> Layout:
+    """What all processes of the run agree on: the order and the types of the weights on their way."""
+    weights = policy.weights()
+    return Layout.of(weights, policy.dtype, recipe.rollout.tp, cuts_of(weights, policy.config))
