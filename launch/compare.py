@@ -9,7 +9,7 @@ that is finished there already, with the same recipe, is not run again. docs/sch
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,8 @@ SCHEDULES = ("sync-colocated", "sync", "one_step", "stream", "partial", "headrac
 REPACK = ("repack-off", "repack-on")
 CPU_LIMIT = 0.6
 """Share of the machine's CPU above which emulated devices may have been late, and a row does not count."""
+REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 256
+"""With and without repack, generation is compared: beside a trainer that never keeps it waiting."""
 GROUPS_PER_GPU = 4
 """Groups of a global batch per GPU: 512 groups on 128 GPUs (Laminar, Table 1 and section 9)."""
 
@@ -114,11 +116,13 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
 
 
 def entrants(names: Sequence[str], num_gpus: int, per_rollout: int) -> Iterator[Entrant]:
-    """The entrants with their best splits; repack is compared on 16 rollouts beside as many GPUs that train (Table 1)."""
+    """The entrants with their best splits."""
     best = splits().get(str(num_gpus), {})
     for name in names:
         if name in REPACK:
-            yield Entrant.of(name, 32 * per_rollout, 16, per_rollout)
+            gpus = REPACK_TRAIN_GPUS + REPACK_ROLLOUTS * per_rollout
+            entrant = Entrant.of(name, gpus, REPACK_ROLLOUTS, per_rollout)
+            yield replace(entrant, settings={**entrant.settings, "batch.prompts_per_step": REPACK_GROUPS})
         else:
             yield Entrant.of(name, num_gpus, best.get(name, num_gpus // 2 // per_rollout), per_rollout)
 

@@ -94,7 +94,7 @@ def test_devices_are_split_and_the_batch_scaled_to_them():
     assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
     off, on = entrants(["repack-off", "repack-on"], 64, 4)
     assert dict(off.settings) | {"repack.enabled": "true"} == on.settings
-    assert (off.rollouts, off.settings["emulated.train_gpus"]) == (16, 64)
+    assert (off.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
 
 
 def test_every_entrant_is_a_recipe_that_may_run(tmp_path: Path):
