@@ -31,6 +31,14 @@ class Trace:
         self._end_state()
         self._state, self._facts = state, facts
 
+    def now(self) -> float:
+        """The moment by the trace's clock."""
+        return self._clock.now()
+
+    def beside(self, state: str, since: float, **facts: float | str) -> None:
+        """Something that has gone on beside the states, from `since` until now."""
+        self._write({"state": state, "t": since, "d": self.now() - since, "lane": 1, **facts})
+
     def sample(self, **values: float) -> None:
         """Numbers as they are now."""
         self._write({"t": self._clock.now(), "values": values})

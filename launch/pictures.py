@@ -10,6 +10,7 @@ from .timeline import Timeline
 
 _COLOURS = {
     "generate": "#4c9f70", "train": "#3b6ea5", "pull": "#e07b39", "publish": "#e07b39", "idle": "#dddddd", "wait": "#dddddd",
+    "move": "#b03a48",
 }  # fmt: skip
 
 

@@ -63,7 +63,8 @@ class Timeline:
             events.append({"ph": "M", "name": "process_name", "args": {"name": name}, **common})
             for span in self.spans[name]:
                 times = {"ts": 1e6 * (span.start - zero), "dur": 1e6 * (span.end - span.start)}
-                events.append({"ph": "X", "name": span.state, "args": span.facts, **times, **common})
+                lane = {"tid": span.facts.get("lane", 0)}
+                events.append({"ph": "X", "name": span.state, "args": span.facts, **times, **common, **lane})
             for sample in self.samples[name]:
                 for what, value in sample.values.items():
                     point = {"ph": "C", "name": what, "ts": 1e6 * (sample.at - zero), "args": {what: value}}

@@ -75,13 +75,13 @@ class Rollout:
         self.rewards = open_rewards(recipe.rollout.engine, recipe.reward)
         fleet.nearest("relay", having="unit")  # nothing can begin without a storage unit
         self.courier = Courier(self.mailbox, Units(fleet))
+        self.clock = Clock(recipe.emulated.speed)
+        self.trace = Trace(Path(recipe.run.dir), fleet.name, self.clock)
         self.migration = Migration(
-            fleet, self.mailbox, self.generator, self.leases, recipe.repack, recipe.generator.max_running
+            fleet, self.mailbox, self.generator, self.leases, recipe.repack, recipe.generator.max_running, self.trace
         )
         self.is_stopped = False
         self.scored: list[Scored] = []
-        self.clock = Clock(recipe.emulated.speed)
-        self.trace = Trace(Path(recipe.run.dir), fleet.name, self.clock)
         self.meter = Meter()
 
     def run(self) -> None:

@@ -18,6 +18,7 @@ from ..comm.fleet import Fleet, Member
 from ..comm.mailbox import Mailbox
 from ..comm.messages import Message, RowId
 from ..comm.move_messages import Claim, Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from ..comm.trace import Trace
 from ..relay.repack import Report, can_fit
 from ..relay.settings import RepackSettings
 from .adapter import Generator
@@ -45,6 +46,8 @@ class Outgoing:
     with_cache: bool
     took_out_s: float
     """What taking them out and packing them took."""
+    began: float
+    """By the trace's clock."""
     sent_at: float = field(default_factory=time.monotonic)
     num_gone: int = 0
 
@@ -60,6 +63,7 @@ class Migration:
         leases: Leases,
         settings: RepackSettings,
         max_batch: int,
+        trace: Trace,
     ) -> None:
         self.fleet = fleet
         self.mailbox = mailbox
@@ -67,6 +71,7 @@ class Migration:
         self.leases = leases
         self.settings = settings
         self.max_batch = max_batch
+        self.trace = trace
         self.speeds: Speeds | None = None
         """None: it neither gives nor takes."""
         self.outgoing: dict[int, Outgoing] = {}
@@ -167,7 +172,7 @@ class Migration:
 
     def _give(self, order: MoveOrder, to: Member, token_bytes: int, prefill_s: float) -> bool:
         """Take out whatever is certain to be this rollout's, and offer it; False if there is nothing."""
-        started = time.monotonic()
+        started, began = time.monotonic(), self.trace.now()
         movable = [x.trajectory_id for x in self.generator.live() if not self.leases.held[x.trajectory_id].question]
         with_cache = self._costs.is_worth(to.host == self.fleet.me.host, token_bytes, prefill_s)
         parcels = self.generator.take_out(movable, with_cache)
@@ -179,7 +184,7 @@ class Migration:
         consignment = Consignment(self.fleet, to, self._number, pieces)
         by_row = {traveller.held.row_id: traveller for traveller in travellers}
         self.outgoing[self._number] = Outgoing(
-            order.order, order.version, to, by_row, consignment, with_cache, took_out_s
+            order.order, order.version, to, by_row, consignment, with_cache, took_out_s, began
         )
         num_tokens = sum(len(parcel.prompt_ids) + len(parcel.token_ids) for parcel in parcels)
         where = (consignment.num_bytes, consignment.path, consignment.link)
@@ -218,6 +223,7 @@ class Migration:
             seconds = outgoing.took_out_s + consignment.seconds
             self._costs.learn(bool(consignment.path), consignment.num_bytes, seconds)
         consignment.close()
+        self.trace.beside("move", outgoing.began, to=outgoing.to.name, rows=outgoing.num_gone, refusal=reason)
         if outgoing.num_gone:
             self.mailbox.send("hub", MoveEnded(outgoing.order, outgoing.num_gone, consignment.num_bytes))
         else:

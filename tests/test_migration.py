@@ -11,10 +11,13 @@ import pytest
 import torch
 from policies import random_prompts, tiny_policy
 
+from headrace.comm.clock import Clock
 from headrace.comm.errors import MessageRefused
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.messages import LeaseGrant, LeaseRequest, RowDone, RowId
 from headrace.comm.move_messages import Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from headrace.comm.trace import Trace
+from headrace.launch.timeline import Timeline
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
 from headrace.relay.dataset import JsonLines
@@ -171,13 +174,13 @@ class Replica(Engine):
 class Actor:
     """A rollout without its loop: the test turns it."""
 
-    def __init__(self, town: MemoryTown, index: int, path: Path, host: str, transfer: str) -> None:
+    def __init__(self, folder: Path, town: MemoryTown, index: int, path: Path, host: str, transfer: str) -> None:
         self.fleet = MemoryFleet.enter(town, "rollout", index, host=host)
         self.mailbox = self.fleet.post.open(self.fleet.name)
         self.generator = Replica(path)
         self.leases = Leases(self.mailbox, self.fleet.incarnation, SAMPLES, Cycle.of("headrace", None, 8, 3))
-        settings = RepackSettings(transfer=transfer)
-        self.migration = Migration(self.fleet, self.mailbox, self.generator, self.leases, settings, 32)
+        settings, trace = RepackSettings(transfer=transfer), Trace(folder, self.fleet.name, Clock())
+        self.migration = Migration(self.fleet, self.mailbox, self.generator, self.leases, settings, 32, trace)
         self.migration.speeds = Speeds(16, 1e-4)
         self.loses: set[type] = set()
         self.heard: list[object] = []
@@ -221,7 +224,7 @@ class Play:
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
         self.hub = Hub(self.town.post.open("hub"), HubState(), journal, pool, admission, queue, RepackSettings())
         self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
-        self.actors = [Actor(self.town, index, policy, host, transfer) for index, host in enumerate(hosts)]
+        self.actors = [Actor(folder, self.town, index, policy, host, transfer) for index, host in enumerate(hosts)]
         self.alive = list(self.actors)
         self.ended: list[MoveEnded] = []
         self.orders = 0
@@ -260,6 +263,7 @@ class Play:
         self.hub.books.journal.close()
         for actor in self.actors:
             actor.migration.close()
+            actor.migration.trace.close()
 
     def finish(self) -> dict[RowId, float]:
         """Every row's reward, a fingerprint of its tokens; each row must have ended exactly once."""
@@ -323,6 +327,9 @@ def test_everything_goes_over_and_ends_as_if_it_had_stayed(
     (ended,) = play.ended
     assert ended.num_rows == SAMPLES and not ended.refusal and play.hub.state.num_moved == SAMPLES
     assert (ended.num_bytes > 10_000) == (transfer == "pages")
+    play.close()
+    (span,) = Timeline.read(play.path.parent).spans[source.name]
+    assert (span.state, span.facts["to"], span.facts["rows"]) == ("move", target.name, SAMPLES)
 
 
 @pytest.mark.parametrize("reason", ["version", "full", "unable", "broken"])
