@@ -12,6 +12,7 @@ import msgspec
 from .errors import MessageRefused
 from .message import GroupId, Message, RowId
 from .move_messages import Claim, Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from .queue_messages import ColumnsDone, HandOut, RowsMissing, TakeRows
 
 # ------------------------------------------------------------------------------------------------ said to the hub
 
@@ -86,13 +87,6 @@ class Pulled(Message, frozen=True):
     digest: str
 
 
-class TakeGroups(Message, frozen=True):
-    """The trainer asks for the groups of `step` from number `received` on; repeated until all have come."""
-
-    step: int
-    received: int
-
-
 class StepTrained(Message, frozen=True):
     """The trainer has applied the optimizer step `step` to the groups handed out for it."""
 
@@ -111,14 +105,6 @@ class ActorDone(Message, frozen=True):
 
     steps: int
     facts: dict[str, float | int | str]
-
-
-class RowsMissing(Message, frozen=True):
-    """A consumer found rows, as they were named to it, in no unit."""
-
-    rows: list[RowId]
-    attempts: list[int]
-    reason: str
 
 
 class UnitRows(Message, frozen=True):
@@ -158,28 +144,6 @@ class LeaseGrant(Message, frozen=True):
     request: int
     version: int
     leases: list[Lease]
-
-
-class GroupRef(msgspec.Struct, frozen=True):
-    """Metadata of a ready group for the trainer: its usable samples and, for each, which units have the bytes."""
-
-    group: GroupId
-    samples: list[int]
-    attempts: list[int]
-    units: list[list[str]]
-    versions: list[int]
-    num_tokens: list[int]
-    rewards: list[float]
-
-
-class HandOut(Message, frozen=True):
-    """Groups for `step`, from number `first` of `total` on; `metrics` are the fleet's figures at this moment."""
-
-    step: int
-    first: int
-    total: int
-    groups: list[GroupRef]
-    metrics: dict[str, float]
 
 
 class DropRows(Message, frozen=True):
@@ -257,7 +221,7 @@ class FeedWanted(Message, frozen=True):
 
 
 MESSAGES: Sequence[type[Message]] = (
-    LeaseRequest, LeaseReturn, RowDone, Load, Claim, MoveEnded, Holding, VersionComplete, Pulled, TakeGroups, StepTrained, CheckpointWritten,
+    LeaseRequest, LeaseReturn, RowDone, Load, Claim, MoveEnded, Holding, VersionComplete, Pulled, TakeRows, ColumnsDone, StepTrained, CheckpointWritten,
     ActorDone, RowsMissing, UnitRows, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
     SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, FeedWanted,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..comm.errors import SettingError
 from ..relay.dataset import checked_prompts, open_rows
+from ..relay.pipeline import pipeline
 from ..relay.settings import DataSettings
 from .config import Recipe
 from .policy_files import PolicyFiles
@@ -35,6 +36,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         check_data(recipe.data)
         return []
     check_reward(recipe.reward.path)
+    check_tasks(recipe)
     data = check_data(recipe.data)
     policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_tp(recipe, policy)
@@ -90,22 +92,43 @@ def check_run_folder(recipe: Recipe) -> None:
         raise SettingError(f"run.dir: no permission to write in {folder}")
 
 
+def check_tasks(recipe: Recipe) -> None:
+    """The tasks on trajectories can be what the recipe says, and somebody does them."""
+    queue, roles = recipe.queue, recipe.roles
+    pipeline(queue, recipe.algorithm)
+    for task in queue.tasks:
+        check_function("queue.tasks", task.function)
+    if queue.sampler:
+        check_function("queue.sampler", queue.sampler)
+    if bool(queue.tasks) != bool(roles.task):
+        raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
+    if roles.reference and recipe.algorithm.kl_coef == 0:
+        raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
+    if queue.on_stale == "evict" and queue.max_staleness is None:
+        raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
+
+
 def check_reward(path: str) -> None:
+    """There is a reward function."""
+    check_function("reward.path", path)
+
+
+def check_function(setting: str, path: str) -> None:
     """`FILE.py:FUNCTION` names a Python file that binds this name; the file is read but not run."""
-    file, colon, function = _given("reward.path", path, "FILE.py:FUNCTION").rpartition(":")
+    file, colon, function = _given(setting, path, "FILE.py:FUNCTION").rpartition(":")
     if not colon or not function.isidentifier():
-        raise SettingError(f"reward.path: {path!r} is not of the form FILE.py:FUNCTION")
+        raise SettingError(f"{setting}: {path!r} is not of the form FILE.py:FUNCTION")
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
     except OSError as error:
-        raise SettingError(f"reward.path: cannot read {file}: {error.strerror}") from error
+        raise SettingError(f"{setting}: cannot read {file}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
         place = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise SettingError(f"reward.path: {file} is not valid Python ({place})") from error
+        raise SettingError(f"{setting}: {file} is not valid Python ({place})") from error
     names = set(_bound_names(tree))
     if function not in names and "*" not in names:
         defined = ", ".join(sorted(n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)))
-        raise SettingError(f"reward.path: {file} has no function {function!r}; it defines {defined or 'none'}")
+        raise SettingError(f"{setting}: {file} has no function {function!r}; it defines {defined or 'none'}")
 
 
 def check_data(settings: DataSettings) -> list[Any]:

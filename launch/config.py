@@ -24,6 +24,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.resume": ("never", "auto"),
     "model.dtype": ("float32", "bfloat16"),
     "data.too_long": ("error", "drop"),
+    "queue.on_stale": ("wait", "evict"),
+    "queue.on_failed": ("keep", "drop"),
     "rollout.engine": ("builtin", "emulated", "transformers"),
     "trainer.engine": ("builtin", "emulated"),
     "repack.transfer": ("auto", "pages", "prefill"),
@@ -35,7 +37,8 @@ OPEN_CHOICES = ("rollout.engine", "trainer.engine")
 """Settings that take an object of the user's as well: FILE.py:NAME or package.module:NAME."""
 
 _AT_LEAST: dict[str, float] = {
-    "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "run.steps": 1, "run.seed": 0,
+    "roles.actor": 1, "roles.relay": 1, "roles.rollout": 1, "roles.reference": 0, "roles.task": 0,
+    "algorithm.kl_coef": 0, "run.steps": 1, "run.seed": 0,
     "batch.prompts_per_step": 1, "batch.samples_per_prompt": 1, "queue.capacity": 1, "queue.max_staleness": 0,
     "repack.period_s": 0.01, "repack.batch_bound": 1,
     "sampling.max_new_tokens": 1, "sampling.temperature": 0, "sampling.top_p": 0, "sampling.top_k": 0,
@@ -66,6 +69,15 @@ class RoleSettings:
     """CPU processes that hold weights and experience; spread over the hosts first."""
     rollout: int = 1
     """Ranks of the generator; `rollout.tp` of them make one replica."""
+    reference: int = 0
+    """Ranks of the initial policy for a KL term, each with all of it; 0 lets the trainer's ranks do it."""
+    task: int = 0
+    """CPU processes for `queue.tasks`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all roles."""
+        return self.actor + self.relay + self.rollout + self.reference + self.task
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ def plan(recipe: Recipe, ranks_per_host: int = 0) -> str:
 
 def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
     roles = recipe.roles
-    world_size = roles.actor + roles.relay + roles.rollout
+    world_size = roles.num_ranks
     num_gpus = count_gpus()
     for rank, place in enumerate(assign(roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)):
         device = visible_devices(place, num_gpus, recipe.relay.staging_device)

@@ -27,28 +27,33 @@ class Place:
 def assign(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Place]:
     """The place of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
 
-    Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, in rank order, so
-    rank 0 is an actor. The first of each `tp` ranks of a replica is its `rollout`, the others are its `shard`s, all on one host.
+    Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, references and
+    tasks, in rank order, so rank 0 is an actor. The first of each `tp` ranks of a replica is its `rollout`, the others are its `shard`s, all on one host.
     """
-    wanted = roles.actor + roles.relay + roles.rollout
+    wanted = roles.num_ranks
     if wanted != world_size:
         raise SettingError(
-            f"roles.actor + roles.relay + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
+            f"roles.actor + roles.relay + roles.reference + roles.task + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
             f" change roles or start torchrun with --nproc-per-node {wanted}"
         )
     num_hosts = -(-world_size // ranks_per_host)
     relay_of_rank = _seat_relays(roles.relay, world_size, ranks_per_host)
     places: list[Place] = []
     slots = [0] * num_hosts
-    workers = iter([("actor", i) for i in range(roles.actor)] + _replicas(roles.rollout, tp))
+    workers = iter(
+        [("actor", i) for i in range(roles.actor)]
+        + _replicas(roles.rollout, tp)
+        + [(role, i) for role, count in (("reference", roles.reference), ("task", roles.task)) for i in range(count)]
+    )
     for rank in range(world_size):
         host = rank // ranks_per_host
         if rank in relay_of_rank:
             places.append(Place("relay", relay_of_rank[rank], host, None))
         else:
             role, index = next(workers)
-            places.append(Place(role, index, host, slots[host]))
-            slots[host] += 1
+            on_cpu = role == "task"
+            places.append(Place(role, index, host, None if on_cpu else slots[host]))
+            slots[host] += not on_cpu
     _refuse_spread(places, tp)
     return places
 
@@ -92,7 +97,7 @@ def started_again(roles: RoleSettings) -> frozenset[str]:
 
     A relay's rows and weights lie on another relay too, where there is one.
     """
-    return frozenset({"rollout", "shard"} | ({"relay"} if roles.relay > 1 else set()))
+    return frozenset({"rollout", "shard", "reference", "task"} | ({"relay"} if roles.relay > 1 else set()))
 
 
 def visible_devices(place: Place, num_gpus: int, staging: str | None = None) -> str:
@@ -101,7 +106,7 @@ def visible_devices(place: Place, num_gpus: int, staging: str | None = None) -> 
     A relay has none but its `relay.staging_device`, if that is a GPU.
     """
     if place.slot is None:
-        return "" if staging in (None, "cpu") else staging
+        return "" if place.role == "task" or staging in (None, "cpu") else staging
     return str(place.slot % num_gpus) if num_gpus else ""
 
 

@@ -140,7 +140,7 @@ class Launch:
 
     def _command(self, own_files: Path) -> list[str]:
         roles = self.recipe.roles
-        num_ranks = str(roles.actor + roles.relay + roles.rollout)
+        num_ranks = str(roles.num_ranks)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
         config = self.run_dir / CONFIG_FILE
         return [*torchrun, "--log-dir", str(own_files), "-m", "headrace.launch.run", str(config)]

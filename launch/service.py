@@ -14,10 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from ..comm.fleet import Fleet
-from ..comm.messages import ActorDone, GroupRef, Holding, LeaseGrant, Pulled, RowId, StepTrained, Stop
+from ..comm.messages import ActorDone, Holding, LeaseGrant, Pulled, RowId, StepTrained, Stop
 from ..comm.waits import waiting
 from ..relay.layout import Layout, host_buffer
-from ..relay.stream import GroupStream, RunStopped
+from ..relay.pipeline import TRAIN
+from ..relay.stream import Batch, ExperienceStream, RunStopped
 from ..relay.units import Units
 from ..relay.weights import WeightPublisher, WeightReader
 from ..rollout.courier import Courier, Parcel
@@ -48,8 +49,9 @@ class TrainerService:
     def __init__(self, fleet: Fleet, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
         self.version = 0
         self._mailbox = fleet.post.open(fleet.name)
-        self._stream = GroupStream(self._mailbox, recipe.comm.deadline_s)
         self._units = Units(fleet)
+        steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
+        self._stream = ExperienceStream(self._mailbox, self._units, [TRAIN], steps=steps, deadline_s=deadline_s)
         self._structure = _structure(recipe)
         self._publisher = WeightPublisher(fleet, _layout(self._structure, recipe), recipe.comm)
         self._publish(weights)
@@ -61,9 +63,9 @@ class TrainerService:
         """
         received, total = 0, 1
         while received < total:
-            answer = self._stream.take(self.version, received)
-            received, total = received + len(answer.groups), answer.total
-            yield from map(self._fetch, answer.groups)
+            batch = self._stream.next()
+            received, total = received + len(batch.hand_out.groups), batch.hand_out.total
+            yield from _groups_of(batch)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
         """The step is trained: its rows are consumed, and these weights are the next version. Returns after one copy."""
@@ -73,6 +75,7 @@ class TrainerService:
 
     def close(self) -> None:
         """Deliver what was published, and end the run."""
+        self._stream.close()
         self._publisher.close()
         self._units.close()
         self._mailbox.send("hub", ActorDone(self.version, {}))
@@ -82,13 +85,13 @@ class TrainerService:
         tensors = {name: weights[name] for name in self._structure.weights()}
         self._publisher.publish(self.version, self.version, tensors)
 
-    def _fetch(self, group: GroupRef) -> list[Experience]:
-        found: list[Experience] = []
-        for place, sample in enumerate(group.samples):
-            row = RowId(group.group.epoch, group.group.prompt, sample)
-            columns = self._units.fetch(row.key(group.attempts[place]), group.units[place])
-            found.append(Experience(row, group.versions[place], group.rewards[place], columns))
-        return found
+
+def _groups_of(batch: Batch) -> Iterator[list[Experience]]:
+    for group in batch.hand_out.groups:
+        yield [
+            Experience(group.row(i), group.versions[i], group.rewards[i], batch.columns[group.key(i)])
+            for i in range(len(group.samples))
+        ]
 
 
 class GeneratorService:

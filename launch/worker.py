@@ -36,6 +36,8 @@ _MAINS = {
     "relay": "..relay.loop",
     "actor": "..trainer.loop",
     "rollout": "..rollout.loop",
+    "reference": "..trainer.reference_loop",
+    "task": "..relay.task_loop",
     "shard": "..rollout.builtin",
 }
 _STORE_DEADLINE_S = 120.0
@@ -136,6 +138,8 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
         ("actor", recipe.roles.actor),
         ("rollout", recipe.num_replicas),
         ("relay", recipe.roles.relay),
+        ("reference", recipe.roles.reference),
+        ("task", recipe.roles.task),
     ):
         for index in range(count):
             mailbox.send(f"{name}-{index}", Stop("failed"))

@@ -8,6 +8,8 @@ nothing has to be thrown away; the price is that a step may wait for a straggler
 
 from collections.abc import Iterable
 
+from .controller import item_of
+from .samplers import Room, Sampler
 from .settings import BatchSettings, QueueSettings
 from .state import Group, HubState, RowStatus
 
@@ -27,6 +29,11 @@ class Admission:
         waves = 2 if self.bound is None else self.bound + 1
         self.capacity = queue.capacity or waves * self.per_step
         self.num_steps = num_steps
+        self.evicts = queue.on_stale == "evict" and self.bound is not None
+        self.sampler: Sampler | None = None
+        """Chooses among the complete groups; None for the most urgent or the oldest."""
+        self.needs: frozenset[str] = frozenset()
+        """Columns that training needs besides those of the rollout."""
 
     def places(self, state: HubState) -> int:
         """Groups that may still be handed out for the step in progress."""
@@ -37,8 +44,14 @@ class Admission:
         return (self.num_steps - state.step - 1) * self.per_step + self.places(state)
 
     def ready(self, state: HubState) -> list[Group]:
-        """Complete groups that wait to be handed out, oldest first."""
-        return sorted((group for group in state.queued() if group.is_complete), key=lambda group: group.order)
+        """Groups that can be trained and wait to be handed out, oldest first."""
+        return sorted((group for group in state.queued() if group.has(self.needs)), key=lambda group: group.order)
+
+    def stale(self, state: HubState) -> list[Group]:
+        """Groups that came too late to be trained, where they are not waited for."""
+        if not self.evicts or self.bound is None:
+            return []
+        return [group for group in state.queued() if group.version + self.bound < state.step]
 
     def may_lease(self, state: HubState, version: int, group: Group | None = None) -> bool:
         """Whether a group may be started on `version`: a new one, or `group`, some rows of which came back."""
@@ -57,14 +70,26 @@ class Admission:
         ready = self.ready(state)
         if len(ready) < (self.places(state) if self.hands_out_whole_batches else 1):
             return None
-        # Without a bound, first come, first served; ties of urgency likewise.
-        chosen = min(ready, key=lambda group: group.version) if self.bound is not None else ready[0]
+        chosen = self._choose(ready, state)
+        if chosen is None:
+            return None
         others = [group for group in state.queued() if group is not chosen]
         return chosen if self._feasible(others, state, self.places(state) - 1) else None
+
+    def _choose(self, ready: list[Group], state: HubState) -> Group | None:
+        if self.sampler is not None:
+            items = {item_of(group): group for group in ready}
+            room = Room(self.places(state), sum(item.num_tokens for item in items), state.step)
+            found = self.sampler.sample(list(items), room)
+            return items[found[0]] if found else None
+        # Without a bound, first come, first served; ties of urgency likewise.
+        return min(ready, key=lambda group: group.version) if self.bound is not None else ready[0]
 
     def _feasible(self, groups: Iterable[Group], state: HubState, places: int, extra: int | None = None) -> bool:
         if self.bound is None:
             return True
+        if self.evicts:
+            return extra is None or state.step <= extra + self.bound
         versions = [group.version for group in groups] + ([] if extra is None else [extra])
         for index, version in enumerate(sorted(versions)):
             steps_ahead = 0 if index < places else 1 + (index - places) // self.per_step

@@ -29,7 +29,7 @@ from ..comm.messages import (
     RowId,
     StepTrained,
     Stop,
-    TakeGroups,
+    TakeRows,
 )
 from ..comm.settings import CommSettings, EmulatedSettings, RunSettings
 from ..comm.waits import waiting
@@ -47,6 +47,12 @@ _PATIENCE_S = 120.0
 
 
 @dataclass(slots=True)
+class _Loss:
+    kl_coef: float = 0.0
+    proximal: bool = False
+
+
+@dataclass(slots=True)
 class HubSections:
     """The sections of a recipe that the hub reads."""
 
@@ -57,6 +63,7 @@ class HubSections:
     repack: RepackSettings = field(default_factory=RepackSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
+    algorithm: _Loss = field(default_factory=_Loss)
 
 
 def hub_events() -> list[Row]:
@@ -91,7 +98,7 @@ def _play(rollout: Mailbox, actor: Mailbox) -> None:
     while step[0] < _STEPS:
         received, total = 0, 1
         while received < total:
-            actor.send("hub", TakeGroups(step[0], received))
+            actor.send("hub", TakeRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
             answer = _expect(actor, HandOut)
             assert answer is not None, "the hub ended the run"
             received, total = received + len(answer.groups), answer.total

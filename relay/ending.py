@@ -50,6 +50,8 @@ class Ending:
         hub.leases.is_open = hub.repacking.is_open = False
         actors = [] if done else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
+        for role in ("reference", "task"):  # they hold no trajectory, but may still write into the units
+            rollouts += self._tell(role, Stop(end.status), gone)
         holdings = self._collect(Holding, rollouts)
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)
         for missing in hub.leases.holders() - set(holdings):

@@ -85,6 +85,41 @@ class UnitLost(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class TaskHanded(Event, frozen=True, kw_only=True):
+    """`consumer` got rows of `task`, as these attempts; hand-outs of a task are numbered from 1."""
+
+    task: str
+    number: int
+    consumer: str
+    rows: list[RowId]
+    attempts: list[int]
+
+
+class ColumnsReady(Event, frozen=True, kw_only=True):
+    """A hand-out of a task is done: these rows have new columns, in these units; its other rows come back."""
+
+    task: str
+    number: int
+    columns: list[str]
+    rows: list[RowId]
+    units: list[list[str]]
+
+
+class TaskReturned(Event, frozen=True, kw_only=True):
+    """A hand-out of a task comes back undone: its consumer died."""
+
+    task: str
+    number: int
+    reason: str
+
+
+class Evicted(Event, frozen=True, kw_only=True):
+    """A group was thrown out, finished or not: it is too stale, or one of its members failed."""
+
+    group: GroupId
+    reason: str
+
+
 class GroupFiltered(Event, frozen=True, kw_only=True):
     """A complete group was dropped since its rewards are all equal."""
 
@@ -135,7 +170,7 @@ class Ended(Event, frozen=True, kw_only=True):
 
 
 EVENTS: Sequence[type[Event]] = (
-    Opened, Leased, Returned, Moved, RowReady, RowFailed, RowsLost, UnitLost, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
+    Opened, Leased, Returned, Moved, RowReady, RowFailed, RowsLost, UnitLost, TaskHanded, ColumnsReady, TaskReturned, Evicted, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
 )  # fmt: skip
 
 _decoder = msgspec.json.Decoder(Union[tuple(EVENTS)])  # noqa: UP007 - built from the list

@@ -5,17 +5,19 @@ is looked at again after the next letter.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..comm.mailbox import Letter, Mailbox
 from ..comm.messages import CheckpointWritten, Load, Pulled, VersionComplete
 from . import events as ev
 from .admission import Admission
 from .books import Books, Office, Rules
+from .controller import Task
 from .copies import Copies
 from .hand_outs import HandOuts
 from .journal import Journal
 from .leases import Leases
+from .pipeline import TRAIN, controllers, open_sampler
 from .prompts import PromptPool
 from .repacking import Repacking
 from .results import Results
@@ -37,12 +39,16 @@ class Hub:
         queue: QueueSettings,
         repack: RepackSettings,
         clock: Callable[[], float] = time.monotonic,
+        tasks: Mapping[str, Task] | None = None,
     ) -> None:
         self.books = Books(mailbox, state, journal)
         self.telemetry = Telemetry()
         self.leases = Leases(self.books, pool, admission)
         self.results = Results(self.books, queue)
-        self.hand_outs = HandOuts(self.books, admission, self.telemetry)
+        self.hand_outs = HandOuts(self.books, admission, self.telemetry, controllers(tasks or {}))
+        if tasks:
+            admission.needs = tasks[TRAIN].needs
+        admission.sampler = open_sampler(queue.sampler)
         self.repacking = Repacking(self.books, repack, self.telemetry, clock)
         # Handing out comes before leasing, since it makes room.
         self.offices: tuple[Office, ...] = (

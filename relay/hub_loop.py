@@ -20,6 +20,7 @@ from .dataset import open_rows
 from .ending import End, Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
+from .pipeline import Objective, pipeline
 from .prompts import PromptPool
 from .schedules import admission_of
 from .settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
@@ -28,7 +29,7 @@ from .units import unit_name
 
 log = logging.getLogger(__name__)
 
-WATCHED = ("rollout", "relay")
+WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
 ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
 
@@ -44,15 +45,23 @@ class HubRecipe(Protocol):
     repack: RepackSettings
     comm: CommSettings
 
+    @property
+    def algorithm(self) -> Objective:
+        """The loss, which decides about the tasks."""
+        ...
+
 
 def run(fleet: Fleet, recipe: HubRecipe) -> None:
     """The hub's process, from the first letter to the summary."""
     run_dir = Path(recipe.run.dir)
     mailbox = fleet.post.open("hub")
+    tasks = pipeline(recipe.queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     admission = admission_of(recipe.run.schedule, recipe.batch, recipe.queue, recipe.run.steps)
-    hub = Hub(mailbox, state, journal, pool, admission, recipe.queue, recipe.repack, Clock(recipe.emulated.speed).now)
+    hub = Hub(
+        mailbox, state, journal, pool, admission, recipe.queue, recipe.repack, Clock(recipe.emulated.speed).now, tasks
+    )
     watch = Watch(hub, fleet)
     while (end := watch.turn()) is None:
         pass

@@ -5,6 +5,7 @@ import logging
 from ..comm.messages import DropRows, GroupId, RowDone
 from . import events as ev
 from .books import Books, Rules
+from .hand_outs import evict
 from .settings import QueueSettings
 from .state import Group, RowStatus
 from .units import relay_of
@@ -50,6 +51,9 @@ class Results:
                 )
             )
         group = self.books.state.groups.get(GroupId(done.row.epoch, done.row.prompt))
+        if group is not None and self.queue.on_failed == "drop" and group.samples(RowStatus.FAILED):
+            evict(self.books, [group], "a member failed")
+            return
         if group is not None and group.step is None and group.is_complete and self._has_no_signal(group):
             self.books.drop((group, sample) for sample in group.samples(RowStatus.READY))
             self.books.decide(ev.GroupFiltered(group=group.id))

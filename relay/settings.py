@@ -1,6 +1,6 @@
 """Settings of the prompts and the experience queue."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -29,6 +29,20 @@ class BatchSettings:
 
 
 @dataclass(slots=True)
+class TaskSettings:
+    """One of `queue.tasks`: a function that adds columns to rows, before they are trained."""
+
+    name: str = ""
+    """Of the task, in the journal and in messages."""
+    function: str = ""
+    """FILE.py:FUNCTION, called with a dictionary of columns, each a list of one array for each row; it returns the same."""
+    needs: list[str] = field(default_factory=list)
+    """Columns that it is given."""
+    yields: list[str] = field(default_factory=list)
+    """Columns that it returns."""
+
+
+@dataclass(slots=True)
 class QueueSettings:
     """`queue.*`: how far generation may run ahead of training."""
 
@@ -38,6 +52,14 @@ class QueueSettings:
     """Bound on (version trained - version that generated); null means that only the capacity bounds it."""
     filter_zero_std: bool = False
     """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
+    on_stale: str = "wait"
+    """What happens to a group that is due: `wait` holds its step back, `evict` throws it out and goes on. For `max_staleness`."""
+    on_failed: str = "keep"
+    """What happens to a group one of whose members failed: `keep` trains the others, `drop` throws them out."""
+    sampler: str = ""
+    """FILE.py:CLASS that chooses which of the complete groups is trained next, see `relay.samplers`; empty for the oldest."""
+    tasks: list[TaskSettings] = field(default_factory=list)
+    """Tasks of your own on every trajectory, each with `name`, `function`, `needs` and `yields`; served by `roles.task` ranks."""
 
 
 @dataclass(slots=True)

@@ -8,70 +8,15 @@ where *leased* counts each trajectory at its first lease, and *in flight* is wha
 `apply` asserts that every event is legal in the state it meets; the hub decides, this file only believes.
 """
 
-import enum
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import singledispatch
 
 from ..comm.messages import GroupId, RowId
 from . import events as ev
-
-
-class RowStatus(enum.Enum):
-    """Life of a trajectory. WANTED and LEASED are unfinished; READY and FAILED are its two ends before training."""
-
-    WANTED = enum.auto()
-    LEASED = enum.auto()
-    READY = enum.auto()
-    FAILED = enum.auto()
-
-
-UNFINISHED = (RowStatus.WANTED, RowStatus.LEASED)
-
-
-@dataclass(slots=True)
-class Row:
-    """One trajectory as the hub knows it; `version` is the one that generates or generated it."""
-
-    status: RowStatus = RowStatus.WANTED
-    attempt: int = 0
-    version: int = 0
-    holder: str = ""
-    units: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    reward: float = 0.0
-    num_versions: int = 1
-
-    def is_ready(self, attempt: int) -> bool:
-        """Whether this attempt lies in the queue."""
-        return self.status is RowStatus.READY and self.attempt == attempt
-
-    def lose(self) -> None:
-        """It has to be generated again; the next lease makes another attempt of it."""
-        self.status, self.units = RowStatus.WANTED, []
-
-
-@dataclass(slots=True)
-class Group:
-    """The samples of one prompt; `order` is the number of its first lease, `step` the step it was handed out for."""
-
-    id: GroupId
-    order: int
-    rows: list[Row]
-    step: int | None = None
-
-    @property
-    def version(self) -> int:
-        """The oldest version among its rows that can still be trained: what its staleness is counted from."""
-        return min(row.version for row in self.rows if row.status is not RowStatus.FAILED)
-
-    @property
-    def is_complete(self) -> bool:
-        return all(row.status not in UNFINISHED for row in self.rows)
-
-    def samples(self, *statuses: RowStatus) -> list[int]:
-        """Indices of the samples with one of these statuses."""
-        return [sample for sample, row in enumerate(self.rows) if row.status in statuses]
+from .group import Group, Row, RowStatus
+from .records import TaskRecord
 
 
 @dataclass(slots=True)
@@ -105,6 +50,7 @@ class HubState:
     wanted: dict[GroupId, None] = field(default_factory=dict)
     handed: list[GroupId] = field(default_factory=list)
     lost_units: set[str] = field(default_factory=set)
+    tasks: dict[str, TaskRecord] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
@@ -129,6 +75,17 @@ class HubState:
         group = self.groups.get(GroupId(row_id.epoch, row_id.prompt))
         return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
 
+    def has_attempt(self, row_id: RowId, attempt: int) -> bool:
+        """Whether this attempt of a row lies in the queue."""
+        row = self.row(row_id)
+        return row is not None and row.is_ready(attempt)
+
+    def forget(self, rows: Iterable[RowId]) -> None:
+        """Rows leave the queue, or lose their attempt: no task has had them any more."""
+        gone = list(rows)
+        for record in self.tasks.values():
+            record.taken.difference_update(gone)
+
     def group_of(self, row_id: RowId) -> Group:
         """The group of an open trajectory."""
         return self.groups[GroupId(row_id.epoch, row_id.prompt)]
@@ -145,6 +102,10 @@ def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
     state.handed.clear()
+    for record in state.tasks.values():
+        for number in list(record.open):
+            record.close(number, consumed=(), gone=list(record.open[number].attempts))
+        record.taken.clear()
     for group in state.groups.values():
         group.step = None
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
@@ -219,6 +180,7 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         state.regenerated += row.status is RowStatus.READY
         group = state.group_of(row_id)
         row.lose()
+        state.forget([row_id])
         state.wanted[group.id] = None
         if group.step is not None:  # it goes out again when it is complete again
             group.step = None
@@ -237,12 +199,55 @@ def _(event: ev.UnitLost, state: HubState) -> None:
             if not row.units and group.step is None:
                 state.regenerated += 1
                 row.lose()
+                state.forget([RowId(group.id.epoch, group.id.prompt, sample)])
                 state.wanted[group.id] = None
+
+
+@apply.register
+def _(event: ev.TaskHanded, state: HubState) -> None:
+    attempts = dict(zip(event.rows, event.attempts, strict=True))
+    for row_id, attempt in attempts.items():
+        assert state.has_attempt(row_id, attempt), f"row {row_id} has no attempt {attempt} in the queue"
+        assert state.group_of(row_id).step is None, f"row {row_id} is handed out for training"
+    state.tasks.setdefault(event.task, TaskRecord()).hand_out(event.number, event.consumer, attempts)
+
+
+@apply.register
+def _(event: ev.ColumnsReady, state: HubState) -> None:
+    record = state.tasks[event.task]
+    attempts = record.open[event.number].attempts
+    for row_id, units in zip(event.rows, event.units, strict=True):
+        assert state.has_attempt(row_id, attempts[row_id]), f"row {row_id} is not in the queue any more"
+        row = state.group_of(row_id).rows[row_id.sample]
+        assert units and set(units) <= set(row.units), f"row {row_id} lies in {row.units}, not in {units}"
+        row.units = list(units)
+        row.columns |= set(event.columns)
+    gone = [row_id for row_id, attempt in attempts.items() if not state.has_attempt(row_id, attempt)]
+    record.close(event.number, consumed=event.rows, gone=gone)
+
+
+@apply.register
+def _(event: ev.TaskReturned, state: HubState) -> None:
+    record = state.tasks[event.task]
+    attempts = record.open[event.number].attempts
+    gone = [row_id for row_id, attempt in attempts.items() if not state.has_attempt(row_id, attempt)]
+    record.close(event.number, consumed=(), gone=gone)
+
+
+@apply.register
+def _(event: ev.Evicted, state: HubState) -> None:
+    group = state.groups.pop(event.group)
+    assert group.step is None, f"group {event.group} is handed out"
+    state.wanted.pop(event.group, None)
+    rows = group.row_ids(RowStatus.WANTED, RowStatus.LEASED, RowStatus.READY)
+    state.account.evicted += len(rows)
+    state.forget(rows)
 
 
 @apply.register
 def _(event: ev.GroupFiltered, state: HubState) -> None:
     group = state.groups.pop(event.group)
+    state.forget(group.row_ids(RowStatus.READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
     state.account.filtered += len(group.samples(RowStatus.READY))
 
@@ -264,6 +269,7 @@ def _(event: ev.Trained, state: HubState) -> None:
         group = state.groups.pop(group_id)
         rows = [group.rows[sample] for sample in group.samples(RowStatus.READY)]
         state.account.trained += len(rows)
+        state.forget(group.row_ids(RowStatus.READY))
         state.tokens_trained += sum(row.num_tokens for row in rows)
         state.staleness.update(event.step - row.version for row in rows)
         state.versions_per_trajectory.update(row.num_versions for row in rows)

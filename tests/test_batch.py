@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.trainer.batch import Reference, Trajectory, pack, rounds
+from headrace.relay.rounds import rounds
+from headrace.trainer.batch import Reference, Trajectory, pack
 
 
 def trajectory(prompt: list[int], response: list[int], version: int = 0, advantage: float = 0.0) -> Trajectory:

@@ -9,7 +9,8 @@ import torch
 from policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
-from headrace.comm.messages import GroupId, GroupRef
+from headrace.comm.messages import GroupId
+from headrace.comm.queue_messages import GroupRef
 from headrace.comm.settings import ModelSettings, RunSettings
 from headrace.rollout.settings import GeneratorSettings, SamplingSettings
 from headrace.trainer.actor import Actor

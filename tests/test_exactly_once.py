@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from headrace.comm.mailbox import Letter, MemoryPost
 from headrace.comm.messages import (
     DropRows,
-    GroupRef,
     HandOut,
     LeaseGrant,
     LeaseRequest,
@@ -27,27 +26,34 @@ from headrace.comm.messages import (
     RowId,
     RowsMissing,
     StepTrained,
-    TakeGroups,
+    TakeRows,
     VersionComplete,
 )
 from headrace.comm.move_messages import Claim, Claimed, RowsGone
+from headrace.comm.queue_messages import ColumnsDone, GroupRef
 from headrace.comm.rows import MemoryRows
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
 from headrace.relay.dataset import JsonLines
 from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, replay
+from headrace.relay.pipeline import pipeline
 from headrace.relay.prompts import PromptPool
 from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.state import HubState
 from headrace.relay.units import relay_of
+from headrace.trainer.settings import AlgorithmSettings
 
 ROLLOUTS = ("rollout-0", "rollout-1")
+REFERENCES = ("reference-0", "reference-1")
 RELAYS = ("relay-0", "relay-1")
 PER_STEP, SAMPLES = 2, 2
 BATCH, QUEUE = BatchSettings(PER_STEP, SAMPLES), QueueSettings(filter_zero_std=True)
 
+TASKS = pipeline(QUEUE, AlgorithmSettings(kl_coef=0.1))
+
 rollouts = st.sampled_from(ROLLOUTS)
+references = st.sampled_from(REFERENCES)
 relays = st.sampled_from(RELAYS)
 picks = st.integers(0, 7)
 places = st.sampled_from([RELAYS, RELAYS[:1], RELAYS[1:]])
@@ -64,13 +70,12 @@ class World(RuleBasedStateMachine):
         self.path = Path(self.folder.name, "journal.jsonl")
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
         self.post = MemoryPost()
-        self.boxes = {name: self.post.open(name) for name in (*ROLLOUTS, *RELAYS, "actor-0", "hub")}
+        self.boxes = {name: self.post.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
         self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
         self.received: list[GroupRef] = []
         self.batch: list[GroupRef] = []
-        self.num_read = 0
         self.num_missing = 0
         self.trained: Counter[RowId] = Counter()
         self.question = 0
@@ -82,7 +87,9 @@ class World(RuleBasedStateMachine):
     def open_hub(self, state: HubState) -> None:
         admission = Admission(BATCH, QUEUE, num_steps=1000)
         journal = Journal(self.path)
-        self.hub = Hub(self.boxes["hub"], state, journal, self.pool, admission, QUEUE, RepackSettings(enabled=False))
+        self.hub = Hub(
+            self.boxes["hub"], state, journal, self.pool, admission, QUEUE, RepackSettings(enabled=False), tasks=TASKS
+        )
         self.hub.books.decide(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
         for relay in RELAYS:
             self.say(f"{relay}/weights", VersionComplete(self.hub.state.step, 0, "digest"))
@@ -230,23 +237,56 @@ class World(RuleBasedStateMachine):
         list(self.heard("actor-0"))
         self.open_hub(replay(self.path))
 
+    # ------------------------------------------------------------------------------------------------------ reference
+
+    @rule(
+        consumer=references,
+        ends=st.sampled_from(["well", "told twice", "dead before it writes", "dead before it tells"]),
+    )
+    def refers(self, consumer: str, ends: str) -> None:
+        """A consumer takes rows, reads them, adds a column, tells; or dies on the way."""
+        self.question += 1
+        self.say(consumer, TakeRows(self.question, ["reference"], max_tokens=12))
+        for message in self.heard(consumer):
+            if isinstance(message, HandOut) and message.question == self.question:
+                done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
+                for _ in range(2 if ends == "told twice" else ends == "well"):
+                    self.say(consumer, done)
+        if ends.startswith("dead"):
+            self.hub.lose(consumer, "dead")
+
+    def add_column(self, consumer: str, hand_out: HandOut, *, is_written: bool) -> ColumnsDone:
+        rows: list[RowId] = []
+        units: list[list[str]] = []
+        for group in hand_out.groups:
+            readable = [n for n in range(len(group.samples)) if self.read(group, n, consumer)]
+            for n in readable if is_written else ():
+                row, attempt = group.row(n), group.attempts[n]
+                living = [unit for unit in group.units[n] if unit == self.unit(relay_of(unit))]
+                for unit in living:
+                    self.units[relay_of(unit)].put(row.key(attempt), {"ref_logprobs": np.array([row.number, attempt])})
+                rows.append(row)
+                units.append(living)
+        return ColumnsDone(hand_out.task, hand_out.number, ["ref_logprobs"], rows, units)
+
     # -------------------------------------------------------------------------------------------------------- trainer
 
     @rule()
     def takes(self) -> None:
         step = self.hub.state.step
-        self.say("actor-0", TakeGroups(step, len(self.received)))
+        self.question += 1
+        self.say("actor-0", TakeRows(self.question, ["train"], step, len(self.received)))
         for message in self.heard("actor-0"):
-            if isinstance(message, HandOut) and (message.step, message.first) == (step, len(self.received)):
+            if isinstance(message, HandOut) and message.question == self.question:
                 self.received += message.groups
 
     @rule()
     def trains(self) -> None:
         """Read what was handed out, and make the step when there is enough. What was read before is not read again."""
-        for reference in self.received[self.num_read :]:
-            self.num_read += 1
-            if all(self.read(reference, n) for n in range(len(reference.samples))):
+        for reference in self.received[len(self.batch) :]:
+            if self.all_read(reference):
                 self.batch.append(reference)
+        self.received = list(self.batch)  # the others have left the step
         if len(self.batch) == PER_STEP:
             step = self.hub.state.step
             self.trained.update(reference.group.row(sample) for reference in self.batch for sample in reference.samples)
@@ -260,22 +300,31 @@ class World(RuleBasedStateMachine):
         for rollout in (first, second):
             self.asks(rollout, num_groups)
         self.finishes_all(first, RELAYS)
+        for consumer in REFERENCES:
+            self.refers(consumer, "well")
         self.takes()
         if are_read:
             self.trains()
 
     def begin_step(self) -> None:
-        self.received, self.num_read, self.batch = [], 0, []
+        self.received, self.batch = [], []
 
-    def read(self, reference: GroupRef, n: int) -> bool:
-        row, attempt = reference.group.row(reference.samples[n]), reference.attempts[n]
+    def all_read(self, reference: GroupRef) -> bool:
+        """As a stream does it: every row is tried, and each that is missing is told."""
+        found = [self.read(reference, n) for n in range(len(reference.samples))]
+        return all(found)
+
+    def read(self, reference: GroupRef, n: int, reader: str = "actor-0") -> bool:
+        row, attempt = reference.row(n), reference.attempts[n]
         units = [unit for unit in reference.units[n] if unit == self.unit(relay_of(unit))]
         for unit in units:
-            content = self.units[relay_of(unit)].get(row.key(attempt))["content"]
-            assert content.tolist() == [row.epoch, row.prompt, row.sample, attempt], "another's bytes"
+            columns = self.units[relay_of(unit)].get(row.key(attempt))
+            assert columns["content"].tolist() == [row.epoch, row.prompt, row.sample, attempt], "another's bytes"
+            if reader == "actor-0":
+                assert columns["ref_logprobs"].tolist() == [row.number, attempt], "trained without the reference"
         if not units:
             self.num_missing += 1
-            self.say("actor-0", RowsMissing([row], [attempt], "no unit has it"))
+            self.say(reader, RowsMissing([row], [attempt], "no unit has it"))
         return bool(units)
 
     # ------------------------------------------------------------------------------------------------------ the claim
@@ -284,6 +333,7 @@ class World(RuleBasedStateMachine):
     def the_account_holds(self) -> None:
         assert self.hub.state.holds
         assert self.hub.state.account.trained == self.trained.total()
+        assert all(record.holds for record in self.hub.state.tasks.values())
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:

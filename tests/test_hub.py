@@ -17,7 +17,7 @@ from headrace.comm.messages import (
     RowId,
     RowsMissing,
     StepTrained,
-    TakeGroups,
+    TakeRows,
     VersionComplete,
     encode,
 )
@@ -100,7 +100,7 @@ def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScen
     grant = s.lease()
     s.say("rollout-1", LeaseRequest(1, 0, 1))
     assert s.heard("rollout-1") == []
-    s.say("actor-0", TakeGroups(0, 0))
+    s.say("actor-0", TakeRows(1, ["train"], 0))
     s.finish(grant)
     assert isinstance(s.heard("rollout-1")[0], LeaseGrant)
 
@@ -109,7 +109,7 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
     for _ in range(2):
-        s.say("actor-0", TakeGroups(0, 0))
+        s.say("actor-0", TakeRows(1, ["train"], 0))
         (answer,) = s.heard("actor-0")
         assert isinstance(answer, HandOut)
         assert (answer.first, answer.total, len(answer.groups)) == (0, 2, 2)
@@ -119,7 +119,7 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
 def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
-    s.say("actor-0", TakeGroups(0, 0))
+    s.say("actor-0", TakeRows(1, ["train"], 0))
     s.say("actor-0", StepTrained(0))
     (drop,) = s.heard("relay-0")
     assert isinstance(drop, DropRows) and len(drop.keys) == 4
@@ -174,7 +174,7 @@ def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(sce
     s = scene()
     grant = s.lease(num_groups=2)
     s.finish(grant)
-    s.say("actor-0", TakeGroups(0, 0))
+    s.say("actor-0", TakeRows(1, ["train"], 0))
     lost = grant.leases[1].group
     gone = RowsMissing([RowId(lost.epoch, lost.prompt, 0)] * 1, [1], "no copy")
     s.say("actor-0", gone)
@@ -203,7 +203,7 @@ def test_groups_without_signal_are_replaced_when_asked_for(scene: MakeScene):
 def test_the_journal_tells_the_same_state(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
-    s.say("actor-0", TakeGroups(0, 0))
+    s.say("actor-0", TakeRows(1, ["train"], 0))
     s.say("actor-0", StepTrained(0))
     s.lease(request=2, version=1)
     assert replay(s.path) == s.hub.state

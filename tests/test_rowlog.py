@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.comm.messages import GroupId, GroupRef, HandOut
+from headrace.comm.messages import GroupId, HandOut
+from headrace.comm.queue_messages import GroupRef
 from headrace.trainer.rowlog import RowLog, SavedStep
 
 

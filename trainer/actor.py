@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.messages import GroupRef
-from .batch import DUMMY, Fetch, Reference, Trajectory, pack, references_of, rounds, trajectory_of
+from ..comm.queue_messages import GroupRef
+from ..relay.rounds import rounds
+from .batch import DUMMY, Fetch, Reference, Trajectory, pack, references_of, trajectory_of
 from .checkpoint import TrainingState
 from .loss import group_advantages, grpo_loss
 from .model import Policy, load_policy
@@ -86,6 +87,8 @@ class Actor:
         temperature = self.recipe.sampling.temperature or 1.0
         logprobs, entropy = self.policy.token_logprobs(hidden[batch.predictors], batch.targets, temperature)
         algorithm = self.recipe.algorithm
-        terms = grpo_loss(logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm)
+        terms = grpo_loss(
+            logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm, batch.ref_logprobs
+        )
         terms.loss.backward()
         tally.add_batch(batch, logprobs.detach(), terms)

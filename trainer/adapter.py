@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
 
+import numpy as np
+
 from ..comm.fleet import Fleet
-from ..comm.messages import GroupRef
 from ..comm.plugin import load_plugin
+from ..comm.queue_messages import GroupRef
+from ..relay.stream import Batch
 from .batch import Fetch
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
@@ -30,6 +33,11 @@ class Learner(Protocol):
 
     def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
         """Add the gradient of these groups; a collective of all ranks."""
+        ...
+
+    def logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """For the task `reference` or `proximal`, where the trainer's ranks do it: [R] for each row of this rank's; a
+        collective of all ranks."""
         ...
 
     def step(self, tally: StepTally) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """Trajectories as the trainer sees them, and their packing into micro-batches without padding."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.messages import GroupRef, RowId
+from ..comm.queue_messages import GroupRef
 
 Fetch = Callable[[list[str], str], dict[str, np.ndarray]]
 """How the columns of a row are fetched: (units, key) -> columns."""
@@ -26,7 +26,10 @@ class Trajectory:
     loss_mask: np.ndarray
     version: int
     reward: float
-    advantage: float = 0.0
+    advantage: float | np.ndarray = 0.0
+    """Of the whole response, or [R] for each of its tokens."""
+    ref_logprobs: np.ndarray | None = None
+    """[R] float32 of the initial policy."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,14 +53,14 @@ def references_of(group: GroupRef, advantages: Sequence[float]) -> list[Referenc
     """The trajectories of a group that was handed out."""
     return [
         Reference(
-            key=RowId(group.group.epoch, group.group.prompt, sample).key(group.attempts[i]),
+            key=group.key(i),
             units=group.units[i],
             version=group.versions[i],
             reward=group.rewards[i],
             advantage=advantages[i],
             num_tokens=group.num_tokens[i],
         )
-        for i, sample in enumerate(group.samples)
+        for i in range(len(group.samples))
     ]
 
 
@@ -71,7 +74,8 @@ def trajectory_of(reference: Reference, fetch: Fetch) -> Trajectory:
         loss_mask=columns["loss_mask"],
         version=reference.version,
         reward=reference.reward,
-        advantage=reference.advantage,
+        advantage=columns.get("advantages", reference.advantage),
+        ref_logprobs=columns.get("ref_logprobs"),
     )
 
 
@@ -91,7 +95,7 @@ class PackedBatch:
     """Trajectories one after the other, T tokens in all, R of them drawn by the policy.
 
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each drawn token;
-    targets, rollout_logprobs, advantages, mask [R]; is_fresh [R]: drawn by the very version in training.
+    targets, rollout_logprobs, advantages, mask, ref_logprobs (if there are any) [R]; is_fresh [R]: drawn by the very version in training.
     """
 
     token_ids: Tensor
@@ -102,6 +106,7 @@ class PackedBatch:
     advantages: Tensor
     mask: Tensor
     is_fresh: Tensor
+    ref_logprobs: Tensor | None
 
 
 def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> PackedBatch:
@@ -113,6 +118,7 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
     repeats = [len(t.response_ids) for t in trajectories]
+    refs = [t.ref_logprobs for t in trajectories if t.ref_logprobs is not None]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays))).to(device=device, dtype=dtype)
@@ -123,37 +129,14 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
         predictors=joined(predictors, torch.long),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
-        advantages=joined([np.repeat([t.advantage for t in trajectories], repeats)], torch.float32),
+        advantages=joined(
+            (_per_token(t.advantage, n) for t, n in zip(trajectories, repeats, strict=True)), torch.float32
+        ),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
         is_fresh=joined([np.repeat([t.version == version for t in trajectories], repeats)], torch.bool),
+        ref_logprobs=None if len(refs) < len(trajectories) else joined(refs, torch.float32),
     )
 
 
-def rounds(references: Sequence[Reference], num_ranks: int, max_tokens: int) -> list[list[list[Reference]]]:
-    """Who trains what: rounds of one micro-batch per rank, since sharded ranks must run equally many.
-
-    Longest first to the rank with the fewest tokens so far; then each rank's share in parts of at most `max_tokens` (a longer
-    trajectory stays whole), alike in length. A rank without a part in the last rounds has an empty one.
-    """
-    shares: list[list[Reference]] = [[] for _ in range(num_ranks)]
-    sizes = [0] * num_ranks
-    for reference in sorted(references, key=lambda r: -r.num_tokens):
-        rank = sizes.index(min(sizes))
-        shares[rank].append(reference)
-        sizes[rank] += reference.num_tokens
-    parts = [list(micro_batches(share, max_tokens)) for share in shares]
-    return [[part[i] if i < len(part) else [] for part in parts] for i in range(max(map(len, parts)))]
-
-
-def micro_batches(references: Sequence[Reference], max_tokens: int) -> Iterator[list[Reference]]:
-    """Split into parts of at most `max_tokens` tokens each, keeping the order."""
-    part: list[Reference] = []
-    size = 0
-    for reference in references:
-        if part and size + reference.num_tokens > max_tokens:
-            yield part
-            part, size = [], 0
-        part.append(reference)
-        size += reference.num_tokens
-    if part:
-        yield part
+def _per_token(advantage: float | np.ndarray, num_tokens: int) -> np.ndarray:
+    return np.broadcast_to(np.asarray(advantage, dtype=np.float64), num_tokens)

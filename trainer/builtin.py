@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..comm.fleet import Fleet
-from ..comm.messages import GroupRef
+from ..comm.queue_messages import GroupRef
 from ..relay.layout import Layout
 from ..relay.parts import Part
+from ..relay.stream import Batch
 from ..relay.weights import WeightPublisher
 from .actor import Actor
 from .batch import Fetch
 from .checkpoint import Checkpoints
-from .model import load_tokenizer, save_policy
+from .logprobs import response_logprobs
+from .model import Policy, load_policy, load_tokenizer, save_policy
 from .parallel import ActorGroup, whole
 from .recipe import TrainerRecipe
 from .shard import cuts_of
@@ -29,6 +32,8 @@ class Adapter:
         torch.manual_seed(recipe.run.seed)
         self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
         self.actor = Actor(recipe, self.group, fetch)
+        self.recipe = recipe
+        self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.checkpoints = Checkpoints(Path(recipe.run.dir), recipe.checkpoint.keep, self.group)
         resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
@@ -49,6 +54,15 @@ class Adapter:
     def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
         """Add the gradient of these groups."""
         self.actor.accumulate(groups, tally)
+
+    def logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """By the initial policy, or by the one in training."""
+        if batch.task == "reference" and self.reference is None:
+            self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
+            self.group.shard(self.reference)
+        policy = self.reference if batch.task == "reference" else self.actor.policy
+        assert policy is not None
+        return response_logprobs(policy, batch, self.group, self.recipe)
 
     def step(self, tally: StepTally) -> dict[str, float]:
         """One update of the optimizer."""

@@ -13,16 +13,19 @@ import torch
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import ActorDone, CheckpointWritten, HandOut, StepTrained, Stop
+from ..comm.messages import ActorDone, CheckpointWritten, StepTrained
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
-from ..relay.stream import GroupStream, RunStopped
+from ..relay.pipeline import PROXIMAL, REFERENCE, TRAIN
+from ..relay.stream import Batch, ExperienceStream, RunStopped
 from ..relay.units import Units
 from .adapter import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .recipe import TrainerRecipe
 from .rowlog import RowLog
 from .tally import StepTally
+
+TASKS = {task.name: task for task in (REFERENCE, PROXIMAL)}
 
 
 class Trainer:
@@ -37,8 +40,19 @@ class Trainer:
         self.rows = RowLog(self.run_dir, self.group.rank) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
+        self.mailbox = fleet.post.open(fleet.name)
+        self.record = Record(self) if self.group.is_lead else None
+        self.batch: Batch | None = None
+        self.stream = ExperienceStream(
+            self.mailbox,
+            self.units,
+            [TRAIN, *tasks_of(recipe)],
+            steps=range(self.learner.version, recipe.run.steps),
+            max_tokens=recipe.optimizer.micro_tokens,
+            team=self.group.beside(),
+            deadline_s=recipe.comm.deadline_s,
+        )
         self.waited_s = 0.0
-        self.record = Record(fleet, self) if self.group.is_lead else None
 
     def run(self) -> None:
         """Publish what there is, then train until the last step or until the hub ends the run."""
@@ -59,41 +73,39 @@ class Trainer:
         tally, received, total = StepTally(self.recipe.sampling.max_new_tokens), 0, 1
         fleet_metrics: dict[str, float] = {}
         while received < total:
-            answer = self.take(step, received)
-            received, total, fleet_metrics = received + len(answer.groups), answer.total, answer.metrics
+            batch = self.take(step)
+            if batch.task != TRAIN:
+                self.trace.enter(batch.task, step=step)
+                (column,) = TASKS[batch.task].yields
+                self.stream.put(batch, {column: self.learner.logprobs(batch)}, self.group)
+                continue
+            hand_out = batch.hand_out
+            received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
             if self.rows is not None:
-                self.rows.add_hand_out(answer)
+                self.rows.add_hand_out(hand_out)
             self.trace.enter("train", step=step)
-            self.learner.accumulate(answer.groups, tally)
+            self.learner.accumulate(hand_out.groups, tally)
         metrics: dict[str, Value] = {**self.learner.step(tally), **tally.metrics(step)}
         if self.record is not None:
-            self.record.mailbox.send("hub", StepTrained(step))
+            self.mailbox.send("hub", StepTrained(step))
         metrics |= self.publish()
         if self.rows is not None:
             self.rows.write(step)
         if self.record is not None:
             self.record.step(step, self.clock.now() - started, self.waited_s, tally, metrics | fleet_metrics)
 
-    def take(self, step: int, received: int) -> HandOut:
-        """The next groups of the step, on all ranks. Raises `RunStopped` on all of them when the hub ends the run."""
+    def take(self, step: int) -> Batch:
+        """The next batch, the same on all ranks but for its rows. Raises `RunStopped` on all when the hub ends the run."""
         started = self.clock.now()
         self.trace.enter("wait", step=step)
-        message = None
-        if self.record is not None:
-            try:
-                message = self.record.stream.take(step, received)
-            except RunStopped as stopped:
-                message = Stop(str(stopped))
-        message = self.group.share(message)
+        self.batch = self.stream.next()
         self.waited_s += self.clock.now() - started
-        if isinstance(message, Stop):
-            raise RunStopped(message.reason)
-        assert isinstance(message, HandOut)
-        return message
+        return self.batch
 
     def fetch(self, units: list[str], key: str) -> dict[str, np.ndarray]:
-        """A row's columns from one of its units, kept for replay."""
-        columns = self.units.fetch(key, units)
+        """A row's columns, kept for replay; mostly they are here already."""
+        ahead = self.batch.columns if self.batch else {}
+        columns = ahead[key] if key in ahead else self.units.fetch(key, units)
         if self.rows is not None:
             self.rows.add_row(key, columns)
         return columns
@@ -109,24 +121,25 @@ class Trainer:
         """Write weights for users and the whole training state for `run.resume`."""
         path = self.learner.checkpoint()
         if self.record is not None:
-            self.record.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
+            self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
 
     def finish(self) -> None:
         """Export the last weights, tell the hub the facts for the summary, close the wires."""
+        self.stream.close()
         export = self.learner.export()
         self.learner.close()
         self.trace.close()
         self.units.close()
         if self.record is not None:
             self.record.finish(export)
+        self.mailbox.close()
 
 
 class Record:
-    """What rank 0 keeps of the run: its mailbox to the hub, metrics, and the facts for the summary."""
+    """What rank 0 keeps of the run: metrics, and the facts for the summary."""
 
-    def __init__(self, fleet: Fleet, trainer: Trainer) -> None:
-        self.mailbox: Mailbox = fleet.post.open(fleet.name)
-        self.stream = GroupStream(self.mailbox, trainer.recipe.comm.deadline_s)
+    def __init__(self, trainer: Trainer) -> None:
+        self.mailbox: Mailbox = trainer.mailbox
         self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock)
         self.num_steps = trainer.recipe.run.steps
         self.clock = trainer.clock
@@ -159,7 +172,12 @@ class Record:
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         self.log.close()
         self.mailbox.send("hub", ActorDone(num, facts))
-        self.mailbox.close()
+
+
+def tasks_of(recipe: TrainerRecipe) -> list[str]:
+    """Tasks that the trainer's ranks do besides training."""
+    reference = recipe.algorithm.kl_coef > 0 and not recipe.roles.reference
+    return [REFERENCE.name] * reference + [PROXIMAL.name] * recipe.algorithm.proximal
 
 
 def run(fleet: Fleet, recipe: TrainerRecipe) -> None:

@@ -16,6 +16,7 @@ class LossTerms(NamedTuple):
     clipped: Tensor
     ppo_kl: Tensor
     entropy: Tensor
+    kl: Tensor
 
 
 def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-4) -> Tensor:
@@ -37,11 +38,13 @@ def grpo_loss(
     entropy: Tensor,
     mask: Tensor,
     settings: AlgorithmSettings,
+    ref_logprobs: Tensor | None = None,
 ) -> LossTerms:
     """Clipped surrogate (PPO, arXiv 1707.06347, formula 7), summed over tokens, not yet divided by their number.
 
     All arguments are [T], one entry per response token: `logprobs` and `entropy` of the policy in training,
-    `rollout_logprobs` of the policy that generated (whatever its version), `mask` 0 for tokens that bear no loss.
+    `rollout_logprobs` of the policy that generated (whatever its version), `mask` 0 for tokens that bear no loss,
+    `ref_logprobs` of the initial policy, for a KL term.
     """
     log_ratio = logprobs - rollout_logprobs
     ratio = log_ratio.exp()
@@ -49,10 +52,20 @@ def grpo_loss(
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
     pg_loss = (per_token * mask).sum()
     entropy_sum = (entropy * mask).sum()
+    kl = torch.zeros_like(pg_loss) if ref_logprobs is None else (k3(logprobs, ref_logprobs) * mask).sum()
     return LossTerms(
-        loss=pg_loss - settings.entropy_coef * entropy_sum,
+        loss=pg_loss - settings.entropy_coef * entropy_sum + settings.kl_coef * kl,
         pg_loss=pg_loss.detach(),
         clipped=((clipped * advantages < ratio * advantages) * mask).sum(),
         ppo_kl=((ratio - 1 - log_ratio) * mask).sum().detach(),
         entropy=entropy_sum.detach(),
+        kl=kl.detach(),
     )
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy | reference) by each token drawn from the policy, [T]: r - 1 - log r with r = p_ref / p; never negative, unbiased
+    (J. Schulman, "Approximating KL divergence", 2020; DeepSeekMath, arXiv 2402.03300, formula 4).
+    """
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - 1 - log_ratio

@@ -34,6 +34,8 @@ class ActorGroup:
         self.size = size
         self.device = device
         self._deadline_s = deadline_s
+        self._ranks: dist.ProcessGroup | None = None
+        """None for all ranks by the default group."""
 
     @staticmethod
     def join(fleet: Fleet, size: int, device: torch.device, deadline_s: float) -> "ActorGroup":
@@ -52,6 +54,15 @@ class ActorGroup:
                     timeout=timedelta(seconds=deadline_s + _SLACK_S),
                 )
         return group
+
+    def beside(self) -> "ActorGroup":
+        """The same ranks for a thread of each, over Gloo: its collectives do not meet those of this group."""
+        other = ActorGroup(self.rank, self.size, torch.device("cpu"), self._deadline_s)
+        if self.size > 1:
+            ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_s + _SLACK_S))
+            assert isinstance(ranks, dist.ProcessGroup)
+            other._ranks = ranks
+        return other
 
     @property
     def is_lead(self) -> bool:
@@ -76,10 +87,10 @@ class ActorGroup:
         with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
             length = torch.tensor([len(body)])
-            dist.broadcast(length, 0)
+            dist.broadcast(length, 0, group=self._ranks)
             if message is None:
                 body = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(body, 0)
+            dist.broadcast(body, 0, group=self._ranks)
         return decode(body.numpy().tobytes())
 
     def summed(self, values: list[float]) -> list[float]:
@@ -103,7 +114,7 @@ class ActorGroup:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation)
+        dist.all_reduce(tensor, operation, group=self._ranks)
         return tensor.tolist()
 
 

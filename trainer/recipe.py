@@ -26,9 +26,10 @@ class Rollout(Protocol):
 
 
 class Roles(Protocol):
-    """How many ranks the trainer has."""
+    """How many ranks the trainer has, and the reference policy of its own."""
 
     actor: int
+    reference: int
 
 
 class ActorRecipe(Protocol):

@@ -12,7 +12,7 @@ from .parallel import ActorGroup
 
 _SUMS = (
     "tokens", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
-    "mismatch_kl", "responses", "response_tokens", "truncated",
+    "mismatch_kl", "kl", "responses", "response_tokens", "truncated",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -57,7 +57,7 @@ class StepTally:
         if not mask.any():
             return
         self._add(tokens=batch.mask.sum(), pg_loss=terms.pg_loss, clipped=terms.clipped)
-        self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy)
+        self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
         ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._raise(ratio=ratio.max())
@@ -92,7 +92,7 @@ class StepTally:
             "actor/pg_loss": s["pg_loss"] / n,
             "actor/pg_clipfrac": s["clipped"] / n,
             "actor/ppo_kl": s["ppo_kl"] / n,
-            "actor/kl_loss": 0.0,
+            "actor/kl_loss": s["kl"] / n,
             "is/mean": s["ratio"] / n,
             "is/max": self._maxima["ratio"],
             "is/clip_frac": s["clipped"] / n,

@@ -1,0 +1,39 @@
+"""The reference policy on ranks of its own: log-probabilities of the initial policy for every trajectory, as it comes in.
+
+Consumes rows of the task `reference`; waits for the hub only; woken by its hand-outs. Each rank has the whole policy and asks
+for itself, so the faster ones do more.
+"""
+
+from typing import Protocol
+
+import torch
+
+from ..comm.fleet import Fleet
+from ..comm.messages import Holding
+from ..relay.pipeline import REFERENCE
+from ..relay.stream import ExperienceStream
+from ..relay.units import Units
+from .logprobs import NEEDED, response_logprobs
+from .model import load_policy
+from .parallel import ActorGroup
+from .recipe import ActorRecipe
+
+
+class ReferenceRecipe(ActorRecipe, Protocol):
+    """The sections of a recipe that the reference reads."""
+
+
+def run(fleet: Fleet, recipe: ReferenceRecipe) -> None:
+    """The reference's process, until the hub ends the run."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    policy = load_policy(recipe.model.path, recipe.model.dtype, device)
+    mailbox, units = fleet.post.open(fleet.name), Units(fleet)
+    alone = ActorGroup(0, 1, device, deadline_s=0.0)
+    max_tokens = recipe.optimizer.micro_tokens
+    stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens)
+    for batch in stream:
+        stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, alone, recipe)})
+    stream.close()
+    mailbox.send("hub", Holding([], []))
+    units.close()
+    mailbox.close()
