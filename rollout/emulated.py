@@ -1,5 +1,6 @@
 """A generator whose device is emulated: `rollout.engine=emulated`. Time passes, tokens are counted, nothing is computed."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from .device import Device, Strand, response_length
 from .reward import Scored
 from .sampler import SamplingParams
 from .sequence import Completion, Live, Parcel
+
+_log = logging.getLogger(__name__)
 
 
 class EmulatedWeights:
@@ -150,6 +153,7 @@ class Adapter:
 
     def close(self) -> None:
         """Let go of the relay's memory."""
+        _log.info("this process was at most %.2f emulated seconds behind its device", self.lag_s)
         self.weights.close()
 
     def _strand(self, number: int, num_prompt: int, params: SamplingParams) -> Strand:

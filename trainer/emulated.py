@@ -1,5 +1,6 @@
 """A trainer whose devices are emulated: `trainer.engine=emulated`. It fetches every row, and time passes."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from .batch import Fetch, references_of, trajectory_of
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
 from .tally import StepTally
+
+_log = logging.getLogger(__name__)
 
 
 class Adapter:
@@ -80,6 +83,7 @@ class Adapter:
 
     def close(self) -> None:
         """Deliver what was published."""
+        _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)
         self._publisher.close()
 
     def _spend(self, seconds: float) -> None:
