@@ -27,6 +27,8 @@ SPLITS = Path(__file__).parent / "recipes" / "emulated-splits.json"
 """Rollouts of each entrant's best split by number of GPUs, as `--tune` found them."""
 SCHEDULES = ("sync-colocated", "sync", "one_step", "stream", "partial", "headrace")
 REPACK = ("repack-off", "repack-on")
+ABLATION = {"sync": "whole-batch barrier", "stream": "+ streaming", "headrace": "+ delayed update, no barrier"}
+"""What each schedule adds to the one before it."""
 CPU_LIMIT = 0.6
 """Share of the machine's CPU above which emulated devices may have been late, and a row does not count."""
 REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 256
@@ -104,7 +106,7 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{table({entrant.name: outcomes[entrant.name]}).splitlines()[-1]}\n")
         sys.stdout.flush()
     folder = Path(recipe.run.dir)
-    text = table(outcomes)
+    text = table(outcomes) + ablation(outcomes)
     (folder / f"compare-{num_gpus}gpus.md").write_text(text, encoding="utf-8")
     sys.stdout.write(f"\n{text}")
     draw_comparison({name: o.figures for name, o in outcomes.items()}, folder / f"compare-{num_gpus}gpus.png")
@@ -202,6 +204,19 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
         )
         lines.append(" | ".join(cells))
     return "".join(f"| {line} |\n" for line in lines)
+
+
+def ablation(outcomes: Mapping[str, Outcome]) -> str:
+    """What streaming and then the delayed update add, in Markdown, the shape of AsyncFlow's Table 1; empty without all three."""
+    if not ABLATION.keys() <= outcomes.keys():
+        return ""
+    lines, base, before = ["", "| schedule | adds | over the barrier | gain |", "| --- | --- | --- | --- |"], 0.0, 0.0
+    for name, adds in ABLATION.items():
+        speed = outcomes[name].figures.tokens_per_s
+        base, before = base or speed, before or speed
+        lines.append(f"| {name} | {adds} | {speed / base:.2f} | {speed / before - 1:+.1%} |")
+        before = speed
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

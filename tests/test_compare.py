@@ -81,6 +81,16 @@ def test_rows_compare_with_the_peer_of_the_same_run():
     assert math.isnan(next(rows_of({"headrace": outcome(1)})).ratio)
 
 
+def test_an_ablation_tells_what_each_step_adds_to_the_one_before():
+    outcomes = {"sync": outcome(1000), "stream": outcome(1500), "headrace": outcome(1800)}
+    assert [line.split("|")[3:5] for line in compare.ablation(outcomes).splitlines()[3:]] == [
+        [" 1.00 ", " +0.0% "],
+        [" 1.50 ", " +50.0% "],
+        [" 1.80 ", " +20.0% "],
+    ]
+    assert compare.ablation({"sync": outcome(1)}) == ""
+
+
 def test_a_row_of_a_machine_that_was_too_busy_is_marked_invalid():
     lines = table({"headrace": outcome(1000, cpu=0.61), "partial": outcome(1000, cpu=0.6)}).splitlines()
     assert "INVALID" in lines[2] and "INVALID" not in lines[3]
