@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from ..comm.mailbox import Mailbox
 from ..comm.messages import DropRows, RowId
 from . import events as ev
-from .journal import Journal, stamped
+from .journal import Journal
 from .state import Group, HubState, apply
 from .units import relay_of
 
@@ -40,7 +40,7 @@ class Books:
 
     def decide(self, event: ev.Event) -> None:
         """Journal an event, then let it take effect."""
-        self.journal.append(stamped(event))
+        self.journal.append(ev.stamped(event))
         apply(event, self.state)
         self.journal.settle(event, self.state)
 

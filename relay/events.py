@@ -4,6 +4,7 @@ Hub state is the fold of these events and of nothing else, so they hold everythi
 need. `t` is the wall clock in seconds; the fold ignores it.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Union
 
@@ -172,6 +173,12 @@ class Ended(Event, frozen=True, kw_only=True):
 EVENTS: Sequence[type[Event]] = (
     Opened, Leased, Returned, Moved, RowReady, RowFailed, RowsLost, UnitLost, TaskHanded, ColumnsReady, TaskReturned, Evicted, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
 )  # fmt: skip
+
+
+def stamped(event: Event) -> Event:
+    """The event with the time of day."""
+    return msgspec.structs.replace(event, t=round(time.time(), 3))
+
 
 _decoder = msgspec.json.Decoder(Union[tuple(EVENTS)])  # noqa: UP007 - built from the list
 

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -63,11 +62,6 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def stamped(event: Event) -> Event:
-    """The event with the time of day."""
-    return msgspec.structs.replace(event, t=round(time.time(), 3))
 
 
 def read_events(path: Path, start: int = 0, first_number: int = 1) -> Iterator[tuple[int, Event]]:
