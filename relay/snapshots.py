@@ -14,14 +14,16 @@ from typing import Any, get_origin
 import msgspec
 import xxhash
 
-from . import events, state
+from . import events, group, records, state
 from .state import HubState
 
 log = logging.getLogger(__name__)
 
 KEPT = 4
 _BLOCK_BYTES = 1 << 20
-_RULES = xxhash.xxh3_64_intdigest(b"".join(Path(module.__file__ or "").read_bytes() for module in (events, state)))
+_RULES = xxhash.xxh3_64_intdigest(
+    b"".join(Path(module.__file__ or "").read_bytes() for module in (events, group, records, state))
+)
 
 
 class Prefix:

@@ -34,12 +34,18 @@ class Keeper:
     def train_step(self, fails: bool = False) -> None:
         group, step = GroupId(0, self.state.cursor), self.state.step
         self.decide(ev.Leased(group=group, samples=[0, 1], attempt=1, version=step, holder="rollout-0"))
+        row = RowId(group.epoch, group.prompt, 0)
         for sample in range(SAMPLES):
-            row = RowId(group.epoch, group.prompt, sample)
+            row = RowId(group.epoch, group.prompt, sample)  # the last one never fails
             if fails and sample == 0:
                 self.decide(ev.RowFailed(row=row, reason="the verifier hung"))
             else:
                 self.decide(ev.RowReady(row=row, units=["relay-0"], version=step, num_tokens=9, reward=0.5))
+        number = step + 1
+        self.decide(ev.TaskHanded(task="reference", number=number, consumer="reference-0", rows=[row], attempts=[1]))
+        self.decide(
+            ev.ColumnsReady(task="reference", number=number, columns=["ref_logprobs"], rows=[row], units=[["relay-0"]])
+        )
         self.decide(ev.Handed(step=step, groups=[group]))
         self.decide(ev.Trained(step=step))
 
