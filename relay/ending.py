@@ -59,7 +59,7 @@ class Ending:
         units = self._collect(UnitRows, self._tell("relay", CountRows(), gone))
         self._give_up(relay.name for relay in self.fleet.members("relay") if relay.name not in units)
         num_held = sum(self._confirmed(holder, holding) for holder, holding in holdings.items())
-        num_ready = len({key for unit in units.values() for key in unit.keys})  # two copies are one row
+        num_ready = self._found({key for unit in units.values() for key in unit.keys})
         counted = num_held + num_ready + self._wanted()
         if counted != hub.state.in_flight:
             log.error(
@@ -105,6 +105,17 @@ class Ending:
                 attempts = [group.rows[sample].attempt for sample in samples]
                 reason = "no copy left when the run ended"
                 self.hub.books.decide(ev.RowsLost(rows=rows, attempts=attempts, reason=reason))
+
+    def _found(self, keys: set[str]) -> int:
+        """How many of the rows that should lie in the units do; two copies are one row.
+
+        Others may lie there too: of a writer that was given up for dead, woke, wrote, and died before it told.
+        """
+        groups = self.hub.state.groups.values()
+        expected = {g.row_id(s).key(g.rows[s].attempt) for g in groups for s in g.samples(RowStatus.READY)}
+        if keys - expected:
+            log.warning("the units hold %d rows that nobody asks for", len(keys - expected))
+        return len(keys & expected)
 
     def _confirmed(self, holder: str, holding: Holding) -> int:
         """How many of the rows that a rollout says it holds are leased to it: others were leased anew, or moved.

@@ -40,7 +40,7 @@ from headrace.relay.journal import Journal, replay
 from headrace.relay.pipeline import pipeline
 from headrace.relay.prompts import PromptPool
 from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.state import HubState
+from headrace.relay.state import HubState, RowStatus
 from headrace.relay.units import relay_of
 from headrace.trainer.settings import AlgorithmSettings
 
@@ -79,6 +79,7 @@ class World(RuleBasedStateMachine):
         self.num_missing = 0
         self.trained: Counter[RowId] = Counter()
         self.question = 0
+        self.work: dict[str, dict[int, HandOut]] = {name: {} for name in REFERENCES}
         self.claims: dict[int, list[RowId]] = {}
         self.open_hub(HubState())
 
@@ -231,10 +232,15 @@ class World(RuleBasedStateMachine):
         self.hub.lose(gone, "dead")
 
     def hub_dies(self) -> None:
-        """Its successor knows what the journal says; what the trainer had for the step is void with the hand-out."""
+        """The run is resumed: the next hub knows what the journal says, and the units begin empty; what the trainer had for the
+        step is void with the hand-out."""
         self.hub.books.journal.close()
         self.begin_step()
-        list(self.heard("actor-0"))
+        for name in ("actor-0", *RELAYS):
+            list(self.heard(name))
+        for relay in RELAYS:
+            self.units[relay] = MemoryRows()
+            self.lives[relay] += 1
         self.open_hub(replay(self.path))
 
     # ------------------------------------------------------------------------------------------------------ reference
@@ -246,14 +252,33 @@ class World(RuleBasedStateMachine):
     def refers(self, consumer: str, ends: str) -> None:
         """A consumer takes rows, reads them, adds a column, tells; or dies on the way."""
         self.question += 1
-        self.say(consumer, TakeRows(self.question, ["reference"], max_tokens=12))
+        self.say(consumer, TakeRows(self.question, ["reference"], holding=tuple(self.work[consumer]), max_tokens=12))
         for message in self.heard(consumer):
             if isinstance(message, HandOut) and message.question == self.question:
                 done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
                 for _ in range(2 if ends == "told twice" else ends == "well"):
                     self.say(consumer, done)
         if ends.startswith("dead"):
+            self.work[consumer].clear()
             self.hub.lose(consumer, "dead")
+
+    @rule(consumer=references)
+    def takes_work(self, consumer: str) -> None:
+        """And has not done it yet: whatever comes next happens while it computes."""
+        self.question += 1
+        self.say(consumer, TakeRows(self.question, ["reference"], holding=tuple(self.work[consumer]), max_tokens=12))
+        for message in self.heard(consumer):
+            if isinstance(message, HandOut) and message.question == self.question:
+                self.work[consumer][message.number] = message
+
+    @rule(consumer=references, is_known=st.booleans())
+    def finishes_work(self, consumer: str, is_known: bool) -> None:
+        """If it was given up for dead before, it does not know."""
+        if self.work[consumer]:
+            if not is_known:
+                self.hub.lose(consumer, "no heartbeat")
+            _, hand_out = self.work[consumer].popitem()
+            self.say(consumer, self.add_column(consumer, hand_out, is_written=True))
 
     def add_column(self, consumer: str, hand_out: HandOut, *, is_written: bool) -> ColumnsDone:
         rows: list[RowId] = []
@@ -339,13 +364,37 @@ class World(RuleBasedStateMachine):
     def nothing_is_trained_twice(self) -> None:
         assert all(times == 1 for times in self.trained.values())
 
+    def units_hold_what_the_books_say(self) -> None:
+        """Each row that is ready lies where it is said to lie. Besides, there may be bytes of a writer that was given up for dead,
+        woke, wrote, and died before it told: no attempt that anybody can ask for."""
+        expected: dict[str, set[str]] = {relay: set() for relay in RELAYS}
+        for group in self.hub.state.groups.values():
+            for row_id in group.row_ids(RowStatus.READY):
+                row = group.rows[row_id.sample]
+                for unit in row.units:
+                    expected[relay_of(unit)].add(row_id.key(row.attempt))
+        for relay in RELAYS:
+            self.forgets(relay)
+            held = set(self.units[relay].listing())
+            assert held >= expected[relay]
+            assert not (held - expected[relay]) & set.union(*expected.values()), "a copy that nobody knows of"
+
     def teardown(self) -> None:
         """Whatever has happened, the run can go on."""
         step = self.hub.state.step
+        for consumer in REFERENCES:
+            while self.work[consumer]:
+                self.finishes_work(consumer, is_known=True)
         for _ in range(6):
             self.all_goes_well(*ROLLOUTS, num_groups=2, are_read=True)
             self.all_goes_well(*reversed(ROLLOUTS), num_groups=2, are_read=True)
         assert self.hub.state.step > step + 1
+        for _ in range(4):
+            for consumer in REFERENCES:
+                self.refers(consumer, "well")
+        complete = [group for group in self.hub.state.queued() if group.is_complete]
+        assert all(group.has(TASKS["train"].needs) for group in complete), "rows that the reference never got"
+        self.units_hold_what_the_books_say()
         self.hub.books.journal.close()
         assert replay(self.path) == self.hub.state
         self.post.close()

@@ -1,6 +1,6 @@
 """The hub decides by letters and journal alone: leases, fencing, hand-outs, and the account of what it decided."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from headrace.comm.messages import (
 )
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
+from headrace.relay.controller import Task
 from headrace.relay.dataset import JsonLines
 from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
@@ -34,7 +35,14 @@ from headrace.relay.state import HubState, RowStatus
 class Scene:
     """A hub with its journal, and mailboxes for those it talks to."""
 
-    def __init__(self, folder: Path, samples: int = 2, per_step: int = 2, **queue: int | bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        samples: int = 2,
+        per_step: int = 2,
+        tasks: Mapping[str, Task] | None = None,
+        **queue: int | bool | str,
+    ) -> None:
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
         self.path = folder / "journal.jsonl"
@@ -44,7 +52,14 @@ class Scene:
         admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(
-            self.post.open("hub"), HubState(), Journal(self.path), pool, admission, settings, RepackSettings()
+            self.post.open("hub"),
+            HubState(),
+            Journal(self.path),
+            pool,
+            admission,
+            settings,
+            RepackSettings(),
+            tasks=tasks,
         )
         self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
 
