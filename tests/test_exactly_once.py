@@ -342,6 +342,8 @@ class World(RuleBasedStateMachine):
     def read(self, reference: GroupRef, n: int, reader: str = "actor-0") -> bool:
         row, attempt = reference.row(n), reference.attempts[n]
         units = [unit for unit in reference.units[n] if unit == self.unit(relay_of(unit))]
+        if reader != "actor-0":  # what it was given a while ago may have left the queue; what is in training may not
+            units = [unit for unit in units if row.key(attempt) in self.units[relay_of(unit)].listing()]
         for unit in units:
             columns = self.units[relay_of(unit)].get(row.key(attempt))
             assert columns["content"].tolist() == [row.epoch, row.prompt, row.sample, attempt], "another's bytes"

@@ -172,13 +172,13 @@ def test_groups_without_signal_are_filtered_and_replaced(tmp_path: Path):
 
 
 def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
-    system = System(tmp_path, **{"run.steps": 12, "sampling.max_new_tokens": 60}).start_all()
+    system = System(tmp_path, **{"run.steps": 80, "sampling.max_new_tokens": 60}).start_all()
     system.wait_for_event("Trained")
     system.rollouts[0].vanish()
     system.wait_for_event("Returned")
     system.rollouts[0].announce(woke="yes")
     summary = system.wait()
-    assert summary["accounting"]["trained"] == 12 * 4
+    assert summary["accounting"]["trained"] == 80 * 4
     assert summary["accounting"]["holds"] is True
 
 
