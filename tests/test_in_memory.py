@@ -27,7 +27,7 @@ from headrace.trainer.rowlog import SavedStep
 REWARD = (
     "def reward(prompts, completions, completion_ids, **rest):\n    return [c.count('a') / 8 for c in completions]\n"
 )
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 class System:
