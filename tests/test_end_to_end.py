@@ -53,12 +53,13 @@ class Job:
             "optimizer.lr": 1e-3,
             "roles.rollout": 2,
         } | settings
+        self.recipe: dict[str, Any] = {}
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, **settings: object) -> "Job":
         self.settings |= settings
         recipe = self.folder / "recipe.yaml"
-        recipe.write_text("{}\n")
+        recipe.write_text(json.dumps(self.recipe))  # which is YAML too
         words = [f"{key}={value}" for key, value in self.settings.items()]
         command = [sys.executable, "-m", "headrace.launch.run", str(recipe), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -193,6 +194,28 @@ def test_a_relay_that_is_killed_costs_nothing_where_there_are_two(job: MakeJob):
     assert "relay-1 was ended by SIGKILL and is started again" in output
     account = assert_account_adds_up(run)
     assert account["trained"] == 40 * 16 and account["failed"] == 0
+
+
+@pytest.mark.slow
+def test_a_reference_and_a_users_task_on_ranks_of_their_own_may_die_and_come_back(job: MakeJob):
+    run = job(run__steps=40, roles__reference=1, roles__task=1, algorithm__kl_coef=0.01)
+    (run.folder / "tasks.py").write_text(
+        "def count(columns):\n    return {'length': [ids[:1] * 0 + len(ids) for ids in columns['response_ids']]}\n"
+    )
+    task = {
+        "name": "count",
+        "function": f"{run.folder}/tasks.py:count",
+        "needs": ["response_ids"],
+        "yields": ["length"],
+    }
+    run.recipe = {"queue": {"tasks": [task]}}
+    run.start().wait_for_step(1)
+    os.kill(child_of(run, "reference-0"), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert "reference-0 was ended by SIGKILL and is started again" in output
+    assert assert_account_adds_up(run)["trained"] == 40 * 16
+    assert run.metrics()[-1]["actor/kl_loss"] > 0
 
 
 @pytest.mark.slow

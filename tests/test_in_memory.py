@@ -241,7 +241,8 @@ def test_a_kl_term_waits_for_the_reference_on_the_trainers_ranks_or_on_its_own(t
 
 
 def test_a_run_with_a_kl_term_is_replayed_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    system = System(tmp_path, **{"algorithm.kl_coef": 0.1, "optimizer.lr": 0.01, "algorithm.proximal": "true"})
+    settings = {"algorithm.kl_coef": 0.1, "optimizer.lr": 0.01, "algorithm.proximal": "true", "run.steps": 50}
+    system = System(tmp_path, **settings)
     (tmp_path / "rewards.py").write_text(SPREAD)
     system.start_all().wait()
     saved = SavedStep(system.dir, 2)
@@ -250,7 +251,7 @@ def test_a_run_with_a_kl_term_is_replayed_bit_for_bit(tmp_path: Path, capsys: py
     assert {"ref_logprobs", "proximal_logprobs"} <= columns.keys()
     assert columns["ref_logprobs"].shape == columns["response_ids"].shape
     assert train_again(system.recipe) == 0
-    assert "3 steps replayed, 0 of them differ" in capsys.readouterr().out
+    assert "50 steps replayed, 0 of them differ" in capsys.readouterr().out
 
 
 TASK = """

@@ -57,3 +57,9 @@ def test_a_relay_gets_its_staging_device_and_nobody_elses_is_taken():
     for wrong in ("4", "gpu"):
         with pytest.raises(SettingError, match=rf"relay\.staging_device={wrong} is none of the 4 GPUs"):
             check_staging(places, 0, 4, wrong)
+
+
+def test_references_and_tasks_come_after_the_rollouts_and_a_task_wants_no_gpu():
+    places = assign(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), world_size=6, ranks_per_host=6)
+    assert [p.name for p in places] == ["actor-0", "rollout-0", "reference-0", "reference-1", "task-0", "relay-0"]
+    assert [visible_devices(place, 4) for place in places] == ["0", "1", "2", "3", "", ""]
