@@ -21,6 +21,7 @@ from .settings import RewardSettings
 PATIENCE = 3
 MAX_BATCH = 64
 STARTUP_S = 60.0
+LAST_BREATH_S = 1.0
 
 
 @dataclass(slots=True)
@@ -134,19 +135,28 @@ class _RewardProcess:
 
     def _exchange(self, question: bytes, deadline_s: float) -> dict[str, Any]:
         assert self.process is not None and self.process.stdin is not None
+        deadline = time.monotonic() + deadline_s
         try:
             self.process.stdin.write(question)
             self.process.stdin.flush()
-            line = self._read_line(time.monotonic() + deadline_s)
+            line = self._read_line(deadline)
         except BrokenPipeError:
             line = b""
         if line:
             return json.loads(line)
-        ended = self.process.poll()
+        ended = self._exit_code(deadline)
         self.close()
         if ended is None:
             return {"error": f"no answer within reward.timeout_s={self.settings.timeout_s:g}"}
         return {"error": f"the reward process ended with {ended}"}
+
+    def _exit_code(self, deadline: float) -> int | None:
+        """How the process ended; None if it lives. The end of its output comes a moment before its own."""
+        assert self.process is not None
+        try:
+            return self.process.wait(max(0.0, min(LAST_BREATH_S, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            return None
 
     def _read_line(self, deadline: float) -> bytes:
         """One line of the worker, or nothing when the deadline passes or the worker ends."""
