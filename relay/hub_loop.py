@@ -83,7 +83,8 @@ class Watch:
     def turn(self) -> End | None:
         """Handle at most one letter; says how the run ends, or None while it goes on."""
         letter = self.hub.mailbox.receive(WATCH_S)
-        if time.monotonic() - self._looked >= WATCH_S:
+        is_last = letter is not None and isinstance(letter.message, ActorDone | Failed | Interrupt)
+        if is_last or time.monotonic() - self._looked >= WATCH_S:  # a short run is over before the first look is due
             self._look()
         if letter is None:
             return None
