@@ -51,7 +51,7 @@ class Admission:
         """Groups that came too late to be trained, where they are not waited for."""
         if not self.evicts or self.bound is None:
             return []
-        return [group for group in state.queued() if group.version + self.bound < state.step]
+        return [g for g in state.queued() if g.is_begun and g.version + self.bound < state.step]
 
     def may_lease(self, state: HubState, version: int, group: Group | None = None) -> bool:
         """Whether a group may be started on `version`: a new one, or `group`, some rows of which came back."""
@@ -64,33 +64,31 @@ class Admission:
         return self._feasible(queued, state, self.places(state), extra=oldest)
 
     def next_ready(self, state: HubState) -> Group | None:
-        """The group to hand out now, or None: the most urgent complete one, if all others can still be in time."""
-        if self.places(state) == 0:
+        """The group to hand out now, or None: the most urgent that can be trained, if all others can still be in time."""
+        places = self.places(state)
+        together = places if self.hands_out_whole_batches else min(places, 1)
+        chosen = self._most_urgent(state)[:together]
+        if not chosen or len(chosen) < together:
             return None
-        ready = self.ready(state)
-        if len(ready) < (self.places(state) if self.hands_out_whole_batches else 1):
-            return None
-        chosen = self._choose(ready, state)
-        if chosen is None:
-            return None
-        others = [group for group in state.queued() if group is not chosen]
-        return chosen if self._feasible(others, state, self.places(state) - 1) else None
+        others = [group for group in state.queued() if group not in chosen]
+        return chosen[0] if self._feasible(others, state, places - together) else None
 
-    def _choose(self, ready: list[Group], state: HubState) -> Group | None:
+    def _most_urgent(self, state: HubState) -> list[Group]:
+        """What can be trained, in the order in which it is to be handed out."""
+        ready = self.ready(state)
         if self.sampler is not None:
             items = {item_of(group): group for group in ready}
             room = Room(self.places(state), sum(item.num_tokens for item in items), state.step)
-            found = self.sampler.sample(list(items), room)
-            return items[found[0]] if found else None
+            return [items[item] for item in self.sampler.sample(list(items), room)]
         # Without a bound, first come, first served; ties of urgency likewise.
-        return min(ready, key=lambda group: group.version) if self.bound is not None else ready[0]
+        return ready if self.bound is None else sorted(ready, key=lambda group: group.version)
 
     def _feasible(self, groups: Iterable[Group], state: HubState, places: int, extra: int | None = None) -> bool:
         if self.bound is None:
             return True
         if self.evicts:
             return extra is None or state.step <= extra + self.bound
-        versions = [group.version for group in groups] + ([] if extra is None else [extra])
+        versions = [group.version for group in groups if group.is_begun] + ([] if extra is None else [extra])
         for index, version in enumerate(sorted(versions)):
             steps_ahead = 0 if index < places else 1 + (index - places) // self.per_step
             if state.step + steps_ahead > version + self.bound:

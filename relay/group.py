@@ -53,9 +53,14 @@ class Group:
     step: int | None = None
 
     @property
+    def is_begun(self) -> bool:
+        """Whether any of its rows is generated or being generated; what came back will be of a version yet unknown."""
+        return bool(self.samples(RowStatus.LEASED, RowStatus.READY))
+
+    @property
     def version(self) -> int:
-        """The oldest version among its rows that can still be trained: what its staleness is counted from."""
-        return min(row.version for row in self.rows if row.status is not RowStatus.FAILED)
+        """The oldest version among its rows that are generated or being generated: what its staleness is counted from."""
+        return min(self.rows[sample].version for sample in self.samples(RowStatus.LEASED, RowStatus.READY))
 
     @property
     def is_complete(self) -> bool:

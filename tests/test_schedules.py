@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_in_memory import System
 
@@ -116,8 +116,9 @@ def test_no_batch_begins_before_the_one_before_it_is_complete(schedule: str, per
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(per_step=st.integers(1, 4), seed=SEEDS)
+@example(per_step=2, seed=10312)  # the version of a row that came back says nothing about the one it will have
 def test_whole_batches_are_handed_out_at_once(schedule: str, per_step: int, seed: int):
     run = Run(schedule, per_step)
     run.play(seed)
