@@ -97,7 +97,8 @@ def _weights(arguments: list[str]) -> list[Row]:
             "--json",
             str(path),
         ]
-        subprocess.run(command, check=True)
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(1)  # it has said why
         return read_json(path)
 
 

@@ -66,8 +66,10 @@ def parse(prog: str, argv: Sequence[str], workloads: Sequence[str]) -> argparse.
 
 
 def run(workloads: Mapping[str, Workload], names: Sequence[str], num_bytes: int) -> list[Row]:
-    """Run workloads by name and print their rows as they come."""
+    """Run workloads by name and print their rows as they come; ends the process at a name that there is not."""
     rows: list[Row] = []
+    if unknown := sorted(set(names) - set(workloads)):
+        raise SystemExit(f"--only: no workload {', '.join(unknown)}; there are {', '.join(workloads)}")
     for name in names:
         for row in workloads[name](num_bytes):
             rows.append(row)

@@ -51,7 +51,7 @@ class GroupRef(msgspec.Struct, frozen=True):
 
     def row(self, index: int) -> RowId:
         """The name of its `index`-th row."""
-        return RowId(self.group.epoch, self.group.prompt, self.samples[index])
+        return self.group.row(self.samples[index])
 
     def key(self, index: int) -> str:
         """Where the bytes of its `index`-th row lie in each of their units."""

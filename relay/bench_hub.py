@@ -26,7 +26,6 @@ from ..comm.messages import (
     LeaseRequest,
     Message,
     RowDone,
-    RowId,
     StepTrained,
     Stop,
     TakeRows,
@@ -119,7 +118,7 @@ def _generate(mailbox: Mailbox, step: list[int]) -> None:
             return
         for lease in grant.leases:
             for sample in lease.samples:
-                row = RowId(lease.group.epoch, lease.group.prompt, sample)
+                row = lease.group.row(sample)
                 mailbox.send("hub", RowDone(row, lease.attempt, grant.version, ["relay-0"], 8192, float(sample)))
 
 
@@ -173,7 +172,7 @@ def _write_journal(path: Path, num_events: int) -> None:
             decide(ev.Leased(group=group, samples=samples, attempt=1, version=state.step, holder="rollout-0"))
         for group in groups:
             for sample in range(_SAMPLES):
-                row = RowId(group.epoch, group.prompt, sample)
+                row = group.row(sample)
                 decide(
                     ev.RowReady(row=row, units=["relay-0"], version=state.step, num_tokens=8192, reward=float(sample))
                 )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ..comm.mailbox import Mailbox
-from ..comm.messages import DropRows, RowId
+from ..comm.messages import DropRows
 from . import events as ev
 from .journal import Journal
 from .state import Group, HubState, apply
@@ -49,7 +49,7 @@ class Books:
         for_relay: dict[str, list[str]] = {}
         for group, sample in rows:
             row = group.rows[sample]
-            key = RowId(group.id.epoch, group.id.prompt, sample).key(row.attempt)
+            key = group.id.row(sample).key(row.attempt)
             for relay in self.relays if everywhere else map(relay_of, row.units):
                 for_relay.setdefault(relay, []).append(key)
         for relay, keys in for_relay.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..comm.fleet import Fleet
-from ..comm.messages import ActorDone, CountRows, Holding, Message, RowId, Stop, UnitRows
+from ..comm.messages import ActorDone, CountRows, Holding, Message, Stop, UnitRows
 from ..comm.waits import waiting
 from . import events as ev
 from .hub import Hub
@@ -101,7 +101,7 @@ class Ending:
         for group in list(state.groups.values()):
             samples = [sample for sample in group.samples(RowStatus.READY) if not group.rows[sample].units]
             if samples:
-                rows = [RowId(group.id.epoch, group.id.prompt, sample) for sample in samples]
+                rows = [group.id.row(sample) for sample in samples]
                 attempts = [group.rows[sample].attempt for sample in samples]
                 reason = "no copy left when the run ended"
                 self.hub.books.decide(ev.RowsLost(rows=rows, attempts=attempts, reason=reason))

@@ -72,11 +72,11 @@ class Group:
 
     def row_id(self, sample: int) -> RowId:
         """The name of a sample."""
-        return RowId(self.id.epoch, self.id.prompt, sample)
+        return self.id.row(sample)
 
     def row_ids(self, *statuses: RowStatus) -> list[RowId]:
         """Names of the samples with one of these statuses."""
-        return [RowId(self.id.epoch, self.id.prompt, sample) for sample in self.samples(*statuses)]
+        return [self.id.row(sample) for sample in self.samples(*statuses)]
 
     def samples(self, *statuses: RowStatus) -> list[int]:
         """Indices of the samples with one of these statuses."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ..comm.messages import GroupId, Load, RowId
+from ..comm.messages import Load, RowId
 from ..comm.move_messages import Claim, Claimed, MoveEnded, MoveOrder, RowsGone
 from . import events as ev
 from .books import Books, Rules
@@ -136,7 +136,7 @@ class Repacking:
 
     def _next_attempt(self, row_id: RowId) -> int:
         """One that no row of the group has had: a group's attempt always has one holder."""
-        return 1 + max(row.attempt for row in self.books.state.groups[GroupId(row_id.epoch, row_id.prompt)].rows)
+        return 1 + max(row.attempt for row in self.books.state.groups[row_id.group].rows)
 
     def _leased(self, row_id: RowId) -> Row | None:
         row = self.books.state.row(row_id)

@@ -2,7 +2,7 @@
 
 import logging
 
-from ..comm.messages import DropRows, GroupId, RowDone
+from ..comm.messages import DropRows, RowDone
 from . import events as ev
 from .books import Books, Rules
 from .hand_outs import evict
@@ -50,7 +50,7 @@ class Results:
                     num_versions=done.num_versions,
                 )
             )
-        group = self.books.state.groups.get(GroupId(done.row.epoch, done.row.prompt))
+        group = self.books.state.groups.get(done.row.group)
         if group is not None and self.queue.on_failed == "drop" and group.samples(RowStatus.FAILED):
             evict(self.books, [group], "a member failed")
             return

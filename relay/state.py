@@ -72,7 +72,7 @@ class HubState:
 
     def row(self, row_id: RowId) -> Row | None:
         """The open trajectory of this name, or None if it has met its end."""
-        group = self.groups.get(GroupId(row_id.epoch, row_id.prompt))
+        group = self.groups.get(row_id.group)
         return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
 
     def has_attempt(self, row_id: RowId, attempt: int) -> bool:
@@ -88,7 +88,7 @@ class HubState:
 
     def group_of(self, row_id: RowId) -> Group:
         """The group of an open trajectory."""
-        return self.groups[GroupId(row_id.epoch, row_id.prompt)]
+        return self.groups[row_id.group]
 
 
 @singledispatch
@@ -166,7 +166,7 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
     row.status = RowStatus.FAILED
     state.account.failed += 1
-    group_id = GroupId(event.row.epoch, event.row.prompt)
+    group_id = event.row.group
     if all(row.status is RowStatus.FAILED for row in state.groups[group_id].rows):
         del state.groups[group_id]
 
@@ -199,7 +199,7 @@ def _(event: ev.UnitLost, state: HubState) -> None:
             if not row.units and group.step is None:
                 state.regenerated += 1
                 row.lose()
-                state.forget([RowId(group.id.epoch, group.id.prompt, sample)])
+                state.forget([group.id.row(sample)])
                 state.wanted[group.id] = None
 
 

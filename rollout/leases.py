@@ -95,7 +95,7 @@ class Leases:
         row = msgspec.json.decode(lease.row)
         fresh: list[Held] = []
         for sample in lease.samples:
-            row_id = RowId(lease.group.epoch, lease.group.prompt, sample)
+            row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
             if held is not None and (held.version == version or self._cycle.switches_midway):
                 # Given up for dead, this rollout got its own row back: it goes on with it.

@@ -29,7 +29,7 @@ class Toy:
 
     def finish(self, group: GroupId) -> None:
         version = self.state.groups[group].rows[0].version
-        row = RowId(group.epoch, group.prompt, 0)
+        row = group.row(0)
         apply(ev.RowReady(row=row, units=["u"], version=version, num_tokens=1, reward=0.0), self.state)
 
     def unfinished(self) -> list[GroupId]:

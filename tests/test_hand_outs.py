@@ -116,11 +116,11 @@ def test_an_answer_that_was_lost_comes_again_and_one_that_is_held_does_not(scene
 def test_bytes_that_a_consumer_adds_to_a_row_that_left_are_dropped(scene: MakeScene):
     s = scene(tasks=TASKS, filter_zero_std=True)
     (lease,) = (grant := s.lease()).leases
-    row = RowId(lease.group.epoch, lease.group.prompt, 0)
+    row = lease.group.row(0)
     s.say("rollout-0", RowDone(row, 1, grant.version, ["relay-0#1"], 5, 1.0))
     hand_out = take(s, "reference-0")
     assert hand_out is not None
-    s.say("rollout-0", RowDone(RowId(row.epoch, row.prompt, 1), 1, grant.version, ["relay-0#1"], 5, 1.0))
+    s.say("rollout-0", RowDone(row.group.row(1), 1, grant.version, ["relay-0#1"], 5, 1.0))
     assert s.hub.state.account.filtered == 2
     s.heard("relay-0")
     s.say("reference-0", done(hand_out))
@@ -147,7 +147,7 @@ def test_with_on_stale_evict_a_step_goes_on_without_the_straggler_which_is_count
 def test_a_failed_member_leaves_its_group_or_takes_it_along(scene: MakeScene, on_failed: str, evicted: int):
     s = scene(on_failed=on_failed)
     (lease,) = (grant := s.lease()).leases
-    rows = [RowId(lease.group.epoch, lease.group.prompt, sample) for sample in range(2)]
+    rows = [lease.group.row(sample) for sample in range(2)]
     s.say("rollout-0", RowDone(rows[0], 1, grant.version, ["relay-0#1"], 5, 1.0))
     s.say("rollout-0", RowDone(rows[1], 1, grant.version, [], 0, None, failure="no reward"))
     account = s.hub.state.account

@@ -14,7 +14,6 @@ from headrace.comm.messages import (
     LeaseReturn,
     Message,
     RowDone,
-    RowId,
     RowsMissing,
     StepTrained,
     TakeRows,
@@ -81,7 +80,7 @@ class Scene:
     def finish(self, grant: LeaseGrant, holder: str = "rollout-0", reward: Callable[[int], float] = float) -> None:
         for lease in grant.leases:
             for sample in lease.samples:
-                row = RowId(lease.group.epoch, lease.group.prompt, sample)
+                row = lease.group.row(sample)
                 self.say(holder, RowDone(row, lease.attempt, grant.version, ["relay-0#1"], 5, reward(sample)))
 
 
@@ -173,7 +172,7 @@ def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(
     s = scene()
     (lease,) = (grant := s.lease()).leases
     for sample, units in ((0, ["relay-0#1", "relay-1#1"]), (1, ["relay-1#1"])):
-        row = RowId(lease.group.epoch, lease.group.prompt, sample)
+        row = lease.group.row(sample)
         s.say("rollout-0", RowDone(row, 1, grant.version, units, 5, float(sample)))
     s.hub.lose("relay-1#1", "dead")
     group = s.hub.state.groups[lease.group]
@@ -181,7 +180,7 @@ def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(
     assert s.hub.state.regenerated == 1 and s.hub.state.holds
     again = s.lease(request=2)
     assert (again.leases[0].samples, again.leases[0].attempt) == ([1], 2)
-    s.say("rollout-0", RowDone(RowId(lease.group.epoch, lease.group.prompt, 1), 2, 0, ["relay-1#1"], 5, 1.0))
+    s.say("rollout-0", RowDone(lease.group.row(1), 2, 0, ["relay-1#1"], 5, 1.0))
     assert group.samples(RowStatus.WANTED) == [1], "what is said to lie in a lost unit lies nowhere"
 
 
@@ -191,7 +190,7 @@ def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(sce
     s.finish(grant)
     s.say("actor-0", TakeRows(1, ["train"], 0))
     lost = grant.leases[1].group
-    gone = RowsMissing([RowId(lost.epoch, lost.prompt, 0)] * 1, [1], "no copy")
+    gone = RowsMissing([lost.row(0)] * 1, [1], "no copy")
     s.say("actor-0", gone)
     s.say("actor-0", gone)
     assert lost not in s.hub.state.handed and s.hub.state.groups[lost].samples(RowStatus.WANTED) == [0]

@@ -277,9 +277,7 @@ class Play:
         for actor in self.alive:
             actor.generator.check()
             assert actor.generator.idle
-        return {
-            RowId(g.id.epoch, g.id.prompt, s): r.reward for g in state.groups.values() for s, r in enumerate(g.rows)
-        }
+        return {g.id.row(s): r.reward for g in state.groups.values() for s, r in enumerate(g.rows)}
 
 
 Stage = Callable[..., Play]

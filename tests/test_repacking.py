@@ -66,7 +66,7 @@ def load(kv_used: int, version: int = 0, num_requests: int = 2) -> Load:
 
 def rows_of(grant: LeaseGrant) -> list[RowId]:
     (lease,) = grant.leases
-    return [RowId(lease.group.epoch, lease.group.prompt, sample) for sample in lease.samples]
+    return [lease.group.row(sample) for sample in lease.samples]
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
                 ends += tail.hub.state.account.failed - ready
             case "lose":
                 tail.hub.lose(rollout, "dead")
-            case _ if rows[0] in [r for g in tail.hub.state.wanted for r in [RowId(g.epoch, g.prompt, 0)]]:
+            case _ if rows[0] in [r for g in tail.hub.state.wanted for r in [g.row(0)]]:
                 tail.heard(rollout)
                 tail.lease(rollout, request=request)
         assert tail.hub.state.holds

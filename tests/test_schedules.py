@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_in_memory import System
 
-from headrace.comm.messages import GroupId, RowId
+from headrace.comm.messages import GroupId
 from headrace.launch.check import check_recipe
 from headrace.launch.config import SettingError, read_recipe
 from headrace.relay import events as ev
@@ -57,7 +57,7 @@ class Run:
         if not groups:
             return
         group = groups[choice % len(groups)]
-        row = RowId(group.id.epoch, group.id.prompt, 0)
+        row = group.id.row(0)
         if with_losses and choice % 11 == 0:
             self.do(ev.RowFailed(row=row, reason="x"))
         elif with_losses and choice % 7 == 0:
@@ -199,7 +199,7 @@ def test_partial_switches_midway_and_says_which_version_drew_each_token(tmp_path
         saved = SavedStep(system.dir, step)
         for group in (group for hand_out in saved.hand_outs() for group in hand_out.groups):
             for sample, version in zip(group.samples, group.versions, strict=True):
-                key = RowId(group.group.epoch, group.group.prompt, sample).key(1)
+                key = group.group.row(sample).key(1)
                 versions = saved.fetch(key)["versions"].tolist()
                 assert all(a <= b for a, b in pairwise(versions)) and versions[0] == version
                 assert len(set(versions)) == ready[key].num_versions

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.comm.messages import GroupId, RowId
+from headrace.comm.messages import GroupId
 from headrace.relay import events as ev
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay, verify
 from headrace.relay.snapshots import KEPT, Prefix, Snapshot, snapshots
@@ -34,9 +34,9 @@ class Keeper:
     def train_step(self, fails: bool = False) -> None:
         group, step = GroupId(0, self.state.cursor), self.state.step
         self.decide(ev.Leased(group=group, samples=[0, 1], attempt=1, version=step, holder="rollout-0"))
-        row = RowId(group.epoch, group.prompt, 0)
+        row = group.row(0)
         for sample in range(SAMPLES):
-            row = RowId(group.epoch, group.prompt, sample)  # the last one never fails
+            row = group.row(sample)  # the last one never fails
             if fails and sample == 0:
                 self.decide(ev.RowFailed(row=row, reason="the verifier hung"))
             else:

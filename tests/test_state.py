@@ -23,12 +23,12 @@ def leased(group: GroupId = GROUP, attempt: int = 1, samples: tuple[int, ...] = 
 
 
 def ready(sample: int, version: int = 0, reward: float = 1.0) -> ev.RowReady:
-    row = RowId(GROUP.epoch, GROUP.prompt, sample)
+    row = GROUP.row(sample)
     return ev.RowReady(row=row, units=["relay-0#1"], version=version, num_tokens=5, reward=reward)
 
 
 def failed(sample: int) -> ev.RowFailed:
-    return ev.RowFailed(row=RowId(GROUP.epoch, GROUP.prompt, sample), reason="no reward")
+    return ev.RowFailed(row=GROUP.row(sample), reason="no reward")
 
 
 def test_a_trajectory_counts_as_leased_once_however_often_it_is_leased():
@@ -97,9 +97,7 @@ class AnyLegalHistory(RuleBasedStateMachine):
         self.num_leased = 0
 
     def any_row(self, data: st.DataObject, status: RowStatus) -> RowId | None:
-        rows = [
-            RowId(g.id.epoch, g.id.prompt, sample) for g in self.state.groups.values() for sample in g.samples(status)
-        ]
+        rows = [g.id.row(sample) for g in self.state.groups.values() for sample in g.samples(status)]
         return data.draw(st.sampled_from(rows)) if rows else None
 
     @rule(version=st.integers(0, 3))
@@ -120,7 +118,7 @@ class AnyLegalHistory(RuleBasedStateMachine):
         row = self.any_row(data, RowStatus.LEASED)
         if row is None:
             return
-        group = self.state.groups[GroupId(row.epoch, row.prompt)]
+        group = self.state.groups[row.group]
         apply(ev.Returned(group=group.id, attempt=group.rows[row.sample].attempt, reason="dead"), self.state)
 
     @rule()
