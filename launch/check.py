@@ -9,6 +9,7 @@ from typing import Any
 from ..comm.errors import SettingError
 from ..relay.dataset import checked_prompts, open_rows
 from ..relay.pipeline import pipeline
+from ..relay.schedules import staleness_of
 from ..relay.settings import DataSettings
 from .config import Recipe
 from .policy_files import PolicyFiles
@@ -27,7 +28,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
-    if recipe.run.schedule in ("sync", "one_step", "stream") and recipe.queue.max_staleness is not None:
+    if staleness_of(recipe.run.schedule) is not None and recipe.queue.max_staleness is not None:
         raise SettingError(
             f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"
         )

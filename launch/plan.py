@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..comm.errors import SettingError
-from ..relay.admission import Admission
+from ..relay.schedules import admission_of
 from .config import Recipe, recipe_yaml
 from .policy_files import PolicyFiles
 from .roles import assign, count_gpus, visible_devices
@@ -39,10 +39,10 @@ def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
 
 def _batch(recipe: Recipe) -> Iterator[str]:
     prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
-    capacity = Admission(recipe.batch, recipe.queue, recipe.run.steps).capacity
+    admission = admission_of(recipe.run.schedule, recipe.batch, recipe.queue, recipe.run.steps)
+    capacity = admission.capacity
     longest = prompts * samples * recipe.sampling.max_new_tokens
-    bound = {"sync": 0, "one_step": 1, "stream": 1}.get(recipe.run.schedule, recipe.queue.max_staleness)
-    bound = "by the queue's capacity alone" if bound is None else bound
+    bound = "by the queue's capacity alone" if admission.bound is None else admission.bound
     trajectories = prompts * samples
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
     yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe)}"

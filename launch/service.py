@@ -101,7 +101,7 @@ class GeneratorService:
         self._deadline_s = recipe.comm.deadline_s
         self._mailbox = fleet.post.open(fleet.name)
         cycle = Cycle.of(
-            recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.roles.rollout
+            recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
         self._leases = Leases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, cycle)
         self._courier = Courier(self._mailbox, Units(fleet))

@@ -70,7 +70,8 @@ class Admission:
         chosen = self._most_urgent(state)[:together]
         if not chosen or len(chosen) < together:
             return None
-        others = [group for group in state.queued() if group not in chosen]
+        taken = {group.id for group in chosen}
+        others = [group for group in state.queued() if group.id not in taken]
         return chosen[0] if self._feasible(others, state, places - together) else None
 
     def _most_urgent(self, state: HubState) -> list[Group]:

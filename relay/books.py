@@ -49,7 +49,7 @@ class Books:
         for_relay: dict[str, list[str]] = {}
         for group, sample in rows:
             row = group.rows[sample]
-            key = group.id.row(sample).key(row.attempt)
+            key = group.row_id(sample).key(row.attempt)
             for relay in self.relays if everywhere else map(relay_of, row.units):
                 for_relay.setdefault(relay, []).append(key)
         for relay, keys in for_relay.items():

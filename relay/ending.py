@@ -101,7 +101,7 @@ class Ending:
         for group in list(state.groups.values()):
             samples = [sample for sample in group.samples(RowStatus.READY) if not group.rows[sample].units]
             if samples:
-                rows = [group.id.row(sample) for sample in samples]
+                rows = [group.row_id(sample) for sample in samples]
                 attempts = [group.rows[sample].attempt for sample in samples]
                 reason = "no copy left when the run ended"
                 self.hub.books.decide(ev.RowsLost(rows=rows, attempts=attempts, reason=reason))

@@ -63,6 +63,11 @@ class Group:
         return min(self.rows[sample].version for sample in self.samples(RowStatus.LEASED, RowStatus.READY))
 
     @property
+    def next_attempt(self) -> int:
+        """One that no row of the group has had: a group's attempt always has one holder."""
+        return 1 + max(row.attempt for row in self.rows)
+
+    @property
     def is_complete(self) -> bool:
         return all(row.status not in UNFINISHED for row in self.rows)
 

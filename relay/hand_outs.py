@@ -12,6 +12,7 @@ from .admission import Admission
 from .books import Books, Rules
 from .controller import Controller, reference
 from .group import Group, RowStatus
+from .pipeline import TRAIN
 from .records import TaskRecord
 from .telemetry import Telemetry
 from .units import relay_of
@@ -28,7 +29,7 @@ class HandOuts:
         self.telemetry = telemetry
         self.controllers = controllers
         self._takers: dict[str, TakeRows] = {}
-        self._num_consumers: dict[str, set[str]] = {}
+        self._consumers: dict[str, set[str]] = {}
         self.rules: Rules = {TakeRows: self._on_take, StepTrained: self._on_step_trained, ColumnsDone: self._on_columns}
 
     def serve(self) -> None:
@@ -43,7 +44,7 @@ class HandOuts:
     def lose(self, holder: str, reason: str) -> None:
         """A consumer is gone: its rows go to others, and what it may have added to rows that left the queue is dropped."""
         self._takers.pop(holder, None)
-        for consumers in self._num_consumers.values():
+        for consumers in self._consumers.values():
             consumers.discard(holder)
         for task, record in self.books.state.tasks.items():
             for number in [n for n, hand_out in record.open.items() if hand_out.consumer == holder]:
@@ -52,7 +53,7 @@ class HandOuts:
 
     def _answer(self, consumer: str, request: TakeRows) -> HandOut | None:
         for task in request.tasks:
-            answer = self._train(request) if task == "train" else self._rows(task, consumer, request)
+            answer = self._train(request) if task == TRAIN else self._rows(task, consumer, request)
             if answer is not None:
                 return answer
         return None
@@ -80,7 +81,7 @@ class HandOuts:
             if hand_out.consumer == consumer and number not in request.holding:
                 groups = self._still_there(hand_out.attempts)
                 return HandOut(-1, 0, len(groups), groups, {}, task, number, request.question)
-        groups = controller.next(state, request.max_tokens, len(self._num_consumers[task]))
+        groups = controller.next(state, request.max_tokens, len(self._consumers[task]))
         if not groups:
             return None
         rows = [group.row(index) for group in groups for index in range(len(group.samples))]
@@ -101,7 +102,7 @@ class HandOuts:
     def _on_take(self, sender: str, request: TakeRows) -> None:
         self._takers[sender] = request
         for task in request.tasks:
-            self._num_consumers.setdefault(task, set()).add(sender)
+            self._consumers.setdefault(task, set()).add(sender)
 
     def _on_columns(self, sender: str, done: ColumnsDone) -> None:
         """A consumer has done a hand-out; what is not its own any more is dropped again."""
@@ -129,8 +130,7 @@ class HandOuts:
     def _drop_leftovers(self, record: TaskRecord, number: int) -> None:
         """Rows of a hand-out that left the queue meanwhile: their consumer may have brought them to life in a unit."""
         attempts = record.open[number].attempts
-        state = self.books.state
-        keys = [row_id.key(n) for row_id, n in attempts.items() if not state.has_attempt(row_id, n)]
+        keys = [row_id.key(attempts[row_id]) for row_id in self.books.state.gone(attempts)]
         for relay in self.books.relays if keys else ():
             self.books.mailbox.send(relay, DropRows(keys))
 

@@ -78,8 +78,8 @@ class Leases:
         state = self.books.state
         for group_id in state.wanted:
             if self.admission.may_lease(state, version, state.groups[group_id]):
-                samples = state.groups[group_id].samples(RowStatus.WANTED)
-                attempt = 1 + max(row.attempt for row in state.groups[group_id].rows)
+                group = state.groups[group_id]
+                samples, attempt = group.samples(RowStatus.WANTED), group.next_attempt
                 break
         else:
             if not self.admission.may_lease(state, version):

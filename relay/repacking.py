@@ -113,7 +113,7 @@ class Repacking:
     def _on_claim(self, sender: str, claim: Claim) -> None:
         claimed = dict(zip(claim.rows, claim.attempts, strict=True))
         for source, rows in self._by_holder(claimed):
-            attempts = [self._next_attempt(row_id) for row_id in rows]
+            attempts = [self.books.state.group_of(row_id).next_attempt for row_id in rows]
             self.books.decide(ev.Moved(rows=rows, attempts=attempts, source=source, holder=sender))
             if source != sender:
                 self.telemetry.count("repack/trajectories", len(rows))
@@ -133,10 +133,6 @@ class Repacking:
         """The attempt under which `holder` has the row; 0 if it has not."""
         row = self._leased(row_id)
         return row.attempt if row is not None and row.holder == holder else 0
-
-    def _next_attempt(self, row_id: RowId) -> int:
-        """One that no row of the group has had: a group's attempt always has one holder."""
-        return 1 + max(row.attempt for row in self.books.state.groups[row_id.group].rows)
 
     def _leased(self, row_id: RowId) -> Row | None:
         row = self.books.state.row(row_id)

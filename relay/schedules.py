@@ -50,6 +50,11 @@ SCHEDULES: dict[str, type[Admission]] = {
 }
 
 
+def staleness_of(schedule: str) -> int | None:
+    """The bound of a schedule that has one of its own; in those a batch is a barrier for all rollouts."""
+    return SCHEDULES[schedule].staleness
+
+
 def admission_of(schedule: str, batch: BatchSettings, queue: QueueSettings, num_steps: int) -> Admission:
     """The rules of a run."""
     return SCHEDULES[schedule](batch, queue, num_steps)

@@ -9,7 +9,7 @@ where *leased* counts each trajectory at its first lease, and *in flight* is wha
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
 
@@ -79,6 +79,10 @@ class HubState:
         """Whether this attempt of a row lies in the queue."""
         row = self.row(row_id)
         return row is not None and row.is_ready(attempt)
+
+    def gone(self, attempts: Mapping[RowId, int]) -> list[RowId]:
+        """Those of these attempts that lie in the queue no more."""
+        return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
 
     def forget(self, rows: Iterable[RowId]) -> None:
         """Rows leave the queue, or lose their attempt: no task has had them any more."""
@@ -199,7 +203,7 @@ def _(event: ev.UnitLost, state: HubState) -> None:
             if not row.units and group.step is None:
                 state.regenerated += 1
                 row.lose()
-                state.forget([group.id.row(sample)])
+                state.forget([group.row_id(sample)])
                 state.wanted[group.id] = None
 
 
@@ -222,16 +226,14 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
         assert units and set(units) <= set(row.units), f"row {row_id} lies in {row.units}, not in {units}"
         row.units = list(units)
         row.columns |= set(event.columns)
-    gone = [row_id for row_id, attempt in attempts.items() if not state.has_attempt(row_id, attempt)]
-    record.close(event.number, consumed=event.rows, gone=gone)
+    record.close(event.number, consumed=event.rows, gone=state.gone(attempts))
 
 
 @apply.register
 def _(event: ev.TaskReturned, state: HubState) -> None:
     record = state.tasks[event.task]
     attempts = record.open[event.number].attempts
-    gone = [row_id for row_id, attempt in attempts.items() if not state.has_attempt(row_id, attempt)]
-    record.close(event.number, consumed=(), gone=gone)
+    record.close(event.number, consumed=(), gone=state.gone(attempts))
 
 
 @apply.register

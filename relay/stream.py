@@ -22,6 +22,7 @@ from ..comm.errors import HeadraceError
 from ..comm.mailbox import Mailbox
 from ..comm.messages import ColumnsDone, HandOut, Message, RowId, RowsMissing, Stop, TakeRows
 from ..comm.waits import waiting
+from .pipeline import TRAIN
 from .rounds import rounds
 from .units import RowGone, Units
 
@@ -208,7 +209,7 @@ class ExperienceStream:
                     raise RunStopped(message.reason)
                 assert isinstance(message, HandOut)
                 batch = self._fetch(message)
-                if message.task == "train":
+                if message.task == TRAIN:
                     received += len(batch.hand_out.groups)
                     if received == message.total:
                         step, received = step + 1, 0
@@ -216,7 +217,7 @@ class ExperienceStream:
                     self._ahead.put(batch)
                     continue
                 self._places.release()
-                if message.task != "train" and self._team.rank == 0:
+                if message.task != TRAIN and self._team.rank == 0:
                     self._tell(batch.hand_out, [], {})
         except Exception as error:  # noqa: BLE001 - whoever asks next raises it
             self._ahead.put(error)
@@ -247,7 +248,7 @@ class ExperienceStream:
             case Stop() as stop:
                 return stop
             case HandOut(question=question) as answer if question == self._question:
-                if answer.task != "train":
+                if answer.task != TRAIN:
                     self._holding.add(answer.number)
                 return answer
         return None

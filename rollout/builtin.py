@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
-
 from ..comm.fleet import Fleet
 from ..relay.weights import Receipt
-from ..trainer.model import Policy, load_policy, load_tokenizer
+from ..trainer.model import Policy, default_device, load_policy, load_tokenizer
 from .adapter import GeneratorRecipe
 from .engine import Engine
 from .lockstep import LeadEngine, end_together, follow, take_newest
@@ -62,13 +60,15 @@ def run(fleet: Fleet, recipe: GeneratorRecipe) -> None:
 
 def meet(fleet: Fleet, recipe: GeneratorRecipe) -> Replica:
     """This rank among those of its rollout."""
-    return Replica.join(fleet, recipe.rollout.tp, _device(recipe), recipe.comm.deadline_s)
+    return Replica.join(fleet, recipe.rollout.tp, default_device(exact=recipe.generator.exact), recipe.comm.deadline_s)
 
 
 def load(fleet: Fleet, recipe: GeneratorRecipe, replica: Replica) -> tuple[Policy, RolloutWeights]:
     """This rank's part of the policy, and the weights that fill it."""
     policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=recipe.generator.exact)
-    return policy, RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.shard, _device(recipe))
+    return policy, RolloutWeights(
+        fleet, policy, recipe.comm, recipe.run.dir, replica.shard, default_device(exact=recipe.generator.exact)
+    )
 
 
 def options(recipe: GeneratorRecipe) -> dict[str, Any]:
@@ -83,8 +83,3 @@ def options(recipe: GeneratorRecipe) -> dict[str, Any]:
         "attention": g.attention,
         "gpu_share": g.gpu_share,
     }
-
-
-def _device(recipe: GeneratorRecipe) -> torch.device:
-    has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
-    return torch.device("cuda", 0) if has_gpu else torch.device("cpu")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..relay.schedules import staleness_of
+
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
@@ -19,7 +21,7 @@ class Cycle:
     @staticmethod
     def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "Cycle":
         """The habits under `run.schedule`; where a batch is a barrier each rollout takes an equal share of it."""
-        if schedule in ("sync", "one_step", "stream"):
+        if staleness_of(schedule) is not None:
             return Cycle(False, -(-prompts_per_step // num_rollouts), takes_quota_at_once=True)
         repacks = schedule == "headrace" and num_rollouts > 1
         return Cycle(schedule == "partial", batch_groups, takes_quota_at_once=False, repacks=repacks)

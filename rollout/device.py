@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..comm.settings import EmulatedSettings
 
 MARGIN_TOKENS = 16
@@ -139,8 +141,6 @@ class Device:
 
 def response_length(seed: int, trajectory_id: int, settings: EmulatedSettings, longest: int) -> int:
     """The length of a trajectory's response: log-normal, a function of (seed, trajectory id) alone."""
-    import numpy as np
-
     sigma = math.log(settings.p99_over_median) / 2.3263  # the normal distribution's 99th percentile
     draw = np.random.default_rng([seed, trajectory_id & (1 << 63) - 1]).standard_normal()
     return max(1, min(longest, round(settings.median_tokens * math.exp(sigma * draw))))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.errors import SettingError
-from ..trainer.model import Policy, load_policy
+from ..trainer.model import Policy, default_device, load_policy
 from ..trainer.shard import Shard
 from .backends import page_size_for
 from .batch import DecodeBatch
@@ -73,7 +73,7 @@ class Engine:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
         if not isinstance(policy, Policy):
             self.text = Text(tokenizer) if tokenizer is not None else Text.of(policy)
-            policy = load_policy(policy, dtype, device or _device(exact), shard=Shard(tp_group))
+            policy = load_policy(policy, dtype, device or default_device(exact=exact), shard=Shard(tp_group))
         else:
             self.text = Text(tokenizer)
         self.policy = policy
@@ -343,8 +343,3 @@ class Engine:
         if not self.scheduler.running:
             self.batch.sequences, self._pending = [], None
         return [sequence.completion(self.text.decode(sequence)) for sequence in finished]
-
-
-def _device(exact: bool) -> str:
-    """A GPU where there is one; exact mode runs on the CPU."""
-    return "cuda" if torch.cuda.is_available() and not exact else "cpu"

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..relay.weights import Receipt
-from ..trainer.model import load_policy, load_tokenizer
+from ..trainer.model import default_device, load_policy, load_tokenizer
 from .adapter import GeneratorRecipe
 from .prompts import prompt_tokens
 from .sampler import SamplingParams
@@ -47,8 +46,7 @@ class Adapter:
             raise SettingError("rollout.engine=transformers has neither generator.exact nor rollout.tp")
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir, device=device)
+        self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device())
         self.policy.model.set_attn_implementation("sdpa")
         self.context = self.policy.context
         self.max_running = recipe.generator.max_running

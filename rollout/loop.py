@@ -28,12 +28,6 @@ from .settings import RewardSettings, SamplingSettings
 IDLE_S = 0.01
 
 
-class Roles(Protocol):
-    """How many ranks generate."""
-
-    rollout: int
-
-
 class RolloutRecipe(GeneratorRecipe, Protocol):
     """The sections of a recipe that a rollout reads."""
 
@@ -44,8 +38,8 @@ class RolloutRecipe(GeneratorRecipe, Protocol):
     repack: RepackSettings
 
     @property
-    def roles(self) -> Roles:
-        """Ranks by role."""
+    def num_replicas(self) -> int:
+        """Replicas of the generator."""
         ...
 
 
@@ -67,9 +61,8 @@ class Rollout:
         self.generator = open_generator(fleet, recipe)
         self.weights = self.generator.weights
         self.mailbox = fleet.post.open(fleet.name)
-        num_rollouts = recipe.roles.rollout // recipe.rollout.tp
         self.cycle = Cycle.of(
-            recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, num_rollouts
+            recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
         self.leases = Leases(self.mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self.cycle)
         self.rewards = open_rewards(recipe.rollout.engine, recipe.reward)

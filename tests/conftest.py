@@ -1,6 +1,7 @@
 """What every test gets: folders of its own, and a look at what it leaves behind."""
 
 import os
+import sys
 import threading
 import time
 import uuid
@@ -31,7 +32,7 @@ def stories260k() -> Path:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test that leaves a process, a thread or a shared-memory segment behind.
+    """Fails a test that leaves a process, a thread, a shared-memory segment or a patched library behind.
 
     Its processes are known by a mark in the environment that they inherit, so orphans are found as well.
     """
@@ -51,6 +52,7 @@ def _left_over(mark: str, threads: set[threading.Thread], segments: set[str]) ->
         *(f"process {pid} ({command})" for pid, command in marked_processes(mark)),
         *(f"thread {thread.name}" for thread in new_threads),
         *(f"segment {name}" for name in _segments() - segments),
+        *_switched_off(),
     ]
 
 
@@ -65,6 +67,13 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
         except OSError:
             continue  # it has ended meanwhile, or belongs to somebody else
     return found
+
+
+def _switched_off() -> Iterator[str]:
+    """Two threads that load models at one time can leave a switch of transformers off for the rest of the process."""
+    models = sys.modules.get("transformers.modeling_utils")
+    if models is not None and models.PreTrainedModel.tie_weights.__name__ != "tie_weights":
+        yield "transformers with its tie_weights switched off"
 
 
 def _is_library_thread(thread: threading.Thread) -> bool:

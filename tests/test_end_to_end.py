@@ -173,25 +173,16 @@ def test_an_interrupted_run_ends_in_order(job: MakeJob, number: signal.Signals):
     AutoModelForCausalLM.from_pretrained(run.summary()["export"])
 
 
-def test_a_rollout_that_is_killed_costs_nothing(job: MakeJob):
-    run = job(run__steps=40).start()
+@pytest.mark.parametrize(
+    ("child", "num_relays"), [("rollout-1", 1), pytest.param("relay-1", 2, marks=pytest.mark.slow)]
+)
+def test_a_rollout_or_one_of_two_relays_that_is_killed_costs_nothing(job: MakeJob, child: str, num_relays: int):
+    run = job(run__steps=40, roles__relay=num_relays).start()
     run.wait_for_step(1)
-    os.kill(child_of(run, "rollout-1"), signal.SIGKILL)
+    os.kill(child_of(run, child), signal.SIGKILL)
     code, output = run.end()
     assert code == 0, output + run.logs()
-    assert "started again" in output
-    account = assert_account_adds_up(run)
-    assert account["trained"] == 40 * 16 and account["failed"] == 0
-
-
-@pytest.mark.slow
-def test_a_relay_that_is_killed_costs_nothing_where_there_are_two(job: MakeJob):
-    run = job(run__steps=40, roles__relay=2).start()
-    run.wait_for_step(1)
-    os.kill(child_of(run, "relay-1"), signal.SIGKILL)
-    code, output = run.end()
-    assert code == 0, output + run.logs()
-    assert "relay-1 was ended by SIGKILL and is started again" in output
+    assert f"{child} was ended by SIGKILL and is started again" in output
     account = assert_account_adds_up(run)
     assert account["trained"] == 40 * 16 and account["failed"] == 0
 

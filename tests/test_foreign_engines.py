@@ -21,6 +21,7 @@ from headrace.relay.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
 from headrace.rollout.hugging_face import Adapter
 from headrace.trainer import loop as trainer_loop
+from headrace.trainer.model import LOADING
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "service.md"
 
@@ -31,6 +32,18 @@ def documented_trainer(tmp_path: Path) -> str:
     file = tmp_path / "my_trainer.py"
     file.write_text(DOCUMENT.read_text().split("```python\n")[1].split("```")[0])
     return f"{file}:main"
+
+
+@pytest.fixture(autouse=True)
+def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """Roles are threads here, a user's too, and transformers loads under switches of the whole process."""
+    load = AutoModelForCausalLM.from_pretrained
+
+    def alone(*arguments: Any, **options: Any) -> Any:
+        with LOADING:
+            return load(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", alone)
 
 
 def account(system: System) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from policies import character_tokenizer, random_prompts, tiny_policy
@@ -73,6 +75,15 @@ def test_structure_without_weights_takes_views_as_its_parameters(tmp_path):
     with torch.no_grad():
         hidden = [p.forward_packed(tokens, torch.tensor([0, 20, 56])) for p in (full, empty)]
         assert torch.equal(*hidden) and torch.equal(full.logits(hidden[0]), empty.logits(hidden[1]))
+
+
+def test_a_checkpoint_that_contradicts_its_configuration_is_refused(tmp_path):
+    """Trainer and generator would disagree on what the weights are: the one reads them, the other the configuration."""
+    path = tiny_policy(tmp_path, tie_word_embeddings=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(SettingError, match=r"model\.path: .* set tie_word_embeddings to false"):
+        load_policy(path)
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path):

@@ -9,6 +9,7 @@ from ..comm.queue_messages import GroupRef
 from ..relay.rounds import rounds
 from .batch import DUMMY, Fetch, Reference, Trajectory, pack, references_of, trajectory_of
 from .checkpoint import TrainingState
+from .logprobs import packed_logprobs
 from .loss import group_advantages, grpo_loss
 from .model import Policy, load_policy
 from .parallel import ActorGroup, whole
@@ -82,10 +83,7 @@ class Actor:
 
     def _backward(self, part: list[Trajectory], tally: StepTally) -> None:
         batch = pack(part, self.version, self.group.device)
-        with torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.recipe.model.dtype == "bfloat16"):
-            hidden = self.policy.forward_packed(batch.token_ids, batch.cu_seqlens)
-        temperature = self.recipe.sampling.temperature or 1.0
-        logprobs, entropy = self.policy.token_logprobs(hidden[batch.predictors], batch.targets, temperature)
+        logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         algorithm = self.recipe.algorithm
         terms = grpo_loss(
             logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm, batch.ref_logprobs

@@ -16,7 +16,7 @@ from .actor import Actor
 from .batch import Fetch
 from .checkpoint import Checkpoints
 from .logprobs import response_logprobs
-from .model import Policy, load_policy, load_tokenizer, save_policy
+from .model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from .parallel import ActorGroup, whole
 from .recipe import TrainerRecipe
 from .shard import cuts_of
@@ -27,8 +27,7 @@ class Adapter:
     """An actor, its checkpoints, and the publisher of its part of the weights."""
 
     def __init__(self, fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> None:
-        has_gpu = torch.cuda.is_available() and not recipe.generator.exact  # exact mode is a promise of the CPU
-        device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+        device = default_device(exact=recipe.generator.exact)
         torch.manual_seed(recipe.run.seed)
         self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
         self.actor = Actor(recipe, self.group, fetch)

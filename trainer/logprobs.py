@@ -1,18 +1,24 @@
-"""Log-probabilities of trajectories by a policy that is not in training: the tasks `reference` and `proximal`."""
-
-from collections.abc import Sequence
+"""Log-probabilities of trajectories: packed, as training reads them, and by the row, for the tasks `reference` and `proximal`."""
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..relay.rounds import micro_batches
 from ..relay.stream import Batch
-from .batch import DUMMY, Trajectory, pack
+from .batch import DUMMY, PackedBatch, Trajectory, pack
 from .model import Policy
 from .parallel import ActorGroup
 from .recipe import ActorRecipe
 
 NEEDED = ("prompt_ids", "response_ids")
+
+
+def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: ActorRecipe) -> tuple[Tensor, Tensor]:
+    """Log-probability of each drawn token and the entropy it was drawn with, [R] each, tempered as in the loss."""
+    with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
+        hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
+    return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
 
 
 def response_logprobs(policy: Policy, batch: Batch, group: ActorGroup, recipe: ActorRecipe) -> list[np.ndarray]:
@@ -26,18 +32,11 @@ def response_logprobs(policy: Policy, batch: Batch, group: ActorGroup, recipe: A
     for number in range(num_parts):
         rows = parts[number] if number < len(parts) else []
         trajectories = [_trajectory(batch.columns[row.key]) for row in rows]
-        values = _forward(policy, trajectories or [DUMMY], group, recipe)
+        with torch.no_grad():
+            logprobs, _ = packed_logprobs(policy, pack(trajectories or [DUMMY], -1, group.device), recipe)
+        values = logprobs.float().cpu().numpy()
         found += np.split(values, np.cumsum([len(t.response_ids) for t in trajectories])[:-1]) if trajectories else []
     return found
-
-
-@torch.no_grad()
-def _forward(policy: Policy, trajectories: Sequence[Trajectory], group: ActorGroup, recipe: ActorRecipe) -> np.ndarray:
-    packed = pack(list(trajectories), -1, group.device)
-    with torch.autocast(group.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
-        hidden = policy.forward_packed(packed.token_ids, packed.cu_seqlens)
-    logprobs, _ = policy.token_logprobs(hidden[packed.predictors], packed.targets, recipe.sampling.temperature or 1.0)
-    return logprobs.float().cpu().numpy()
 
 
 def _trajectory(columns: dict[str, np.ndarray]) -> Trajectory:

@@ -26,8 +26,8 @@ from .shard import Shard, cuts_of, refuse_split
 
 transformers_logging.disable_progress_bar()
 
-_LOADING = threading.Lock()
-"""Held while a model is made: transformers does it under switches of the whole process (default dtype, initialisation)."""
+LOADING = threading.RLock()
+"""Held while a model is made: transformers does it under switches of the whole process (dtype, initialisation, tying)."""
 LOGPROB_ROWS = 256
 """Tokens whose logits exist at one time while log-probabilities are computed."""
 
@@ -195,7 +195,7 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
     refuse_unsupported(config)
-    with _LOADING:
+    with LOADING:
         model = _load(path, config, wanted) if weights else _build(path, config, wanted)
     policy = Policy(model.eval(), _stop_ids(path, config))
     if shard is not None:
@@ -208,9 +208,15 @@ def load_policy(
 
 def _load(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
     except OSError as error:
         raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
+    if config.tie_word_embeddings and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise SettingError(
+            f"model.path: the configuration at {path} ties LM head and embedding (tie_word_embeddings), "
+            "but its weights hold two different ones: set tie_word_embeddings to false there"
+        )
+    return model
 
 
 def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -219,6 +225,11 @@ def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel
     model.tie_weights()
     model.generation_config = _generation_config(path, config)
     return model
+
+
+def default_device(*, exact: bool = False) -> torch.device:
+    """A process's GPU if it has one, else the CPU; exact mode is a promise of the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() and not exact else torch.device("cpu")
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -6,15 +6,13 @@ for itself, so the faster ones do more.
 
 from typing import Protocol
 
-import torch
-
 from ..comm.fleet import Fleet
 from ..comm.messages import Holding
 from ..relay.pipeline import REFERENCE
 from ..relay.stream import ExperienceStream
 from ..relay.units import Units
 from .logprobs import NEEDED, response_logprobs
-from .model import load_policy
+from .model import default_device, load_policy
 from .parallel import ActorGroup
 from .recipe import ActorRecipe
 
@@ -25,7 +23,7 @@ class ReferenceRecipe(ActorRecipe, Protocol):
 
 def run(fleet: Fleet, recipe: ReferenceRecipe) -> None:
     """The reference's process, until the hub ends the run."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
     mailbox, units = fleet.post.open(fleet.name), Units(fleet)
     alone = ActorGroup(0, 1, device, deadline_s=0.0)

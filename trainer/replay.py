@@ -6,9 +6,8 @@ Which trajectories were trained when is the only thing that asynchrony decides a
 import json
 from pathlib import Path
 
-import torch
-
 from .actor import Actor
+from .model import default_device
 from .parallel import ActorGroup
 from .recipe import ActorRecipe
 from .rowlog import SavedStep
@@ -25,7 +24,7 @@ def replay(recipe: ActorRecipe) -> int:
     """
     run_dir = Path(recipe.run.dir)
     recorded = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = default_device(exact=recipe.generator.exact)
     saved = SavedStep(run_dir, 0)
     actor = Actor(recipe, ActorGroup(0, 1, device, deadline_s=0.0), lambda units, key: saved.fetch(key))
     num_different = 0
