@@ -79,7 +79,7 @@ class EmulatedSettings:
     """Microseconds of arithmetic per trajectory of a decode step; above `weights_ms` in all, it decides."""
     kv_ns: float = 30.5
     """Nanoseconds of a decode step per token in the KV cache."""
-    prefill_us: float = 41.0
+    prefill_us: float = 95.0
     """Microseconds per token that is prefilled."""
     kv_tokens: int = 700_000
     """Tokens that the KV cache of a rollout holds."""

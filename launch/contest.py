@@ -73,7 +73,7 @@ class Contest:
             train_gpus=recipe.emulated.train_gpus,
             cpu=watch.share(window.start / timeline.speed, window.end / timeline.speed),
             own_cpu=own / (os.cpu_count() or 1),
-            figures=figures_of(run_dir),
+            figures=figures_of(run_dir, recipe.emulated.prefill_us * 1e-6),
         )
         (run_dir / OUTCOME_FILE).write_bytes(msgspec.json.encode(outcome))
         return outcome

@@ -53,6 +53,8 @@ class Figures(msgspec.Struct, frozen=True):
     idle_actor: float
     idle_rollout: float
     kv_util: float
+    recompute_share: float
+    """Share of a rollout's time that goes into computing keys and values again."""
     weight_wait_s: float
     """Seconds per rollout and step in which it had nothing to generate between two versions: from when it ran dry (or was
     stopped) on one until it generates on the next."""
@@ -63,8 +65,11 @@ class Figures(msgspec.Struct, frozen=True):
     """The same at the moment when the trajectory was finished."""
 
 
-def figures_of(run_dir: Path) -> Figures:
-    """Read a run folder. A run needs more than `WARM_UP_STEPS + LAST_STEPS` steps."""
+def figures_of(run_dir: Path, prefill_s: float) -> Figures:
+    """Read a run folder; `prefill_s` is the time that a token's prefill takes.
+
+    A run needs more than `WARM_UP_STEPS + LAST_STEPS` steps.
+    """
     timeline = Timeline.read(run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     window = window_of(timeline, len(rows))
@@ -81,6 +86,7 @@ def figures_of(run_dir: Path) -> Figures:
         idle_actor=1 - _share(timeline.spans["actor-0"], "train", window),
         idle_rollout=1 - sum(_share(timeline.spans[name], "generate", window) for name in rollouts) / len(rollouts),
         kv_util=_mean_sample([timeline.samples[name] for name in rollouts], "kv_util", window),
+        recompute_share=_growth([timeline.samples[name] for name in rollouts], "recomputed", window) * prefill_s,
         weight_wait_s=sum(waits) / len(waits) / len(inside),
         latency=latency,
         staleness=_shares(trained),
@@ -118,6 +124,15 @@ def _share(spans: Sequence[Span], state: str, window: Window) -> float:
 def _mean_sample(samples: Sequence[Sequence[Any]], name: str, window: Window) -> float:
     values = [s.values[name] for each in samples for s in each if window.start <= s.at < window.end]
     return sum(values) / max(len(values), 1)
+
+
+def _growth(samples: Sequence[Sequence[Any]], name: str, window: Window) -> float:
+    """By how much a number that only grows does so per second, on average."""
+    grown = 0.0
+    for each in samples:
+        values = [sample.values[name] for sample in each if window.start <= sample.at < window.end]
+        grown += values[-1] - values[0] if values else 0.0
+    return grown / len(samples) / window.seconds
 
 
 def _trajectories(run_dir: Path, speed: float, window: Window) -> tuple[Latency, Counter[str]]:

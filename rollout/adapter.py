@@ -67,6 +67,11 @@ class Generator(Protocol):
         ...
 
     @property
+    def num_recomputed(self) -> int:
+        """Tokens so far whose keys and values were given up, to be computed again: new weights midway, a full cache."""
+        ...
+
+    @property
     def idle(self) -> bool:
         """It holds no trajectory at all."""
         ...

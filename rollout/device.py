@@ -52,7 +52,8 @@ class Device:
         self.running: list[Strand] = []
         self.load = 0
         self.seconds = 0.0
-        self.prefilled = 0
+        self.num_recomputed = 0
+        """Tokens that gave up their place in the cache to be prefilled again."""
         self.num_preempted = 0
 
     def add(self, strands: Iterable[Strand]) -> None:
@@ -92,6 +93,7 @@ class Device:
             is_shared = strand.trajectory_id >> 12 in prompts
             strand.num_missing = strand.num_new if is_shared else strand.num_tokens
             prompts.add(strand.trajectory_id >> 12)
+            self.num_recomputed += strand.num_missing
         self.waiting.extendleft(reversed(self.running))
         self.running, self.load = [], 0
 
@@ -118,7 +120,6 @@ class Device:
             self.waiting.popleft()
             self.running.append(strand)
             self.load += strand.num_tokens
-            self.prefilled += strand.num_missing
             self.seconds += strand.num_missing * self.settings.prefill_us * 1e-6 + strand.wait_s
             strand.num_missing, strand.wait_s = 0, 0.0
 
@@ -126,6 +127,7 @@ class Device:
         strand = self.running.pop()
         self.load -= strand.num_tokens
         strand.num_missing = strand.num_tokens
+        self.num_recomputed += strand.num_missing
         self.waiting.appendleft(strand)
         self.num_preempted += 1
 

@@ -88,6 +88,11 @@ class Adapter:
         return len(self.device.waiting)
 
     @property
+    def num_recomputed(self) -> int:
+        """Tokens so far whose keys and values were given up, to be computed again."""
+        return self.device.num_recomputed
+
+    @property
     def idle(self) -> bool:
         """The device holds nothing."""
         return not (self.device.running or self.device.waiting)

@@ -206,6 +206,11 @@ class Engine:
         return sum(len(group.sequences) for group in self.scheduler.waiting)
 
     @property
+    def num_recomputed(self) -> int:
+        """Tokens so far whose keys and values were given up, to be computed again."""
+        return self.scheduler.num_recomputed
+
+    @property
     def idle(self) -> bool:
         """Nothing is queued, running or paused."""
         return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused or self._late)

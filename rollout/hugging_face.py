@@ -39,6 +39,7 @@ class Adapter:
 
     can_migrate = False
     num_running = 0
+    num_recomputed = 0
     kv_load = 0
 
     def __init__(self, fleet: Fleet, recipe: GeneratorRecipe) -> None:

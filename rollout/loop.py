@@ -217,7 +217,7 @@ class Rollout:
             self.migration.kv_used, g.kv_capacity, self.migration.batch_bound,
         )  # fmt: skip
         self.mailbox.send("hub", load)
-        self.trace.sample(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util)
+        self.trace.sample(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
 
     def leave(self) -> None:
         """Deliver what is scored, tell the hub what is still held, close the wires."""

@@ -48,6 +48,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.num_preempted = 0
+        self.num_recomputed = 0
+        """Tokens that gave up their place in the cache to be prefilled again."""
 
     def add(self, group: Group) -> None:
         """Put a new group at the end of the queue."""
@@ -236,6 +238,7 @@ class Scheduler:
         return sequence
 
     def _requeue(self, sequence: Sequence) -> None:
+        self.num_recomputed += sequence.num_cached
         self._release(sequence)
         self.waiting.appendleft(Group([sequence], sequence.prompt_ids + sequence.token_ids))
 

@@ -29,6 +29,7 @@ def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.
         idle_actor=0.1,
         idle_rollout=0.2,
         kv_util=kv_util,
+        recompute_share=0.1,
         weight_wait_s=weight_wait_s,
         latency=Latency(80.0, 300.0),
         staleness={"0": 0.5, "2": 0.5},
@@ -140,8 +141,9 @@ def test_a_finished_run_gives_its_figures_and_pictures(tmp_path: Path):
     words = {**EMULATED, "run.steps": 7, "run.schedule": "one_step"}
     system = System(tmp_path, **words).start_all(num_rollouts=2)
     system.wait()
-    figures = figures_of(system.dir)
+    figures = figures_of(system.dir, prefill_s=1e-4)
     assert set(figures.staleness) <= {"0", "1"} and 0 <= figures.kv_util < 1
+    assert figures.recompute_share == 0, "nothing changes midway"
     assert 0 < figures.idle_actor < 1 and 0 < figures.idle_rollout < 1
     assert figures.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
     assert 0 < figures.latency.mean <= figures.latency.max

@@ -61,7 +61,7 @@ def test_a_full_cache_makes_the_newest_give_way_and_loses_nobody():
     device.add(strands(60, limit=400))
     done = finish_all(device)
     assert len(done) == 60 and all(s.num_new == 400 for s in done)
-    assert device.num_preempted > 0 and device.prefilled > 0 and device.load == 0
+    assert device.num_preempted > 0 and device.num_recomputed > 0 and device.load == 0
     assert [s.trajectory_id >> 12 for s in done][:5] == [0, 1, 2, 3, 4], "the oldest get on"
 
 
@@ -74,6 +74,7 @@ def test_weights_that_change_midway_cost_the_prefill_of_all_that_runs():
     assert (len(device.waiting), device.load) == (4, 0)
     device.advance(1)
     tokens = 100 + 4 * 10  # the group's prompt once
+    assert device.num_recomputed == tokens
     assert device.seconds - before == pytest.approx(tokens * SETTINGS.prefill_us * 1e-6 + device.steps_s(4, 4 * 110, 1))
 
 

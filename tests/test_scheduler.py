@@ -76,7 +76,7 @@ def test_the_newest_gives_way_when_pages_run_out():
     for index in range(3):
         scheduler.add(group(index, 1, 5, 19))
     assert drain(scheduler) == [0, 1, 2]
-    assert scheduler.num_preempted > 0
+    assert scheduler.num_recomputed >= scheduler.num_preempted > 0
 
 
 def test_a_paused_sequence_goes_on_with_what_its_environment_said():
