@@ -90,14 +90,15 @@ def replay(path: Path) -> HubState:
     return _fold(path, HubState())
 
 
-def verify(path: Path) -> HubState:
+def verify(path: Path, note: Callable[[Event], None] = lambda event: None) -> HubState:
     """The state after all events of a journal, folded from the first one; every snapshot must be what is met on the way.
 
-    Raises `JournalError` at the first line that is not legal, or not what a snapshot says.
+    `note` is told each event. Raises `JournalError` at the first line that is not legal, or not what a snapshot says.
     """
     expected = {snapshot.num_lines: snapshot for snapshot in snapshots(path)}
 
-    def compare(number: int, state: HubState) -> None:
+    def compare(number: int, event: Event, state: HubState) -> None:
+        note(event)
         if number in expected and expected[number].state != state:
             raise JournalError(f"{path}:{number}: the snapshot here tells another state")
 
@@ -109,7 +110,7 @@ def _fold(
     state: HubState,
     num_bytes: int = 0,
     num_lines: int = 0,
-    visit: Callable[[int, HubState], None] = lambda number, state: None,
+    visit: Callable[[int, Event, HubState], None] = lambda number, event, state: None,
 ) -> HubState:
     """Apply what comes after the first `num_lines` lines and `num_bytes` bytes.
 
@@ -122,7 +123,7 @@ def _fold(
             apply(event, state)
         except (AssertionError, KeyError) as error:
             raise JournalError(f"{path}:{number}: {error}") from error
-        visit(number, state)
+        visit(number, event, state)
         if isinstance(event, Trained) and not state.holds:
             break
     if not state.holds:
@@ -166,19 +167,23 @@ def account_of(state: HubState) -> dict[str, int | bool]:
 class _Diary:
     """What a journal tells beside the state: how often what was decided, for whom and why. For reading."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.leased_to: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        for _, event in read_events(path):
-            self.counts[type(event).__name__] += 1
-            match event:
-                case Leased(holder=holder, samples=samples):
-                    self.leased_to[holder] += len(samples)
-                case RowFailed(reason=reason):
-                    self.reasons[f"failed: {reason}"] += 1
-                case Returned(reason=reason):
-                    self.reasons[f"returned: {reason}"] += 1
+
+    def note(self, event: Event) -> None:
+        """One more event."""
+        self.counts[type(event).__name__] += 1
+        match event:
+            case Leased(holder=holder, samples=samples):
+                self.leased_to[holder] += len(samples)
+            case RowFailed(reason=reason):
+                self.reasons[f"failed: {reason}"] += 1
+            case Returned(reason=reason):
+                self.reasons[f"returned: {reason}"] += 1
+            case _:
+                pass
 
     def lines(self) -> Iterator[str]:
         """What is worth a line each."""
@@ -194,9 +199,9 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m headrace.relay.journal RUN...", file=sys.stderr)
         return 2
     for run in arguments:
-        path = Path(run) / "journal.jsonl"
+        path, diary = Path(run) / "journal.jsonl", _Diary()
         try:
-            state, diary = verify(path), _Diary(path)
+            state = verify(path, diary.note)
         except (JournalError, OSError) as error:
             print(error, file=sys.stderr)
             return 1
