@@ -18,10 +18,11 @@ from ..comm.messages import ActorDone, Holding, LeaseGrant, Pulled, RowId, StepT
 from ..comm.waits import waiting
 from ..relay.layout import Layout, host_buffer
 from ..relay.pipeline import TRAIN
+from ..relay.publisher import WeightPublisher
+from ..relay.reader import WeightReader
 from ..relay.stream import Batch, ExperienceStream, RunStopped
 from ..relay.units import Units
-from ..relay.weights import WeightPublisher, WeightReader
-from ..rollout.courier import Courier, Parcel
+from ..rollout.courier import Courier, Delivery
 from ..rollout.cycle import Cycle
 from ..rollout.leases import Held, Leases
 from ..trainer.model import Policy, load_policy
@@ -31,7 +32,7 @@ from .config import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """One trajectory to train on; `columns` are those of its row (see `rollout.courier.Parcel.columns`)."""
+    """One trajectory to train on; `columns` are those of its row (see `rollout.courier.Delivery.columns`)."""
 
     row: RowId
     version: int
@@ -162,7 +163,7 @@ class GeneratorService:
         versions = [self.version] * len(response_ids)
         ids = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "logprobs": list(logprobs)}
         facts: dict[str, Any] = {"versions": versions, "reward": reward, "failure": failure}
-        self._courier.ship(Parcel(sample.row_id, sample.attempt, self.version, **ids, **facts))
+        self._courier.ship(Delivery(sample.row_id, sample.attempt, self.version, **ids, **facts))
 
     def close(self) -> None:
         """Deliver what was put, tell the hub what is still held, close the wires."""

@@ -25,7 +25,8 @@ from ..comm.store import host_store
 from ..comm.waits import waiting
 from .keeper import WeightKeeper
 from .layout import Layout
-from .weights import WeightPublisher, WeightReader
+from .publisher import WeightPublisher
+from .reader import WeightReader
 
 ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Of the benchmark's processes: copies as a seat's children make them, and no word on hosts without a name."""

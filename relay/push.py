@@ -37,22 +37,22 @@ _SLOWEST_BYTE_S = 1 / 0.2e9  # for the first version, before the relay's pace is
 
 
 @dataclass(slots=True)
-class Parcel:
+class Publication:
     """A published version, or one rank's part of it, in memory of this process or in the slot that was claimed for it."""
 
     offer: Offer
     part: Part
     buffer: np.ndarray
     claim: SlotGranted | None = None
-    """The slot that is this parcel's already."""
+    """The slot that is this publication's already."""
     is_in_slot: bool = False
     """True if `buffer` is that slot; else it is still to be copied there."""
     computed: str = ""
     delta: tuple[Delta, np.ndarray] | None = None
 
-    def moved(self) -> "Parcel":
-        """The parcel without its slot, in memory of this process."""
-        return Parcel(self.offer, self.part, self.buffer.copy()) if self.is_in_slot else replace(self, claim=None)
+    def moved(self) -> "Publication":
+        """The publication without its slot, in memory of this process."""
+        return Publication(self.offer, self.part, self.buffer.copy()) if self.is_in_slot else replace(self, claim=None)
 
     def view(self, at: int, start: int, end: int) -> np.ndarray:
         """Bytes from `at` of the part on."""
@@ -110,21 +110,21 @@ class ShmPush:
         """The memory that was claimed."""
         return self._segment.slot(claim.slot)
 
-    def push(self, parcel: Parcel) -> None:
-        """Bring a parcel to the relay; returns when it has checked the bytes. Raises `PeerGone`, `WaitTimeout`."""
-        wanted = self._wanted(parcel.offer, parcel.part)
-        answer = parcel.claim or self._ask(wanted)
+    def push(self, publication: Publication) -> None:
+        """Bring a publication to the relay; returns when it has checked the bytes. Raises `PeerGone`, `WaitTimeout`."""
+        wanted = self._wanted(publication.offer, publication.part)
+        answer = publication.claim or self._ask(wanted)
         if isinstance(answer, SlotGranted):
-            if not parcel.is_in_slot:
+            if not publication.is_in_slot:
                 slot = self._segment.slot(answer.slot)
-                for at, start, end in parcel.offer.ranges.pieces(0, parcel.part.num_bytes):
-                    np.copyto(slot[start:end], parcel.view(at, start, end))
-            answer = self._check(PartFilled(next(self._questions), wanted, answer.generation, parcel.digest(0)))
+                for at, start, end in publication.offer.ranges.pieces(0, publication.part.num_bytes):
+                    np.copyto(slot[start:end], publication.view(at, start, end))
+            answer = self._check(PartFilled(next(self._questions), wanted, answer.generation, publication.digest(0)))
         if isinstance(answer, PushEnded) and answer.refusal:
-            if parcel.claim is not None:
-                self._push_again(parcel)
+            if publication.claim is not None:
+                self._push_again(publication)
             else:
-                _log.warning("%s refused version %d: %s", self.relay.name, parcel.offer.version, answer.refusal)
+                _log.warning("%s refused version %d: %s", self.relay.name, publication.offer.version, answer.refusal)
 
     def keep_alive(self) -> None:
         """Nothing to do: the kernel keeps shared memory."""
@@ -135,14 +135,14 @@ class ShmPush:
             self._closed, self._claim = True, None
         self._segment.close()
 
-    def _push_again(self, parcel: Parcel) -> None:
+    def _push_again(self, publication: Publication) -> None:
         """The slot written ahead is not this trainer's any more: save the bytes if they still stand there, then ask anew."""
-        saved = parcel.moved()
+        saved = publication.moved()
         saved.computed = ""
-        if saved.digest(0) == parcel.computed:
+        if saved.digest(0) == publication.computed:
             self.push(saved)
         else:
-            _log.warning("version %d was overwritten in its slot; the next one will follow", parcel.offer.version)
+            _log.warning("version %d was overwritten in its slot; the next one will follow", publication.offer.version)
 
     def _wanted(self, offer: Offer, part: Part) -> SlotWanted:
         what = (offer.version, offer.step, offer.num_bytes, offer.fingerprint)
@@ -182,7 +182,7 @@ class LinkPush:
         self.num_sent = 0
         """Bytes of versions sent so far, as deltas or whole."""
         self._uses_deltas = settings.delta
-        self._last: Parcel | None = None
+        self._last: Publication | None = None
         self._fleet = fleet
         self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
@@ -198,28 +198,30 @@ class LinkPush:
         """There is no slot."""
         raise AssertionError("a link has no slots")
 
-    def push(self, parcel: Parcel) -> None:
-        """Send a parcel; returns when the relay has checked the bytes. Raises `LinkBroken`."""
-        parcel.delta = self._delta(parcel) if self._uses_deltas else None
+    def push(self, publication: Publication) -> None:
+        """Send a publication; returns when the relay has checked the bytes. Raises `LinkBroken`."""
+        publication.delta = self._delta(publication) if self._uses_deltas else None
         started, num_nodes = time.monotonic(), 1 + len(self._fleet.living("relay"))
-        if send_cargo(self._link, parcel, SILENCE_S, self._cutter.chunk_bytes(num_nodes, parcel.part.num_bytes)):
-            self._cutter.took(parcel.part.num_bytes, time.monotonic() - started)
-        self.num_sent += parcel.part.num_bytes if parcel.delta is None else parcel.delta[1].nbytes
+        if send_cargo(
+            self._link, publication, SILENCE_S, self._cutter.chunk_bytes(num_nodes, publication.part.num_bytes)
+        ):
+            self._cutter.took(publication.part.num_bytes, time.monotonic() - started)
+        self.num_sent += publication.part.num_bytes if publication.delta is None else publication.delta[1].nbytes
         if self._uses_deltas:
-            self._last = Parcel(parcel.offer, parcel.part, parcel.buffer.copy())
+            self._last = Publication(publication.offer, publication.part, publication.buffer.copy())
 
-    def _delta(self, parcel: Parcel) -> tuple[Delta, np.ndarray] | None:
-        """The parcel as a difference to the last one, where that is less than half of it."""
-        last, num_bytes = self._last, parcel.part.num_bytes
-        if last is None or last.offer.version >= parcel.offer.version:
+    def _delta(self, publication: Publication) -> tuple[Delta, np.ndarray] | None:
+        """The publication as a difference to the last one, where that is less than half of it."""
+        last, num_bytes = self._last, publication.part.num_bytes
+        if last is None or last.offer.version >= publication.offer.version:
             return None
         started = time.monotonic()
-        width = parcel.part.layout.element_bytes
-        changes = encode(last.buffer, parcel.buffer, width)
+        width = publication.part.layout.element_bytes
+        changes = encode(last.buffer, publication.buffer, width)
         is_worth_it = 2 * changes.nbytes < num_bytes
         _log.info(
             "version %d: a delta has %.1f %% of the bytes and took %.3f s to make; %s",
-            parcel.offer.version, 100 * changes.nbytes / num_bytes, time.monotonic() - started,
+            publication.offer.version, 100 * changes.nbytes / num_bytes, time.monotonic() - started,
             "sent as a delta" if is_worth_it else "sent whole",
         )  # fmt: skip
         return (Delta(last.offer.version, changes.nbytes, width), changes) if is_worth_it else None

@@ -27,6 +27,14 @@ _FIRST_SLOT, _SLOT_WORDS = 8, 8
 _GENERATION, _VERSION, _STEP, _DIGEST = 0, 1, 2, 3
 
 
+class Receipt(NamedTuple):
+    """Proof of the weights held; a publisher's has no digest yet, since it is computed off the trainer's path."""
+
+    version: int
+    step: int
+    digest: str
+
+
 class NothingReadable(HeadraceError):
     """No complete version lies on the shelf."""
 

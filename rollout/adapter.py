@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ..comm.fleet import Fleet
 from ..comm.plugin import load_plugin
 from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
-from ..relay.weights import Receipt
+from ..relay.versions import Receipt
 from .reward import RewardPool, Scored
 from .sampler import SamplingParams
 from .sequence import Completion, Live, Parcel

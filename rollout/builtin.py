@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..comm.fleet import Fleet
-from ..relay.weights import Receipt
+from ..relay.versions import Receipt
 from ..trainer.model import Policy, default_device, load_policy, load_tokenizer
 from .adapter import GeneratorRecipe
 from .engine import Engine

@@ -12,7 +12,7 @@ from ..relay.units import Units
 
 
 @dataclass(slots=True)
-class Parcel:
+class Delivery:
     """A finished trajectory on its way: prompt and response tokens, log-probs, reward, and the lease it belongs to."""
 
     row: RowId
@@ -44,16 +44,16 @@ class Courier:
     def __init__(self, mailbox: Mailbox, units: Units) -> None:
         self._mailbox = mailbox
         self._units = units
-        self._outgoing: queue.Queue[Parcel | None] = queue.Queue()
+        self._outgoing: queue.Queue[Delivery | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self._thread.start()
 
-    def ship(self, parcel: Parcel) -> None:
+    def ship(self, delivery: Delivery) -> None:
         """Hand a trajectory over. Raises the error that ended the thread, if one did."""
         if self._error is not None:
             raise self._error
-        self._outgoing.put(parcel)
+        self._outgoing.put(delivery)
 
     def close(self) -> None:
         """Deliver what was handed over, then end, and the connections to the units with it."""
@@ -65,22 +65,22 @@ class Courier:
 
     def _run(self) -> None:
         try:
-            while (parcel := self._outgoing.get()) is not None:
-                self._deliver(parcel)
-        except Exception as error:  # noqa: BLE001 - the loop raises it at its next parcel
+            while (delivery := self._outgoing.get()) is not None:
+                self._deliver(delivery)
+        except Exception as error:  # noqa: BLE001 - the loop raises it at its next delivery
             self._error = error
 
-    def _deliver(self, parcel: Parcel) -> None:
-        units = [] if parcel.failure else self._units.store(parcel.row.key(parcel.attempt), parcel.columns())
-        num_tokens = len(parcel.prompt_ids) + len(parcel.response_ids)
+    def _deliver(self, delivery: Delivery) -> None:
+        units = [] if delivery.failure else self._units.store(delivery.row.key(delivery.attempt), delivery.columns())
+        num_tokens = len(delivery.prompt_ids) + len(delivery.response_ids)
         done = RowDone(
-            row=parcel.row,
-            attempt=parcel.attempt,
-            version=parcel.version,
+            row=delivery.row,
+            attempt=delivery.attempt,
+            version=delivery.version,
             units=units,
             num_tokens=num_tokens,
-            reward=parcel.reward,
-            num_versions=len(set(parcel.versions)) or 1,
-            failure=parcel.failure,
+            reward=delivery.reward,
+            num_versions=len(set(delivery.versions)) or 1,
+            failure=delivery.failure,
         )
         self._mailbox.send("hub", done)

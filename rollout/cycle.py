@@ -20,11 +20,13 @@ class Cycle:
 
     @staticmethod
     def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "Cycle":
-        """The habits under `run.schedule`; where a batch is a barrier each rollout takes an equal share of it."""
+        """The habits under `run.schedule`; a rollout's share is what each contributes to a step if all do alike."""
+        share = -(-prompts_per_step // num_rollouts)
         if staleness_of(schedule) is not None:
-            return Cycle(False, -(-prompts_per_step // num_rollouts), takes_quota_at_once=True)
-        repacks = schedule == "headrace" and num_rollouts > 1
-        return Cycle(schedule == "partial", batch_groups, takes_quota_at_once=False, repacks=repacks)
+            return Cycle(False, share, takes_quota_at_once=True)
+        if schedule == "partial":
+            return Cycle(True, batch_groups, takes_quota_at_once=False)
+        return Cycle(False, batch_groups or share, takes_quota_at_once=False, repacks=num_rollouts > 1)
 
     def room(self, max_running: int, num_held: int) -> int:
         """Trajectories that it would start now, the quota apart."""

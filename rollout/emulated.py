@@ -10,7 +10,8 @@ from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..relay.emulated import EmulatedTransfer, stand_in
 from ..relay.layout import Layout, host_buffer
-from ..relay.weights import Receipt, WeightReader
+from ..relay.reader import WeightReader
+from ..relay.versions import Receipt
 from .adapter import GeneratorRecipe
 from .device import Device, Strand, response_length
 from .reward import Scored

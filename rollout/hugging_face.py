@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
-from ..relay.weights import Receipt
+from ..relay.versions import Receipt
 from ..trainer.model import default_device, load_policy, load_tokenizer
 from .adapter import GeneratorRecipe
 from .prompts import prompt_tokens

@@ -8,8 +8,7 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any
 
-from ..relay.versions import NothingReadable
-from ..relay.weights import Receipt
+from ..relay.versions import NothingReadable, Receipt
 from ..trainer.model import Policy
 from .calls import Add, Call, Cancel, End, Pause, PutIn, Recompute, Resume, Step, TakeWeights
 from .engine import Engine

@@ -17,7 +17,7 @@ from ..comm.waits import waiting
 from ..relay.settings import BatchSettings, DataSettings, RepackSettings
 from ..relay.units import Units
 from .adapter import GeneratorRecipe, open_generator, open_rewards
-from .courier import Courier, Parcel
+from .courier import Courier, Delivery
 from .cycle import Cycle
 from .leases import Held, Leases
 from .migration import Migration
@@ -191,7 +191,7 @@ class Rollout:
         del self.leases.held[held.row_id.number]
         done, versions = held.completion, held.token_versions()
         self.courier.ship(
-            Parcel(
+            Delivery(
                 row=held.row_id,
                 attempt=held.attempt,
                 version=min(versions, default=held.version),

@@ -48,7 +48,8 @@ class RolloutSettings:
     report_s: float = 1.0
     """Seconds between two reports of a rollout's load to the hub (emulated ones in an emulated run)."""
     batch_groups: int | None = None
-    """Groups that a rollout takes on one version before it drains; null means no quota."""
+    """Groups that a rollout takes before it drains and looks for a newer version; null means its share of a step (`headrace`) or
+    no end (`partial`)."""
     tp: int = 1
     """Ranks of one replica of the generator, each with its part of every layer; `roles.rollout` is a multiple of it."""
 

@@ -8,7 +8,8 @@ from ..comm.fleet import Fleet
 from ..comm.settings import CommSettings
 from ..relay.archive import Archive
 from ..relay.layout import Layout, host_buffer
-from ..relay.weights import Receipt, WeightReader
+from ..relay.reader import WeightReader
+from ..relay.versions import Receipt
 from ..trainer.model import Policy, load_policy
 from ..trainer.shard import Shard, cuts_of
 

@@ -14,7 +14,7 @@ from headrace.relay.chain import chain_order, successor_of
 from headrace.relay.chunks import best_num_chunks, chunk_bytes, push_seconds
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
-from headrace.relay.weights import WeightPublisher
+from headrace.relay.publisher import WeightPublisher
 
 
 def relay(index, incarnation=1, alive=True):

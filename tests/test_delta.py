@@ -12,8 +12,9 @@ from headrace.relay.delta import decode, encode
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Cut, Layout
 from headrace.relay.parts import Part, Run
+from headrace.relay.publisher import WeightPublisher
 from headrace.relay.push import LinkPush
-from headrace.relay.weights import WeightPublisher, WeightReader
+from headrace.relay.reader import WeightReader
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([2, 4]), st.integers(1, 200_000))

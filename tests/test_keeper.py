@@ -11,7 +11,8 @@ from headrace.comm.settings import SEGMENT_FD, CommSettings
 from headrace.comm.store import host_store
 from headrace.comm.waits import waiting
 from headrace.relay.layout import Layout
-from headrace.relay.weights import WeightPublisher, WeightReader
+from headrace.relay.publisher import WeightPublisher
+from headrace.relay.reader import WeightReader
 
 RELAY = """
 import os, sys

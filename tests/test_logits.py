@@ -8,7 +8,7 @@ from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
-from headrace.relay.weights import WeightPublisher
+from headrace.relay.publisher import WeightPublisher
 from headrace.rollout.weights import RolloutWeights
 from headrace.trainer.model import load_policy
 

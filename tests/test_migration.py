@@ -26,7 +26,7 @@ from headrace.relay.journal import Journal, read_events, replay
 from headrace.relay.prompts import PromptPool
 from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.state import HubState, RowStatus
-from headrace.relay.weights import Receipt
+from headrace.relay.versions import Receipt
 from headrace.rollout import Engine, SamplingParams, carriage, migration
 from headrace.rollout.adapter import Weights
 from headrace.rollout.cycle import Cycle

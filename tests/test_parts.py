@@ -16,7 +16,7 @@ from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Cut, Layout
 from headrace.relay.parts import Part, Ranges
-from headrace.relay.weights import WeightReader
+from headrace.relay.reader import WeightReader
 
 spans = st.lists(st.integers(1, 50), min_size=2, max_size=12).map(
     lambda gaps: tuple(zip(np.cumsum(gaps)[::2].tolist(), np.cumsum(gaps)[1::2].tolist(), strict=False))
@@ -68,7 +68,7 @@ from headrace.comm.settings import CommSettings
 from headrace.comm.store import connect_store
 from headrace.relay.layout import Layout
 from headrace.relay.parts import Part
-from headrace.relay.weights import WeightPublisher
+from headrace.relay.publisher import WeightPublisher
 
 address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 tp = int(sys.argv[7])

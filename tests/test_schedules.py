@@ -136,7 +136,8 @@ def test_every_schedule_of_the_recipe_has_its_rules():
 def test_where_a_batch_is_a_barrier_each_rollout_takes_its_share_at_once():
     cycle = Cycle.of("one_step", batch_groups=3, prompts_per_step=10, num_rollouts=4)
     assert cycle.quota == 3 and cycle.room(max_running=1, num_held=1) > 10**6
-    assert Cycle.of("headrace", 5, 10, 4).quota == 5
+    assert (Cycle.of("headrace", 5, 10, 4).quota, Cycle.of("headrace", None, 10, 4).quota) == (5, 3)
+    assert Cycle.of("partial", None, 10, 4).quota is None
     assert Cycle.of("partial", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
     assert not Cycle.of("headrace", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
 

@@ -15,9 +15,10 @@ from headrace.launch.check import check_recipe
 from headrace.launch.config import read_recipe
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
+from headrace.relay.publisher import WeightPublisher
 from headrace.relay.push import LinkPush, open_push, staging_of
+from headrace.relay.reader import WeightReader
 from headrace.relay.settings import RelaySettings
-from headrace.relay.weights import WeightPublisher, WeightReader
 
 
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():

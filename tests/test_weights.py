@@ -14,8 +14,9 @@ from headrace.comm.waits import waiting
 from headrace.relay import push
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
+from headrace.relay.publisher import WeightPublisher
+from headrace.relay.reader import WeightReader
 from headrace.relay.versions import NothingReadable
-from headrace.relay.weights import WeightPublisher, WeightReader
 
 SHAPES = {"embed": (1000, 64), "norm": (64,), "head": (1000, 64)}
 

@@ -15,7 +15,8 @@ from headrace.comm.store import host_store
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
-from headrace.relay.weights import WeightPublisher, WeightReader
+from headrace.relay.publisher import WeightPublisher
+from headrace.relay.reader import WeightReader
 
 NUM_FLOATS = 50_000
 

@@ -10,8 +10,8 @@ from ..comm.fleet import Fleet
 from ..comm.queue_messages import GroupRef
 from ..relay.layout import Layout
 from ..relay.parts import Part
+from ..relay.publisher import WeightPublisher
 from ..relay.stream import Batch
-from ..relay.weights import WeightPublisher
 from .actor import Actor
 from .batch import Fetch
 from .checkpoint import Checkpoints

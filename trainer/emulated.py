@@ -12,8 +12,8 @@ from ..comm.fleet import Fleet
 from ..comm.queue_messages import GroupRef
 from ..relay.emulated import EmulatedTransfer, stand_in
 from ..relay.layout import Layout
+from ..relay.publisher import WeightPublisher
 from ..relay.stream import Batch
-from ..relay.weights import WeightPublisher
 from .batch import Fetch, references_of, trajectory_of
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
