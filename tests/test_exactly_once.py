@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -48,9 +49,7 @@ ROLLOUTS = ("rollout-0", "rollout-1")
 REFERENCES = ("reference-0", "reference-1")
 RELAYS = ("relay-0", "relay-1")
 PER_STEP, SAMPLES = 2, 2
-BATCH, QUEUE = BatchSettings(PER_STEP, SAMPLES), QueueSettings(filter_zero_std=True)
-
-TASKS = pipeline(QUEUE, AlgorithmSettings(kl_coef=0.1))
+BATCH = BatchSettings(PER_STEP, SAMPLES)
 
 rollouts = st.sampled_from(ROLLOUTS)
 references = st.sampled_from(REFERENCES)
@@ -62,8 +61,11 @@ places = st.sampled_from([RELAYS, RELAYS[:1], RELAYS[1:]])
 class World(RuleBasedStateMachine):
     """One run. `held` is what each rollout believes to hold, by attempt: a frozen one's belief is out of date."""
 
+    queue = QueueSettings(filter_zero_std=True)
+
     def __init__(self) -> None:
         super().__init__()
+        self.tasks = pipeline(self.queue, AlgorithmSettings(kl_coef=0.1))
         self.folder = TemporaryDirectory()
         data = Path(self.folder.name, "data.jsonl")
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(3)))
@@ -86,10 +88,17 @@ class World(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- the processes
 
     def open_hub(self, state: HubState) -> None:
-        admission = Admission(BATCH, QUEUE, num_steps=1000)
+        admission = Admission(BATCH, self.queue, num_steps=1000)
         journal = Journal(self.path)
         self.hub = Hub(
-            self.boxes["hub"], state, journal, self.pool, admission, QUEUE, RepackSettings(enabled=False), tasks=TASKS
+            self.boxes["hub"],
+            state,
+            journal,
+            self.pool,
+            admission,
+            self.queue,
+            RepackSettings(enabled=False),
+            tasks=self.tasks,
         )
         self.hub.books.decide(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
         for relay in RELAYS:
@@ -395,7 +404,7 @@ class World(RuleBasedStateMachine):
             for consumer in REFERENCES:
                 self.refers(consumer, "well")
         complete = [group for group in self.hub.state.queued() if group.is_complete]
-        assert all(group.has(TASKS["train"].needs) for group in complete), "rows that the reference never got"
+        assert all(group.has(self.tasks["train"].needs) for group in complete), "rows that the reference never got"
         self.units_hold_what_the_books_say()
         self.hub.books.journal.close()
         assert replay(self.path) == self.hub.state
@@ -403,9 +412,16 @@ class World(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def test_each_trajectory_is_trained_once_or_accounted_for():
+class ThrowingOut(World):
+    """The same, where groups that came too late or lost a member leave the queue, whoever holds or reads their rows."""
+
+    queue = QueueSettings(filter_zero_std=True, max_staleness=1, on_stale="evict", on_failed="drop")
+
+
+@pytest.mark.parametrize("world", [World, ThrowingOut])
+def test_each_trajectory_is_trained_once_or_accounted_for(world: type[World]):
     run_state_machine_as_test(
-        World,
+        world,
         settings=settings(
             max_examples=250,
             stateful_step_count=50,
