@@ -8,8 +8,8 @@ from .message import GroupId, Message, RowId
 class TakeRows(Message, frozen=True):
     """A consumer asks for rows of the first of `tasks` that has some; repeated with the same question until answered.
 
-    Of `train` it gets the groups of `step` beyond the `received` first. Of another task it gets rows of up to `max_tokens`
-    tokens; it names the hand-outs that it is `holding`, so that one whose letter was lost comes again.
+    Of `train` it gets groups of `step` beyond the `received` first. Of another task it gets rows of up to `max_tokens`, which is a
+    micro-batch for each of its ranks; it names the hand-outs that it is `holding`, so that one whose letter was lost comes again.
     """
 
     question: int

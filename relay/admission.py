@@ -6,8 +6,10 @@ trains version k. Leasing and handing out both keep the set of queued groups *fe
 nothing has to be thrown away; the price is that a step may wait for a straggler that is due (DESIGN 6, `on_stale: wait`).
 """
 
+import math
 from collections.abc import Iterable
 
+from ..comm.messages import GroupId
 from .controller import item_of
 from .samplers import Room, Sampler
 from .settings import BatchSettings, QueueSettings
@@ -63,16 +65,28 @@ class Admission:
         )
         return self._feasible(queued, state, self.places(state), extra=oldest)
 
-    def next_ready(self, state: HubState) -> Group | None:
-        """The group to hand out now, or None: the most urgent that can be trained, if all others can still be in time."""
-        places = self.places(state)
-        together = places if self.hands_out_whole_batches else min(places, 1)
-        chosen = self._most_urgent(state)[:together]
-        if not chosen or len(chosen) < together:
-            return None
-        taken = {group.id for group in chosen}
-        others = [group for group in state.queued() if group.id not in taken]
-        return chosen[0] if self._feasible(others, state, places - together) else None
+    def next_groups(self, state: HubState, max_tokens: float = math.inf) -> list[Group]:
+        """The groups to hand out now: the most urgent that can be trained, as long as all others can still be in time.
+
+        Ends with the one that reaches `max_tokens`.
+        """
+        places, queued = self.places(state), state.queued()
+        chosen = self._most_urgent(state)[:places]
+        if self.hands_out_whole_batches and len(chosen) < places:
+            return []
+        taken: set[GroupId] = set()
+        out: list[Group] = []
+        num_tokens = 0
+        for together in [chosen] if self.hands_out_whole_batches else [[group] for group in chosen]:
+            taken.update(group.id for group in together)
+            if not self._feasible((g for g in queued if g.id not in taken), state, places - len(taken)):
+                break
+            for group in together:
+                out.append(group)
+                num_tokens += item_of(group).num_tokens
+                if num_tokens >= max_tokens:
+                    return out
+        return out
 
     def _most_urgent(self, state: HubState) -> list[Group]:
         """What can be trained, in the order in which it is to be handed out."""

@@ -17,6 +17,9 @@ from .records import TaskRecord
 from .telemetry import Telemetry
 from .units import relay_of
 
+_ROUNDS = 8
+"""Micro-batches for each rank of the trainer in one hand-out: enough to fill them well, few enough that the first begins early."""
+
 
 class HandOuts:
     """Who asks for rows, and who has which."""
@@ -63,7 +66,7 @@ class HandOuts:
         state = self.books.state
         if request.step != state.step:
             return None  # it asks ahead
-        while (group := self.admission.next_ready(state)) is not None:
+        for group in self.admission.next_groups(state, _ROUNDS * request.max_tokens):
             self.books.decide(ev.Handed(step=request.step, groups=[group.id]))
         given = [state.groups[group_id] for group_id in state.handed[request.received :]]
         if not given:

@@ -230,7 +230,7 @@ class ExperienceStream:
                 return Stop("closed")
         self._question += 1
         holding = tuple(sorted(self._holding))
-        question = TakeRows(self._question, self._tasks, step, received, holding, self._max_tokens)
+        question = TakeRows(self._question, self._tasks, step, received, holding, self._max_tokens * self._team.size)
         asked = -float("inf")  # who waits for this thread has the deadline: see `next`
         while True:
             if time.monotonic() - asked >= REPEAT_S:

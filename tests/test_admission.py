@@ -36,7 +36,7 @@ class Toy:
         return [g.id for g in self.state.queued() if g.samples(RowStatus.LEASED)]
 
     def train_if_ready(self) -> bool:
-        while (group := self.admission.next_ready(self.state)) is not None:
+        for group in self.admission.next_groups(self.state):
             apply(ev.Handed(step=self.state.step, groups=[group.id]), self.state)
         if self.admission.places(self.state) > 0:
             return False
@@ -52,6 +52,16 @@ def test_a_bound_of_zero_admits_one_batch_per_version():
 def test_without_a_bound_the_capacity_decides():
     toy = Toy(bound=None, per_step=2)
     assert [toy.lease(0) for _ in range(5)] == [True, True, True, True, False]
+
+
+def test_a_hand_out_ends_with_the_group_that_reaches_its_tokens():
+    toy = Toy(bound=None, per_step=3)
+    while toy.lease(0):
+        pass
+    for group in toy.unfinished():
+        toy.finish(group)
+    oldest = [group.id for group in toy.admission.next_groups(toy.state)]
+    assert len(oldest) == 3 and [group.id for group in toy.admission.next_groups(toy.state, 2)] == oldest[:2]
 
 
 def test_no_more_groups_are_started_than_the_last_steps_need():

@@ -130,6 +130,17 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     assert sum(isinstance(event, ev.Handed) for _, event in read_events(s.path)) == 2
 
 
+def test_what_is_ready_at_once_is_handed_out_in_pieces(scene: MakeScene):
+    """The trainer begins with the first piece, and fetches the next meanwhile."""
+    s = scene()
+    s.finish(s.lease(num_groups=2))  # 10 tokens each, pieces of 8 micro-batches of a token
+    for question, received in enumerate((0, 1), start=1):
+        s.say("actor-0", TakeRows(question, ["train"], 0, received, max_tokens=1))
+        (answer,) = s.heard("actor-0")
+        assert isinstance(answer, HandOut)
+        assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
+
+
 def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))

@@ -67,7 +67,7 @@ class Run:
             self.do(ev.RowReady(row=row, units=["u"], version=version, num_tokens=1, reward=0.0))
 
     def train(self) -> None:
-        while (group := self.admission.next_ready(self.state)) is not None:
+        for group in self.admission.next_groups(self.state):
             self.do(ev.Handed(step=self.state.step, groups=[group.id]))
         if self.admission.places(self.state) == 0:
             self.do(ev.Trained(step=self.state.step))
