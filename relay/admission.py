@@ -103,7 +103,10 @@ class Admission:
             return True
         if self.evicts:
             return extra is None or state.step <= extra + self.bound
-        versions = [group.version for group in groups if group.is_begun] + ([] if extra is None else [extra])
+        begun = [group for group in groups if group.is_begun]
+        if len(begun) + (extra is not None) > places + self.bound * self.per_step:
+            return False  # more than can be in time, however new they are
+        versions = [group.version for group in begun] + ([] if extra is None else [extra])
         for index, version in enumerate(sorted(versions)):
             steps_ahead = 0 if index < places else 1 + (index - places) // self.per_step
             if state.step + steps_ahead > version + self.bound:

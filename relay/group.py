@@ -17,6 +17,7 @@ class RowStatus(enum.Enum):
 
 
 UNFINISHED = (RowStatus.WANTED, RowStatus.LEASED)
+BEGUN = (RowStatus.LEASED, RowStatus.READY)
 
 
 @dataclass(slots=True)
@@ -55,12 +56,12 @@ class Group:
     @property
     def is_begun(self) -> bool:
         """Whether any of its rows is generated or being generated; what came back will be of a version yet unknown."""
-        return bool(self.samples(RowStatus.LEASED, RowStatus.READY))
+        return any(row.status in BEGUN for row in self.rows)
 
     @property
     def version(self) -> int:
         """The oldest version among its rows that are generated or being generated: what its staleness is counted from."""
-        return min(self.rows[sample].version for sample in self.samples(RowStatus.LEASED, RowStatus.READY))
+        return min(row.version for row in self.rows if row.status in BEGUN)
 
     @property
     def next_attempt(self) -> int:

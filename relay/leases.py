@@ -22,8 +22,10 @@ class Leases:
 
     def serve(self) -> None:
         """Grant what may be granted now."""
-        for holder in list(self._requests) if self.is_open else ():
-            self._grant(holder)
+        refused: set[int] = set()  # a version that gets nothing gets nothing until the next letter
+        for holder, request in list(self._requests.items()) if self.is_open else ():
+            if request.version not in refused and not self._grant(holder):
+                refused.add(request.version)
 
     def lose(self, holder: str, reason: str) -> None:
         """What the holder had leased comes back."""
@@ -60,7 +62,8 @@ class Leases:
                 reason = f"{sender} moved to another version"
                 self.books.decide(ev.Returned(group=group, attempt=attempt, reason=reason))
 
-    def _grant(self, holder: str) -> None:
+    def _grant(self, holder: str) -> bool:
+        """Whether the holder got as many groups as it asked for."""
         request = self._requests[holder]
         leases: list[Lease] = []
         while len(leases) < request.num_groups:
@@ -72,6 +75,7 @@ class Leases:
             del self._requests[holder]
             self._granted[holder] = LeaseGrant(request.request, request.version, leases)
             self.books.mailbox.send(holder, self._granted[holder])
+        return len(leases) == request.num_groups
 
     def _lease_one(self, holder: str, version: int) -> Lease | None:
         """Lease one group: first what came back, then the next of the data."""
