@@ -122,15 +122,19 @@ def _share(spans: Sequence[Span], state: str, window: Window) -> float:
 
 
 def _mean_sample(samples: Sequence[Sequence[Any]], name: str, window: Window) -> float:
-    values = [s.values[name] for each in samples for s in each if window.start <= s.at < window.end]
+    values = [value for each in samples for value in _inside(each, name, window)]
     return sum(values) / max(len(values), 1)
+
+
+def _inside(samples: Sequence[Any], name: str, window: Window) -> list[float]:
+    return [sample.values[name] for sample in samples if window.start <= sample.at < window.end]
 
 
 def _growth(samples: Sequence[Sequence[Any]], name: str, window: Window) -> float:
     """By how much a number that only grows does so per second, on average."""
     grown = 0.0
     for each in samples:
-        values = [sample.values[name] for sample in each if window.start <= sample.at < window.end]
+        values = _inside(each, name, window)
         grown += values[-1] - values[0] if values else 0.0
     return grown / len(samples) / window.seconds
 

@@ -63,7 +63,7 @@ class Leases:
                 self.books.decide(ev.Returned(group=group, attempt=attempt, reason=reason))
 
     def _grant(self, holder: str) -> bool:
-        """Whether the holder got as many groups as it asked for."""
+        """Lease what may be leased; says whether that is as many groups as the holder asked for."""
         request = self._requests[holder]
         leases: list[Lease] = []
         while len(leases) < request.num_groups:

@@ -132,7 +132,7 @@ def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store)
     threading.Timer(0.1, kill).start()
     with pytest.raises(LinkBroken):
         link.receive(np.zeros(2000, np.uint8), 20)
-    assert killed_at[0] and time.monotonic() - killed_at[0] < 5, "long before the deadline"
+    assert killed_at[0] and time.monotonic() - killed_at[0] < 0.5
     child.communicate()
 
 
@@ -142,5 +142,5 @@ def test_a_paced_link_keeps_to_its_pace():
     started = time.monotonic()
     for _ in range(20):
         paced.send(np.zeros(100_000, np.uint8), 5)
-    assert 0.19 < time.monotonic() - started < 2
+    assert 0.19 < time.monotonic() - started < 0.3
     far.receive(np.zeros(2_000_000, np.uint8), 5)
