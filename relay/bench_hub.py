@@ -48,7 +48,6 @@ _PATIENCE_S = 120.0
 @dataclass(slots=True)
 class _Loss:
     kl_coef: float = 0.0
-    proximal: bool = False
 
 
 @dataclass(slots=True)

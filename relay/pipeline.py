@@ -16,8 +16,6 @@ from .settings import QueueSettings, TaskSettings
 TRAIN = "train"
 REFERENCE = Task("reference", yields=("ref_logprobs",))
 """Log-probabilities of the initial policy, for a KL term in the loss."""
-PROXIMAL = Task("proximal", yields=("proximal_logprobs",))
-"""Log-probabilities of the newest policy, when the row is ready (arXiv 2110.00641 calls it the proximal policy)."""
 ROLLOUT_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "loss_mask", "reward")
 """What a row begins with."""
 
@@ -26,13 +24,11 @@ class Objective(Protocol):
     """What of the loss decides about the tasks."""
 
     kl_coef: float
-    proximal: bool
 
 
 def pipeline(queue: QueueSettings, objective: Objective) -> dict[str, Task]:
     """The tasks by name. Raises `SettingError` for a task of the user's that cannot be."""
     tasks = {task.name: task for task in (REFERENCE,) if objective.kl_coef > 0}
-    tasks |= {task.name: task for task in (PROXIMAL,) if objective.proximal}
     known = {column for task in tasks.values() for column in task.yields}
     for settings in queue.tasks:
         task = _users_task(settings, known | set(ROLLOUT_COLUMNS))

@@ -36,7 +36,7 @@ class Learner(Protocol):
         ...
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """For the task `reference` or `proximal`, where the trainer's ranks do it: [R] for each row of this rank's; a
+        """By the initial policy, where the trainer's ranks do the task `reference`: [R] for each row of this rank's; a
         collective of all ranks."""
         ...
 

@@ -55,13 +55,11 @@ class Adapter:
         self.actor.accumulate(groups, tally)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """By the initial policy, or by the one in training."""
-        if batch.task == "reference" and self.reference is None:
+        """By the initial policy, which is loaded for the first batch."""
+        if self.reference is None:
             self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
             self.group.shard(self.reference)
-        policy = self.reference if batch.task == "reference" else self.actor.policy
-        assert policy is not None
-        return response_logprobs(policy, batch, self.group, self.recipe)
+        return response_logprobs(self.reference, batch, self.group, self.recipe)
 
     def step(self, tally: StepTally) -> dict[str, float]:
         """One update of the optimizer."""

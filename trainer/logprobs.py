@@ -1,4 +1,4 @@
-"""Log-probabilities of trajectories: packed, as training reads them, and by the row, for the tasks `reference` and `proximal`."""
+"""Log-probabilities of trajectories: packed, as training reads them, and by the row, for the task `reference`."""
 
 import numpy as np
 import torch

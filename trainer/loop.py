@@ -16,7 +16,7 @@ from ..comm.mailbox import Mailbox
 from ..comm.messages import ActorDone, CheckpointWritten, StepTrained
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
-from ..relay.pipeline import PROXIMAL, REFERENCE, TRAIN
+from ..relay.pipeline import REFERENCE, TRAIN
 from ..relay.stream import Batch, ExperienceStream, RunStopped
 from ..relay.units import Units
 from .adapter import open_learner
@@ -24,8 +24,6 @@ from .metrics import MetricsLog, Value, console_line
 from .recipe import TrainerRecipe
 from .rowlog import RowLog
 from .tally import StepTally
-
-TASKS = {task.name: task for task in (REFERENCE, PROXIMAL)}
 
 
 class Trainer:
@@ -76,8 +74,7 @@ class Trainer:
             batch = self.take(step)
             if batch.task != TRAIN:
                 self.trace.enter(batch.task, step=step)
-                (column,) = TASKS[batch.task].yields
-                self.stream.put(batch, {column: self.learner.logprobs(batch)}, self.group)
+                self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)}, self.group)
                 continue
             hand_out = batch.hand_out
             received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
@@ -177,7 +174,7 @@ class Record:
 def tasks_of(recipe: TrainerRecipe) -> list[str]:
     """Tasks that the trainer's ranks do besides training."""
     reference = recipe.algorithm.kl_coef > 0 and not recipe.roles.reference
-    return [REFERENCE.name] * reference + [PROXIMAL.name] * recipe.algorithm.proximal
+    return [REFERENCE.name] if reference else []
 
 
 def run(fleet: Fleet, recipe: TrainerRecipe) -> None:

@@ -26,8 +26,6 @@ class AlgorithmSettings:
     """Weight of an entropy bonus."""
     kl_coef: float = 0.0
     """Weight of a KL term (k3) against the initial policy, whose log-probabilities are the task `reference`; 0 for none."""
-    proximal: bool = False
-    """Add the column `proximal_logprobs` to each row: log-probabilities of the newest policy when the row became ready."""
 
 
 @dataclass(slots=True)
