@@ -38,6 +38,22 @@ class RowsMissing(Message, frozen=True):
     reason: str
 
 
+class RowRef(msgspec.Struct, frozen=True):
+    """A row as a consumer is told of it: its name, the units that have its bytes, and what its training is planned by."""
+
+    row: RowId
+    attempt: int
+    units: list[str]
+    version: int
+    num_tokens: int
+    reward: float
+
+    @property
+    def key(self) -> str:
+        """The key of its bytes in each of its units."""
+        return self.row.key(self.attempt)
+
+
 class GroupRef(msgspec.Struct, frozen=True):
     """Metadata of samples of a group: for each, which units have the bytes."""
 
@@ -57,6 +73,12 @@ class GroupRef(msgspec.Struct, frozen=True):
         """Where the bytes of its `index`-th row lie in each of their units."""
         return self.row(index).key(self.attempts[index])
 
+    def rows(self) -> list[RowRef]:
+        """Its rows one by one."""
+        names = map(self.group.row, self.samples)
+        columns = (names, self.attempts, self.units, self.versions, self.num_tokens, self.rewards)
+        return [RowRef(*values) for values in zip(*columns, strict=True)]
+
 
 class HandOut(Message, frozen=True):
     """The answer to `TakeRows`: for `train`, groups from number `first` of `total` on; for another task, its hand-out `number`.
@@ -72,3 +94,7 @@ class HandOut(Message, frozen=True):
     task: str = "train"
     number: int = 0
     question: int = 0
+
+    def rows(self) -> list[RowRef]:
+        """The rows of all its groups."""
+        return [row for group in self.groups for row in group.rows()]

@@ -89,10 +89,7 @@ class TrainerService:
 
 def _groups_of(batch: Batch) -> Iterator[list[Experience]]:
     for group in batch.hand_out.groups:
-        yield [
-            Experience(group.row(i), group.versions[i], group.rewards[i], batch.columns[group.key(i)])
-            for i in range(len(group.samples))
-        ]
+        yield [Experience(row.row, row.version, row.reward, batch.columns[row.key]) for row in group.rows()]
 
 
 class GeneratorService:

@@ -11,16 +11,17 @@ With several ranks (`team`) the lead talks to the hub, tells the others what the
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from ..comm.errors import HeadraceError
 from ..comm.mailbox import Mailbox
-from ..comm.messages import ColumnsDone, HandOut, Message, RowId, RowsMissing, Stop, TakeRows
+from ..comm.messages import ColumnsDone, GroupId, HandOut, Message, RowsMissing, Stop, TakeRows
+from ..comm.queue_messages import RowRef
 from ..comm.waits import waiting
 from .pipeline import TRAIN
 from .rounds import rounds
@@ -72,30 +73,33 @@ class Alone:
         return values
 
 
-class RowRef(NamedTuple):
-    """A row of a hand-out: its name, where its bytes lie, and its tokens."""
-
-    row: RowId
-    key: str
-    units: list[str]
-    num_tokens: int
-
-
 @dataclass(slots=True)
 class Batch:
-    """What one hand-out brought this rank: `rows` in the order of training, and their columns by key of the row.
+    """What one hand-out brought this rank: its rows in micro-batches, and their columns by key of the row.
 
-    `hand_out` is the same on all ranks, without the groups that could not be read.
+    `hand_out` is the same on all ranks, without the groups that could not be read. All ranks have equally many
+    micro-batches, some of them empty, since ranks that share one policy run together.
     """
 
     hand_out: HandOut
-    rows: list[RowRef] = field(default_factory=list)
+    micro_batches: list[list[RowRef]]
     columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @property
     def task(self) -> str:
         """The task that it is for."""
         return self.hand_out.task
+
+    @property
+    def rows(self) -> list[RowRef]:
+        """This rank's rows, in the order of training."""
+        return [row for part in self.micro_batches for row in part]
+
+    def without(self, groups: Collection[GroupId]) -> "Batch":
+        """The batch without some of its groups; as many micro-batches as before."""
+        kept = [group for group in self.hand_out.groups if group.group not in groups]
+        parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
+        return Batch(msgspec.structs.replace(self.hand_out, groups=kept), parts, self.columns)
 
     def __getitem__(self, column: str) -> list[np.ndarray]:
         return [self.columns[row.key][column] for row in self.rows]
@@ -173,12 +177,7 @@ class ExperienceStream:
             row.key: self._units.add(row.key, row.units, {name: column[i] for name, column in columns.items()})
             for i, row in enumerate(batch.rows)
         }
-        copies = [
-            (group.key(i), unit)
-            for group in batch.hand_out.groups
-            for i in range(len(group.samples))
-            for unit in group.units[i]
-        ]
+        copies = [(row.key, unit) for row in batch.hand_out.rows() for unit in row.units]
         counts = among.summed([float(unit in held.get(key, ())) for key, unit in copies])
         if among.rank == 0:
             units: dict[str, list[str]] = {key: [] for key, _ in copies}
@@ -188,9 +187,9 @@ class ExperienceStream:
 
     def _tell(self, hand_out: HandOut, names: list[str], units: Mapping[str, list[str]]) -> None:
         assert self._mailbox is not None
-        rows = [(group.row(i), group.key(i)) for group in hand_out.groups for i in range(len(group.samples))]
-        done = ColumnsDone(hand_out.task, hand_out.number, names, [r for r, _ in rows], [units[key] for _, key in rows])
-        self._mailbox.send("hub", done)
+        rows = hand_out.rows()
+        held = [units[row.key] for row in rows]
+        self._mailbox.send("hub", ColumnsDone(hand_out.task, hand_out.number, names, [row.row for row in rows], held))
         self._holding.discard(hand_out.number)
 
     def close(self) -> None:
@@ -254,32 +253,21 @@ class ExperienceStream:
         return None
 
     def _fetch(self, hand_out: HandOut) -> Batch:
-        """This rank's rows; groups of which a rank finds a row nowhere are left out on all of them."""
-        refs = [
-            (place, RowRef(group.row(i), group.key(i), group.units[i], group.num_tokens[i]))
-            for place, group in enumerate(hand_out.groups)
-            for i in range(len(group.samples))
-        ]
-        place_of = {ref.key: place for place, ref in refs}
-        planned = rounds([ref for _, ref in refs], self._team.size, self._max_tokens)
-        mine = [ref for parts in planned for ref in parts[self._team.rank]]
-        batch, missing = Batch(hand_out), [0.0] * len(hand_out.groups)
-        for ref in mine:
+        """Plan who trains what, and fetch this rank's rows; a group of which any rank misses a row is left out on all."""
+        planned = rounds(hand_out.rows(), self._team.size, self._max_tokens)
+        batch = Batch(hand_out, [parts[self._team.rank] for parts in planned])
+        missing = {group.group: 0.0 for group in hand_out.groups}
+        for row in batch.rows:
             try:
-                batch.columns[ref.key] = self._units.fetch(ref.key, ref.units, self._columns)
-                batch.rows.append(ref)
+                batch.columns[row.key] = self._units.fetch(row.key, row.units, self._columns)
             except RowGone as gone:
-                missing[place_of[ref.key]] = 1.0
-                self._report(ref, str(gone))
-        lost = {place for place, count in enumerate(self._team.summed(missing)) if count}
-        if lost:
-            groups = [group for place, group in enumerate(hand_out.groups) if place not in lost]
-            batch.hand_out = msgspec.structs.replace(hand_out, groups=groups)
-            batch.rows = [ref for ref in batch.rows if place_of[ref.key] not in lost]
-        return batch
+                missing[row.row.group] = 1.0
+                self._report(row, str(gone))
+        counts = self._team.summed(list(missing.values()))
+        lost = {group for group, count in zip(missing, counts, strict=True) if count}
+        return batch.without(lost) if lost else batch
 
-    def _report(self, ref: RowRef, reason: str) -> None:
+    def _report(self, row: RowRef, reason: str) -> None:
         """Any rank may tell; the hub takes the first word."""
         if self._mailbox is not None:
-            attempt = int(ref.key.rpartition("@")[2])
-            self._mailbox.send("hub", RowsMissing([ref.row], [attempt], reason))
+            self._mailbox.send("hub", RowsMissing([row.row], [row.attempt], reason))

@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.comm.messages import RowId
+from headrace.comm.queue_messages import RowRef
 from headrace.relay.rounds import rounds
-from headrace.trainer.batch import Reference, Trajectory, pack
+from headrace.trainer.batch import Trajectory, pack
 
 
 def trajectory(prompt: list[int], response: list[int], version: int = 0, advantage: float = 0.0) -> Trajectory:
@@ -35,8 +37,8 @@ def test_advantages_and_freshness_are_spread_over_the_tokens():
     assert batch.is_fresh.tolist() == [True, True, False]
 
 
-def reference(number: int, num_tokens: int) -> Reference:
-    return Reference(f"0.{number}.0@1", ["relay-0#1"], 0, 0.0, 0.0, num_tokens)
+def row_of(number: int, num_tokens: int) -> RowRef:
+    return RowRef(RowId(0, number, 0), 1, ["relay-0#1"], 0, num_tokens, 0.0)
 
 
 @given(
@@ -47,12 +49,9 @@ def reference(number: int, num_tokens: int) -> Reference:
 def test_rounds_give_each_rank_as_many_parts_and_keep_everything_and_the_budget(
     lengths: list[int], num_ranks: int, budget: int
 ):
-    references = [reference(number, length) for number, length in enumerate(lengths)]
-    planned = rounds(references, num_ranks, budget)
+    planned = rounds([row_of(number, length) for number, length in enumerate(lengths)], num_ranks, budget)
     assert all(len(parts) == num_ranks for parts in planned)
-    assert sorted(int(r.key.split(".")[1]) for parts in planned for part in parts for r in part) == list(
-        range(len(lengths))
-    )
+    assert sorted(r.row.prompt for parts in planned for part in parts for r in part) == list(range(len(lengths)))
     assert all(sum(r.num_tokens for r in part) <= budget or len(part) == 1 for parts in planned for part in parts)
     loads = [sum(r.num_tokens for parts in planned for r in parts[rank]) for rank in range(num_ranks)]
     assert max(loads) - min(loads) <= max(lengths)

@@ -9,9 +9,10 @@ import torch
 from policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
-from headrace.comm.messages import GroupId
+from headrace.comm.messages import GroupId, HandOut
 from headrace.comm.queue_messages import GroupRef
 from headrace.comm.settings import ModelSettings, RunSettings
+from headrace.relay.stream import Batch
 from headrace.rollout.settings import GeneratorSettings, SamplingSettings
 from headrace.trainer.actor import Actor
 from headrace.trainer.checkpoint import Checkpoints
@@ -41,10 +42,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def actor_of(policy_dir: Path) -> Actor:
     torch.manual_seed(0)
-    return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), ALONE, made_up_row)
+    return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), ALONE)
 
 
-def made_up_row(units: list[str], key: str) -> dict[str, np.ndarray]:
+def made_up_row(key: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(list(key.encode()))
     return {
         "prompt_ids": rng.integers(4, 99, 5).astype(np.int32),
@@ -54,16 +55,18 @@ def made_up_row(units: list[str], key: str) -> dict[str, np.ndarray]:
     }
 
 
-def group(step: int) -> GroupRef:
+def batch_of(step: int) -> Batch:
     """Two made-up trajectories of a prompt."""
-    return GroupRef(GroupId(0, step), [0, 1], [1, 1], [["relay-0#1"]] * 2, [step, step], [12, 12], [0.0, 1.0])
+    group = GroupRef(GroupId(0, step), [0, 1], [1, 1], [["relay-0#1"]] * 2, [step, step], [12, 12], [0.0, 1.0])
+    rows = group.rows()
+    return Batch(HandOut(step, 0, 1, [group], {}), [rows], {row.key: made_up_row(row.key) for row in rows})
 
 
 def train(actor: Actor, num_steps: int) -> list[float]:
     norms = []
     for step in range(actor.version, actor.version + num_steps):
         tally = StepTally(max_new_tokens=8)
-        actor.accumulate([group(step)], tally)
+        actor.accumulate(batch_of(step), tally)
         norms.append(actor.step(tally)["actor/grad_norm"])
     return norms
 

@@ -246,10 +246,8 @@ def test_a_run_with_a_kl_term_is_replayed_bit_for_bit(tmp_path: Path, capsys: py
     (tmp_path / "rewards.py").write_text(SPREAD)
     system.start_all().wait()
     saved = SavedStep(system.dir, 2)
-    (first, *_) = next(saved.hand_outs()).groups
-    columns = saved.fetch(first.key(0))
-    assert "ref_logprobs" in columns
-    assert columns["ref_logprobs"].shape == columns["response_ids"].shape
+    batch = next(saved.batches())
+    assert [ids.shape for ids in batch["ref_logprobs"]] == [ids.shape for ids in batch["response_ids"]]
     assert train_again(system.recipe) == 0
     assert "50 steps replayed, 0 of them differ" in capsys.readouterr().out
 
@@ -276,7 +274,6 @@ def test_a_users_task_gives_each_row_a_column_before_it_is_trained(tmp_path: Pat
     summary = system.start_all().wait()
     assert summary["accounting"]["trained"] == 12 and summary["accounting"]["holds"] is True
     saved = SavedStep(system.dir, 0)
-    for group in (group for hand_out in saved.hand_outs() for group in hand_out.groups):
-        for i in range(len(group.samples)):
-            columns = saved.fetch(group.key(i))
-            assert columns["advantages"].tolist() == [len(columns["response_ids"])] * len(columns["response_ids"])
+    for batch in saved.batches():
+        for advantages, response in zip(batch["advantages"], batch["response_ids"], strict=True):
+            assert advantages.tolist() == [len(response)] * len(response)

@@ -1,4 +1,4 @@
-"""What a step trained on comes back as it was, in the order in which it came."""
+"""The rows that a step trained on come back from the run folder as they were, so that the step can be replayed."""
 
 from pathlib import Path
 
@@ -8,37 +8,53 @@ import pytest
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, HandOut
 from headrace.comm.queue_messages import GroupRef
-from headrace.trainer.rowlog import RowLog, SavedStep
+from headrace.relay.stream import Batch
+from headrace.trainer.rowlog import SavedStep, StepLog
 
 
-def hand_out(first: int) -> HandOut:
-    group = GroupRef(GroupId(0, first), [0], [1], [["relay-0#1"]], [3], [7], [0.1])
-    return HandOut(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
+def batch_of(first: int) -> Batch:
+    """A hand-out of two rows in micro-batches of one, with an empty one as another rank may have caused it."""
+    group = GroupRef(GroupId(0, first), [0, 1], [1, 2], [["relay-0#1"]] * 2, [3, 3], [7, 8], [0.1, 0.2])
+    hand_out = HandOut(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
+    early, late = group.rows()
+    rng = np.random.default_rng(first)
+    columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}
+    return Batch(hand_out, [[late], [early], []], columns)
 
 
-def test_rows_and_hand_outs_come_back(tmp_path: Path):
-    rng = np.random.default_rng(0)
-    rows = {f"0.{i}.0@1": {"response_ids": rng.integers(0, 9, i + 1).astype(np.int32)} for i in range(12)}
-    log = RowLog(tmp_path)
-    for key, columns in rows.items():
-        log.add_row(key, columns)
-    for first in range(12):
-        log.add_hand_out(hand_out(first))
+def test_batches_come_back_in_their_order_with_their_micro_batches(tmp_path: Path):
+    batches = [batch_of(first) for first in range(12)]
+    log = StepLog(tmp_path)
+    for batch in batches:
+        log.add(batch)
     log.write(2)
-    saved = SavedStep(tmp_path, 2)
-    assert list(saved.hand_outs()) == [hand_out(first) for first in range(12)]
-    for key, columns in rows.items():
-        assert np.array_equal(saved.fetch(key)["response_ids"], columns["response_ids"]), key
+    found = list(SavedStep(tmp_path, 2).batches())
+    assert [(b.hand_out, b.micro_batches) for b in found] == [(b.hand_out, b.micro_batches) for b in batches]
+    for batch, again in zip(batches, found, strict=True):
+        for one, other in zip(batch["response_ids"], again["response_ids"], strict=True):
+            assert np.array_equal(one, other)
 
 
-def test_each_step_has_its_own_rows(tmp_path: Path):
-    log = RowLog(tmp_path)
-    for step in range(2):
-        log.add_row(f"0.{step}.0@1", {"x": np.array([step])})
-        log.write(step)
-    assert SavedStep(tmp_path, 1).fetch("0.0.0@1") == {}
-    assert SavedStep(tmp_path, 1).fetch("0.1.0@1")["x"].tolist() == [1]
+def test_each_step_and_each_rank_has_its_own_rows(tmp_path: Path):
+    for rank in range(2):
+        log = StepLog(tmp_path, rank, num_ranks=2)
+        for step in range(2):
+            log.add(batch_of(10 * rank + step))
+            log.write(step)
+    for rank in range(2):
+        saved = SavedStep(tmp_path, 1, rank)
+        assert saved.num_ranks == 2
+        assert [row.row.prompt for batch in saved.batches() for row in batch.rows] == [10 * rank + 1] * 2
     assert not list(tmp_path.glob("rows/*.new"))
+
+
+def test_rows_of_groups_that_were_left_out_are_not_kept(tmp_path: Path):
+    batch = batch_of(0)
+    log = StepLog(tmp_path)
+    log.add(batch.without({GroupId(0, 0)}))
+    log.write(0)
+    (again,) = SavedStep(tmp_path, 0).batches()
+    assert (again.hand_out.groups, again.micro_batches, again.columns) == ([], [[], [], []], {})
 
 
 def test_a_run_without_rows_is_told_how_to_have_them(tmp_path: Path):

@@ -197,12 +197,10 @@ def test_partial_switches_midway_and_says_which_version_drew_each_token(tmp_path
     ready = {e.row.key(1): e for e in events(system) if isinstance(e, ev.RowReady)}
     most = 0
     for step in range(8):
-        saved = SavedStep(system.dir, step)
-        for group in (group for hand_out in saved.hand_outs() for group in hand_out.groups):
-            for sample, version in zip(group.samples, group.versions, strict=True):
-                key = group.group.row(sample).key(1)
-                versions = saved.fetch(key)["versions"].tolist()
-                assert all(a <= b for a, b in pairwise(versions)) and versions[0] == version
-                assert len(set(versions)) == ready[key].num_versions
+        for batch in SavedStep(system.dir, step).batches():
+            for row, column in zip(batch.rows, batch["versions"], strict=True):
+                versions = column.tolist()
+                assert all(a <= b for a, b in pairwise(versions)) and versions[0] == row.version
+                assert len(set(versions)) == ready[row.key].num_versions
                 most = max(most, len(set(versions)))
     assert most > 1

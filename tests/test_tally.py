@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainer.batch import Reference, Trajectory, pack
+from headrace.comm.messages import GroupId, HandOut
+from headrace.comm.queue_messages import GroupRef
+from headrace.relay.stream import Batch
+from headrace.trainer.batch import Trajectory, pack
 from headrace.trainer.loss import grpo_loss
 from headrace.trainer.parallel import ActorGroup
 from headrace.trainer.settings import AlgorithmSettings
@@ -15,8 +18,11 @@ from headrace.trainer.tally import StepTally
 VERSION = 5
 
 
-def reference(reward: float, version: int = VERSION) -> Reference:
-    return Reference("0.0.0@1", ["relay-0#1"], version, reward, 0.0, 4)
+def batch_of(version: int, response_ids: np.ndarray) -> Batch:
+    """A group of two, of which this rank trains the first."""
+    group = GroupRef(GroupId(0, 0), [0, 1], [1, 1], [["relay-0#1"]] * 2, [version] * 2, [4, 4], [1.0, 0.0])
+    first, _ = group.rows()
+    return Batch(HandOut(VERSION, 0, 1, [group], {}), [[first]], {first.key: {"response_ids": response_ids}})
 
 
 def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:
@@ -31,8 +37,7 @@ def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:
         advantage=1.0,
     )
     tally = StepTally(max_new_tokens=3)
-    tally.add_group([reference(1.0, version), reference(0.0, version)])
-    tally.add_responses([trajectory])
+    tally.add(batch_of(version, trajectory.response_ids))
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)

@@ -1,13 +1,11 @@
 """The actor: policy, optimizer, and the one step that turns groups of trajectories into an update."""
 
 import time
-from collections.abc import Sequence
 
 import torch
 
-from ..comm.queue_messages import GroupRef
-from ..relay.rounds import rounds
-from .batch import DUMMY, Fetch, Reference, Trajectory, pack, references_of, trajectory_of
+from ..relay.stream import Batch
+from .batch import DUMMY, Trajectory, pack
 from .checkpoint import TrainingState
 from .logprobs import packed_logprobs
 from .loss import group_advantages, grpo_loss
@@ -20,7 +18,7 @@ from .tally import StepTally
 class Actor:
     """fp32 master weights (sharded where there are several ranks), AdamW, gradients accumulated as groups stream in."""
 
-    def __init__(self, recipe: ActorRecipe, group: ActorGroup, fetch: Fetch) -> None:
+    def __init__(self, recipe: ActorRecipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
         self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
@@ -31,7 +29,6 @@ class Actor:
         )
         self.state = TrainingState(self.policy.model, self.optimizer)
         self.update_s = 0.0
-        self._fetch = fetch
 
     @property
     def version(self) -> int:
@@ -43,18 +40,14 @@ class Actor:
         o = self.recipe.optimizer
         return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
 
-    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
-        """Add the gradient of these groups, as a sum over tokens; a collective of all ranks."""
+    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+        """Add the gradient of a batch, as a sum over tokens; a collective of all ranks."""
         started = time.monotonic()
-        references: list[Reference] = []
-        for group in groups:
-            members = self._advantaged(group)
-            tally.add_group(members)
-            references += members
-        for parts in rounds(references, self.group.size, self.recipe.optimizer.micro_tokens):
-            trajectories = [trajectory_of(reference, self._fetch) for reference in parts[self.group.rank]]
-            tally.add_responses(trajectories)
-            self._backward(trajectories or [DUMMY], tally)
+        tally.add(batch)
+        advantages = self._advantages(batch)
+        for part in batch.micro_batches:
+            rows = [Trajectory.of(row, batch.columns[row.key], advantages[row.key]) for row in part]
+            self._backward(rows or [DUMMY], tally)
         self.update_s += time.monotonic() - started
 
     def step(self, tally: StepTally) -> dict[str, float]:
@@ -76,10 +69,14 @@ class Actor:
         update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
         return {"actor/grad_norm": float(whole(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
 
-    def _advantaged(self, group: GroupRef) -> list[Reference]:
-        rewards = torch.tensor(group.rewards)
-        advantages = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
-        return references_of(group, advantages)
+    def _advantages(self, batch: Batch) -> dict[str, float]:
+        """By key of the row; of all ranks' rows, since the rows of a group may be on several."""
+        found: dict[str, float] = {}
+        for group in batch.hand_out.groups:
+            rewards = torch.tensor(group.rewards)
+            values = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
+            found |= zip((row.key for row in group.rows()), values, strict=True)
+        return found
 
     def _backward(self, part: list[Trajectory], tally: StepTally) -> None:
         batch = pack(part, self.version, self.group.device)

@@ -1,6 +1,5 @@
 """What the trainer's loop asks of whatever trains, and the choice by `trainer.engine`."""
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
 
@@ -8,15 +7,13 @@ import numpy as np
 
 from ..comm.fleet import Fleet
 from ..comm.plugin import load_plugin
-from ..comm.queue_messages import GroupRef
 from ..relay.stream import Batch
-from .batch import Fetch
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
 from .tally import StepTally
 
 _ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
-"""Modules with a class `Adapter`, called as Adapter(fleet, recipe, fetch)."""
+"""Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
 
 
 class Learner(Protocol):
@@ -31,8 +28,8 @@ class Learner(Protocol):
         """The version in training: the number of updates behind the weights."""
         ...
 
-    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
-        """Add the gradient of these groups; a collective of all ranks."""
+    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+        """Add the gradient of this rank's micro-batches, and the batch to the tally; a collective of all ranks."""
         ...
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
@@ -65,9 +62,9 @@ class Learner(Protocol):
         ...
 
 
-def open_learner(fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> Learner:
+def open_learner(fleet: Fleet, recipe: TrainerRecipe) -> Learner:
     """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
     engine = recipe.trainer.engine
     if engine not in _ADAPTERS:
-        return load_plugin("trainer.engine", engine)(fleet, recipe, fetch)
-    return import_module(_ADAPTERS[engine], __package__).Adapter(fleet, recipe, fetch)
+        return load_plugin("trainer.engine", engine)(fleet, recipe)
+    return import_module(_ADAPTERS[engine], __package__).Adapter(fleet, recipe)

@@ -1,16 +1,13 @@
 """Trajectories as the trainer sees them, and their packing into micro-batches without padding."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.queue_messages import GroupRef
-
-Fetch = Callable[[list[str], str], dict[str, np.ndarray]]
-"""How the columns of a row are fetched: (units, key) -> columns."""
+from ..comm.queue_messages import RowRef
 
 
 @dataclass(slots=True)
@@ -31,52 +28,24 @@ class Trajectory:
     ref_logprobs: np.ndarray | None = None
     """[R] float32 of the initial policy."""
 
+    @classmethod
+    def of(cls, row: RowRef, columns: dict[str, np.ndarray], advantage: float) -> "Trajectory":
+        """A row with its columns; a column `advantages` takes the place of `advantage`."""
+        return cls(
+            prompt_ids=columns["prompt_ids"],
+            response_ids=columns["response_ids"],
+            rollout_logprobs=columns["rollout_logprobs"],
+            loss_mask=columns["loss_mask"],
+            version=row.version,
+            reward=row.reward,
+            advantage=columns.get("advantages", advantage),
+            ref_logprobs=columns.get("ref_logprobs"),
+        )
+
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A trajectory that is still in its units: all that is needed to plan its training."""
-
-    key: str
-    units: list[str]
-    version: int
-    reward: float
-    advantage: float
-    num_tokens: int
-
-
-def references_of(group: GroupRef, advantages: Sequence[float]) -> list[Reference]:
-    """The trajectories of a group that was handed out."""
-    return [
-        Reference(
-            key=group.key(i),
-            units=group.units[i],
-            version=group.versions[i],
-            reward=group.rewards[i],
-            advantage=advantages[i],
-            num_tokens=group.num_tokens[i],
-        )
-        for i in range(len(group.samples))
-    ]
-
-
-def trajectory_of(reference: Reference, fetch: Fetch) -> Trajectory:
-    """The trajectory with its columns."""
-    columns = fetch(reference.units, reference.key)
-    return Trajectory(
-        prompt_ids=columns["prompt_ids"],
-        response_ids=columns["response_ids"],
-        rollout_logprobs=columns["rollout_logprobs"],
-        loss_mask=columns["loss_mask"],
-        version=reference.version,
-        reward=reference.reward,
-        advantage=columns.get("advantages", reference.advantage),
-        ref_logprobs=columns.get("ref_logprobs"),
-    )
 
 
 DUMMY = Trajectory(

@@ -1,19 +1,16 @@
 """The project's own actor behind the adapter's protocol: `trainer.engine=builtin`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..comm.fleet import Fleet
-from ..comm.queue_messages import GroupRef
 from ..relay.layout import Layout
 from ..relay.parts import Part
 from ..relay.publisher import WeightPublisher
 from ..relay.stream import Batch
 from .actor import Actor
-from .batch import Fetch
 from .checkpoint import Checkpoints
 from .logprobs import response_logprobs
 from .model import Policy, default_device, load_policy, load_tokenizer, save_policy
@@ -26,11 +23,11 @@ from .tally import StepTally
 class Adapter:
     """An actor, its checkpoints, and the publisher of its part of the weights."""
 
-    def __init__(self, fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> None:
+    def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
         device = default_device(exact=recipe.generator.exact)
         torch.manual_seed(recipe.run.seed)
         self.group = ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s)
-        self.actor = Actor(recipe, self.group, fetch)
+        self.actor = Actor(recipe, self.group)
         self.recipe = recipe
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
@@ -50,16 +47,16 @@ class Adapter:
         """The version in training."""
         return self.actor.version
 
-    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
-        """Add the gradient of these groups."""
-        self.actor.accumulate(groups, tally)
+    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+        """Add the gradient of a batch."""
+        self.actor.accumulate(batch, tally)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """By the initial policy, which is loaded for the first batch."""
         if self.reference is None:
             self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
             self.group.shard(self.reference)
-        return response_logprobs(self.reference, batch, self.group, self.recipe)
+        return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def step(self, tally: StepTally) -> dict[str, float]:
         """One update of the optimizer."""

@@ -1,7 +1,6 @@
-"""A trainer whose devices are emulated: `trainer.engine=emulated`. It fetches every row, and time passes."""
+"""A trainer whose devices are emulated: `trainer.engine=emulated`. Rows are fetched as ever, and time passes."""
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +8,10 @@ import torch
 
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
-from ..comm.queue_messages import GroupRef
 from ..relay.emulated import EmulatedTransfer, stand_in
 from ..relay.layout import Layout
 from ..relay.publisher import WeightPublisher
 from ..relay.stream import Batch
-from .batch import Fetch, references_of, trajectory_of
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
 from .tally import StepTally
@@ -25,7 +22,7 @@ _log = logging.getLogger(__name__)
 class Adapter:
     """Counts tokens, and sleeps as long as devices would need for them."""
 
-    def __init__(self, fleet: Fleet, recipe: TrainerRecipe, fetch: Fetch) -> None:
+    def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
         e = recipe.emulated
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
@@ -36,20 +33,16 @@ class Adapter:
         self._until = self._clock.now()
         self._busy_s = 0.0
         self._run_dir = Path(recipe.run.dir)
-        self._fetch = fetch
         self._weights = stand_in(e)
         layout = Layout.of(self._weights, torch.float32)
         self._publisher = WeightPublisher(fleet, layout, recipe.comm)
         self.num_bytes = layout.num_bytes
 
-    def accumulate(self, groups: Sequence[GroupRef], tally: StepTally) -> None:
-        """Fetch the rows; returns when the devices are done with their tokens."""
+    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+        """Returns when the devices are done with the batch's tokens."""
         self._until = max(self._until, self._clock.now())
-        for group in groups:
-            members = references_of(group, [0.0] * len(group.samples))
-            tally.add_group(members)
-            tally.add_responses([trajectory_of(reference, self._fetch) for reference in members])
-            self._spend(sum(reference.num_tokens for reference in members) * self._token_s)
+        tally.add(batch)
+        self._spend(sum(row.num_tokens for row in batch.rows) * self._token_s)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Any numbers: the time of a forward pass passes, a third of a step's."""

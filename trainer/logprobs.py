@@ -4,11 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..relay.rounds import micro_batches
 from ..relay.stream import Batch
 from .batch import DUMMY, PackedBatch, Trajectory, pack
 from .model import Policy
-from .parallel import ActorGroup
 from .recipe import ActorRecipe
 
 NEEDED = ("prompt_ids", "response_ids")
@@ -21,19 +19,16 @@ def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: ActorRecipe) -> 
     return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
 
 
-def response_logprobs(policy: Policy, batch: Batch, group: ActorGroup, recipe: ActorRecipe) -> list[np.ndarray]:
+def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe: ActorRecipe) -> list[np.ndarray]:
     """[R] float32 for each row of this rank's, in the order of `batch.rows`, tempered as in the loss.
 
-    A collective of the ranks over which the policy is sharded: each runs as many micro-batches as the one with most.
+    A collective of the ranks over which the policy is sharded.
     """
-    parts = list(micro_batches(batch.rows, recipe.optimizer.micro_tokens))
-    num_parts = int(group.maxima([float(len(parts))])[0])
     found: list[np.ndarray] = []
-    for number in range(num_parts):
-        rows = parts[number] if number < len(parts) else []
-        trajectories = [_trajectory(batch.columns[row.key]) for row in rows]
+    for part in batch.micro_batches:
+        trajectories = [_trajectory(batch.columns[row.key]) for row in part]
         with torch.no_grad():
-            logprobs, _ = packed_logprobs(policy, pack(trajectories or [DUMMY], -1, group.device), recipe)
+            logprobs, _ = packed_logprobs(policy, pack(trajectories or [DUMMY], -1, device), recipe)
         values = logprobs.float().cpu().numpy()
         found += np.split(values, np.cumsum([len(t.response_ids) for t in trajectories])[:-1]) if trajectories else []
     return found

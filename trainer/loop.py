@@ -7,7 +7,6 @@ never waits for a rollout, and publishing costs it one copy.
 import resource
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ..comm.clock import Clock
@@ -22,7 +21,7 @@ from ..relay.units import Units
 from .adapter import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .recipe import TrainerRecipe
-from .rowlog import RowLog
+from .rowlog import StepLog
 from .tally import StepTally
 
 
@@ -33,14 +32,13 @@ class Trainer:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
         self.units = Units(fleet)
-        self.learner = open_learner(fleet, recipe, self.fetch)
+        self.learner = open_learner(fleet, recipe)
         self.group = self.learner.group
-        self.rows = RowLog(self.run_dir, self.group.rank) if recipe.run.save_rows else None
+        self.rows = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.mailbox = fleet.post.open(fleet.name)
         self.record = Record(self) if self.group.is_lead else None
-        self.batch: Batch | None = None
         self.stream = ExperienceStream(
             self.mailbox,
             self.units,
@@ -79,9 +77,9 @@ class Trainer:
             hand_out = batch.hand_out
             received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
             if self.rows is not None:
-                self.rows.add_hand_out(hand_out)
+                self.rows.add(batch)
             self.trace.enter("train", step=step)
-            self.learner.accumulate(hand_out.groups, tally)
+            self.learner.accumulate(batch, tally)
         metrics: dict[str, Value] = {**self.learner.step(tally), **tally.metrics(step)}
         if self.record is not None:
             self.mailbox.send("hub", StepTrained(step))
@@ -95,17 +93,9 @@ class Trainer:
         """The next batch, the same on all ranks but for its rows. Raises `RunStopped` on all when the hub ends the run."""
         started = self.clock.now()
         self.trace.enter("wait", step=step)
-        self.batch = self.stream.next()
+        batch = self.stream.next()
         self.waited_s += self.clock.now() - started
-        return self.batch
-
-    def fetch(self, units: list[str], key: str) -> dict[str, np.ndarray]:
-        """A row's columns, kept for replay; mostly they are here already."""
-        ahead = self.batch.columns if self.batch else {}
-        columns = ahead[key] if key in ahead else self.units.fetch(key, units)
-        if self.rows is not None:
-            self.rows.add_row(key, columns)
-        return columns
+        return batch
 
     def publish(self) -> dict[str, Value]:
         """Hand the present weights to the relays; returns after the copy."""
@@ -145,7 +135,7 @@ class Record:
 
     def step(self, step: int, step_s: float, wait_s: float, tally: StepTally, metrics: dict[str, Value]) -> None:
         """Write down one step."""
-        tokens = sum(reference.num_tokens for reference in tally.references)
+        tokens = sum(row.num_tokens for row in tally.rows)
         metrics |= {
             "timing_s/step": step_s,
             "timing_s/wait_data": wait_s,

@@ -13,7 +13,6 @@ from ..relay.stream import ExperienceStream
 from ..relay.units import Units
 from .logprobs import NEEDED, response_logprobs
 from .model import default_device, load_policy
-from .parallel import ActorGroup
 from .recipe import ActorRecipe
 
 
@@ -26,11 +25,10 @@ def run(fleet: Fleet, recipe: ReferenceRecipe) -> None:
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
     mailbox, units = fleet.post.open(fleet.name), Units(fleet)
-    alone = ActorGroup(0, 1, device, deadline_s=0.0)
     max_tokens = recipe.optimizer.micro_tokens
     stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens)
     for batch in stream:
-        stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, alone, recipe)})
+        stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
     stream.close()
     mailbox.send("hub", Holding([], []))
     units.close()

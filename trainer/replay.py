@@ -25,14 +25,12 @@ def replay(recipe: ActorRecipe) -> int:
     run_dir = Path(recipe.run.dir)
     recorded = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     device = default_device(exact=recipe.generator.exact)
-    saved = SavedStep(run_dir, 0)
-    actor = Actor(recipe, ActorGroup(0, 1, device, deadline_s=0.0), lambda units, key: saved.fetch(key))
+    actor = Actor(recipe, ActorGroup(0, 1, device, deadline_s=0.0))
     num_different = 0
     for row in recorded:
-        saved = SavedStep(run_dir, row["step"])
         tally = StepTally(recipe.sampling.max_new_tokens)
-        for hand_out in saved.hand_outs():
-            actor.accumulate(hand_out.groups, tally)
+        for batch in SavedStep(run_dir, row["step"]).batches():
+            actor.accumulate(batch, tally)
         metrics = {**actor.step(tally), **tally.metrics(row["step"])}
         differences = [f"{name} {row[name]!r} -> {metrics[name]!r}" for name in COMPARED if row[name] != metrics[name]]
         num_different += bool(differences)

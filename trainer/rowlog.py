@@ -1,9 +1,10 @@
 """What each step trained on, kept in the run folder: `rows/step_N.safetensors` with the rows' columns and the hand-outs.
 
-A hand-out is kept as it came, since it decides what is packed together: so a replay adds up the same numbers in the same
-order. With several actor ranks each keeps the rows that it fetched.
+A hand-out is kept as it came, with its micro-batches, since they decide what is packed together: so a replay adds up the same
+numbers in the same order. With several actor ranks each keeps its own rows, rank 1 in `rows/step_N.1.safetensors`.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,55 +14,71 @@ from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
 from ..comm.messages import HandOut, decode, encode
+from ..relay.stream import Batch
+
+_NUM_RANKS = "ranks"
 
 
-class RowLog:
-    """Collects the rows and hand-outs of a step, and writes them when it is over."""
+class StepLog:
+    """Collects one rank's batches of a step, and writes them when it is over."""
 
-    def __init__(self, run_dir: Path, rank: int = 0) -> None:
-        self._folder = run_dir / "rows"
-        self._suffix = f".{rank}" if rank else ""
-        self._columns: dict[str, np.ndarray] = {}
-        self._hand_outs: list[HandOut] = []
+    def __init__(self, run_dir: Path, rank: int = 0, num_ranks: int = 1) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._batches: list[Batch] = []
 
-    def add_row(self, key: str, columns: dict[str, np.ndarray]) -> None:
-        """A row that this rank fetched."""
-        self._columns |= {f"{key}/{name}": column for name, column in columns.items()}
-
-    def add_hand_out(self, hand_out: HandOut) -> None:
-        """A hand-out, in the order in which they came."""
-        self._hand_outs.append(hand_out)
+    def add(self, batch: Batch) -> None:
+        """A batch, in the order in which they came."""
+        self._batches.append(batch)
 
     def write(self, step: int) -> None:
         """Write the step's file, whole or not at all, and begin the next."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step}{self._suffix}.safetensors"
+        path = _path(self._run_dir, step, self._rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns: dict[str, np.ndarray] = {}
+        metadata = {_NUM_RANKS: str(self._num_ranks)}
+        for number, batch in enumerate(self._batches):
+            metadata[f"{number}"] = encode(batch.hand_out).decode()
+            metadata[f"{number}.rows"] = json.dumps([[row.key for row in part] for part in batch.micro_batches])
+            for row in batch.rows:
+                columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
         new = path.with_suffix(".new")
-        metadata = {str(n): encode(hand_out).decode() for n, hand_out in enumerate(self._hand_outs)}
-        save_file(self._columns, new, metadata)
+        save_file(columns, new, metadata)
         new.replace(path)
-        self._columns, self._hand_outs = {}, []
+        self._batches = []
 
 
 class SavedStep:
-    """A step's file as a replay reads it."""
+    """One rank's file of a step, as a replay reads it. Raises `SettingError` if it is not there."""
 
-    def __init__(self, run_dir: Path, step: int) -> None:
-        path = run_dir / "rows" / f"step_{step}.safetensors"
-        if not path.exists():
-            raise SettingError(f"run.dir: {path} is not there; a run can be replayed if it ran with run.save_rows=true")
-        with safe_open(path, framework="numpy") as file:
-            self._columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    def __init__(self, run_dir: Path, step: int, rank: int = 0) -> None:
+        self._path = _path(run_dir, step, rank)
+        if not self._path.exists():
+            raise SettingError(
+                f"run.dir: {self._path} is not there; a run can be replayed if it ran with run.save_rows=true"
+            )
+        with safe_open(self._path, framework="numpy") as file:
             self._metadata: dict[str, str] = file.metadata() or {}
+        if _NUM_RANKS not in self._metadata:
+            raise SettingError(f"run.dir: {self._path} is of an older version, which did not keep the micro-batches")
+        self.num_ranks = int(self._metadata[_NUM_RANKS])
+        """The actor ranks that trained the step."""
 
-    def hand_outs(self) -> Iterator[HandOut]:
-        """The hand-outs in their order."""
-        for number in range(len(self._metadata)):
-            message = decode(self._metadata[str(number)].encode())
-            assert isinstance(message, HandOut)
-            yield message
+    def batches(self) -> Iterator[Batch]:
+        """The batches in their order."""
+        columns: dict[str, dict[str, np.ndarray]] = {}
+        with safe_open(self._path, framework="numpy") as file:
+            for place in file.keys():  # noqa: SIM118 - not a mapping
+                key, _, name = place.partition("/")
+                columns.setdefault(key, {})[name] = file.get_tensor(place)
+        for number in range((len(self._metadata) - 1) // 2):
+            hand_out = decode(self._metadata[f"{number}"].encode())
+            assert isinstance(hand_out, HandOut)
+            rows = {row.key: row for row in hand_out.rows()}
+            parts = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
+            yield Batch(hand_out, parts, columns)
 
-    def fetch(self, key: str) -> dict[str, np.ndarray]:
-        """The columns of a row, wherever it lay."""
-        prefix = f"{key}/"
-        return {name.removeprefix(prefix): c for name, c in self._columns.items() if name.startswith(prefix)}
+
+def _path(run_dir: Path, step: int, rank: int) -> Path:
+    return run_dir / "rows" / f"step_{step}{f'.{rank}' if rank else ''}.safetensors"

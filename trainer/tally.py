@@ -1,12 +1,13 @@
 """Sums over the micro-batches of a step, and the metrics that they make."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch, Reference, Trajectory
+from ..comm.queue_messages import RowRef
+from ..relay.stream import Batch
+from .batch import PackedBatch
 from .loss import LossTerms
 from .parallel import ActorGroup
 
@@ -22,7 +23,8 @@ class StepTally:
     very version in training, so that engine mismatch and staleness stay apart."""
 
     def __init__(self, max_new_tokens: int) -> None:
-        self.references: list[Reference] = []
+        self.rows: list[RowRef] = []
+        """Of all ranks."""
         self.group_stds: list[float] = []
         self._max_new_tokens = max_new_tokens
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
@@ -36,18 +38,14 @@ class StepTally:
     @property
     def mean_reward(self) -> float:
         """Mean over the trajectories of the step."""
-        return sum(r.reward for r in self.references) / len(self.references)
+        return sum(row.reward for row in self.rows) / len(self.rows)
 
-    def add_group(self, references: list[Reference]) -> None:
-        """All ranks add all groups."""
-        rewards = torch.tensor([r.reward for r in references])
-        self.group_stds.append(float(rewards.std(unbiased=False)))
-        self.references += references
-
-    def add_responses(self, trajectories: Sequence[Trajectory]) -> None:
-        """Each rank adds the trajectories that it trains."""
-        for trajectory in trajectories:
-            length = len(trajectory.response_ids)
+    def add(self, batch: Batch) -> None:
+        """Add all groups of a hand-out, as all ranks do, and the responses that this rank trains."""
+        for group in batch.hand_out.groups:
+            self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
+            self.rows += group.rows()
+        for length in map(len, batch["response_ids"]):
             self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
             self._raise(response_tokens=length)
 
@@ -76,8 +74,8 @@ class StepTally:
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """The data's and the loss's metrics of a step that trained `version`."""
-        rewards = torch.tensor([r.reward for r in self.references])
-        staleness = [version - r.version for r in self.references]
+        rewards = torch.tensor([row.reward for row in self.rows])
+        staleness = [version - row.version for row in self.rows]
         s, n = self._sums, max(self._sums["tokens"], 1.0)
         out: dict[str, float | dict[str, int]] = {
             "reward/mean": self.mean_reward,
