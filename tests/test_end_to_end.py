@@ -261,6 +261,15 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit(job: MakeJob):
     assert code == 1 and "1 of them differ" in output
 
 
+def test_a_run_with_two_actor_ranks_is_replayed_bit_for_bit_with_two_ranks_alone(job: MakeJob):
+    run = job(roles__actor=2, roles__rollout=1, run__steps=2)
+    run.run()
+    output = run.run(**{"run.mode": "replay"})
+    assert "2 steps replayed, 0 of them differ" in output
+    code, output = run.start(**{"roles.actor": 1}).end()
+    assert code == 2 and "roles.actor=1: step 1 was trained by 2 actor ranks" in output
+
+
 def test_several_actor_ranks_train_as_one_would(job: MakeJob):
     """Same data, same sums: on policy the first steps agree up to the order of additions."""
     exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
@@ -275,6 +284,16 @@ def test_several_actor_ranks_train_as_one_would(job: MakeJob):
     models = [AutoModelForCausalLM.from_pretrained(run.dir / "checkpoints/step_2/hf") for run in (alone, sharded)]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert (one - other).abs().max() < 1e-3
+
+
+@pytest.mark.slow
+def test_several_actor_ranks_go_on_where_their_checkpoint_is(job: MakeJob):
+    run = job(checkpoint__every=2, roles__actor=2)
+    run.run()
+    run.run(**{"run.resume": "auto", "run.steps": 6})
+    assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert assert_account_adds_up(run)["trained"] == 6 * 16
+    assert "6 steps replayed, 0 of them differ" in run.run(**{"run.mode": "replay"})
 
 
 def test_a_reward_function_that_raises_is_told_by_its_setting(job: MakeJob):

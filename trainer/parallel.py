@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -45,15 +45,19 @@ class ActorGroup:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
             client = connect_store(fleet.store_address, deadline_s)
             store = PrefixStore(f"actor/{fleet.incarnation}", client)  # pyright: ignore[reportArgumentType]
-            with waiting("the other actor ranks", "their process group", deadline_s):
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                    store=store,
-                    rank=group.rank,
-                    world_size=size,
-                    timeout=timedelta(seconds=deadline_s + _SLACK_S),
-                )
+            group.connect(store)
         return group
+
+    def connect(self, store: Store) -> None:
+        """Meet the other ranks on a store of their own."""
+        with waiting("the other actor ranks", "their process group", self._deadline_s):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
+            )
 
     def beside(self) -> "ActorGroup":
         """The same ranks for a thread of each, over Gloo: its collectives do not meet those of this group."""

@@ -1,41 +1,104 @@
 """Replay of a finished run: the same batches in the same order give the same losses, however asynchronous the run was.
 
 Which trajectories were trained when is the only thing that asynchrony decides about training, and the run folder holds it.
+Each actor rank of the run is a rank of the replay, with the rows that it trained. Rank 0 is the caller's process; it starts
+the others.
 """
 
 import json
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from ..comm.errors import SettingError
 from .actor import Actor
 from .model import default_device
 from .parallel import ActorGroup
-from .recipe import ActorRecipe
+from .recipe import TrainerRecipe
 from .rowlog import SavedStep
 from .tally import StepTally
 
 COMPARED = ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "is/mean")
 
 
-def replay(recipe: ActorRecipe) -> int:
+def replay(recipe: TrainerRecipe) -> int:
     """Train the steps of the run in `run.dir` again from its initial weights, one line per step; returns how many differ.
 
     Bit for bit on the machine of the run; elsewhere the differences are printed. Raises `SettingError` if a step's rows are
-    not there.
+    not there, or were trained by another number of ranks than `roles.actor`.
     """
-    run_dir = Path(recipe.run.dir)
-    recorded = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    device = default_device(exact=recipe.generator.exact)
-    actor = Actor(recipe, ActorGroup(0, 1, device, deadline_s=0.0))
+    lines = (Path(recipe.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    recorded = [json.loads(line) for line in lines]
+    steps = [row["step"] for row in recorded]
+    _check_ranks(recipe, steps)
     num_different = 0
-    for row in recorded:
-        tally = StepTally(recipe.sampling.max_new_tokens)
-        for batch in SavedStep(run_dir, row["step"]).batches():
-            actor.accumulate(batch, tally)
-        metrics = {**actor.step(tally), **tally.metrics(row["step"])}
-        differences = [f"{name} {row[name]!r} -> {metrics[name]!r}" for name in COMPARED if row[name] != metrics[name]]
-        num_different += bool(differences)
-        print(
-            f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {'; '.join(differences) or 'the same'}"
-        )
+    with TemporaryDirectory() as folder, _other_ranks(recipe, steps, folder):
+        for row, metrics in zip(recorded, _train(recipe, 0, steps, folder), strict=True):
+            differences = [
+                f"{name} {row[name]!r} -> {metrics[name]!r}" for name in COMPARED if row[name] != metrics[name]
+            ]
+            num_different += bool(differences)
+            told = "; ".join(differences) or "the same"
+            print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {told}")
     print(f"{len(recorded)} steps replayed, {num_different} of them differ")
     return num_different
+
+
+def _check_ranks(recipe: TrainerRecipe, steps: list[int]) -> None:
+    num_ranks = recipe.roles.actor
+    for step in steps:
+        saved = SavedStep(Path(recipe.run.dir), step)
+        if saved.num_ranks != num_ranks:
+            raise SettingError(
+                f"roles.actor={num_ranks}: step {step + 1} was trained by {saved.num_ranks} actor ranks, and a replay needs"
+                " as many"
+            )
+        for rank in range(1, num_ranks):
+            SavedStep(Path(recipe.run.dir), step, rank)
+
+
+@contextmanager
+def _other_ranks(recipe: TrainerRecipe, steps: list[int], folder: str) -> Iterator[None]:
+    """Processes of ranks 1 and later, which end with the last step, or with the body if it fails."""
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=_follow, args=(recipe, rank, steps, folder), daemon=True)
+        for rank in range(1, recipe.roles.actor)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield
+        for process in processes:
+            process.join(recipe.comm.deadline_s)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _follow(recipe: TrainerRecipe, rank: int, steps: list[int], folder: str) -> None:
+    for _ in _train(recipe, rank, steps, folder):
+        pass
+
+
+def _train(recipe: TrainerRecipe, rank: int, steps: list[int], folder: str) -> Iterator[dict[str, Any]]:
+    """One rank of the replay: yields the metrics of each step. The ranks meet through a file in `folder`."""
+    num_ranks, device = recipe.roles.actor, default_device(exact=recipe.generator.exact)
+    group = ActorGroup(rank, num_ranks, device, recipe.comm.deadline_s)
+    if num_ranks > 1:
+        if device.type == "cuda":
+            group.device = torch.device("cuda", rank)
+            torch.cuda.set_device(group.device)
+        group.connect(FileStore(f"{folder}/ranks", num_ranks))
+    actor = Actor(recipe, group)
+    for step in steps:
+        tally = StepTally(recipe.sampling.max_new_tokens)
+        for batch in SavedStep(Path(recipe.run.dir), step, rank).batches():
+            actor.accumulate(batch, tally)
+        yield {**actor.step(tally), **tally.metrics(step)}
+    group.leave()
