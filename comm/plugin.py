@@ -2,17 +2,24 @@
 
 import importlib.util
 import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .errors import SettingError
+
+_files: dict[Path, ModuleType] = {}
+_lock = threading.RLock()  # a file may load another one
 
 
 def load_plugin(setting: str, path: str) -> Any:
     """The object; raises `SettingError` that names the setting if there is none.
 
-    A file may import what lies beside it. What it raises itself is passed on.
+    A file is executed once per process. It may import modules of its own folder. Its own errors are passed on.
     """
     home, _, name = path.rpartition(":")
     try:
@@ -26,13 +33,73 @@ def load_plugin(setting: str, path: str) -> Any:
     return getattr(module, name)
 
 
-def _module_of(file: Path) -> Any:
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """One of the project's own engines, by its word."""
+
+    word: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterClass:
+    """A user's adapter: the role's own loop opens it and calls its methods."""
+
+    open: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFunction:
+    """A user's function that is the whole process of a role."""
+
+    run: Callable[..., None]
+
+
+def is_own(engine: str) -> bool:
+    """Whether `rollout.engine` or `trainer.engine` names an object of the user's; loads nothing."""
+    return ":" in engine
+
+
+def resolve_engine(setting: str, engine: str) -> Builtin | AdapterClass | ProcessFunction:
+    """What `rollout.engine` or `trainer.engine` names: a word, a class, or a function."""
+    if not is_own(engine):
+        return Builtin(engine)
+    found = load_plugin(setting, engine)
+    if not callable(found):
+        raise SettingError(f"{setting}: {engine} is neither a class nor a function")
+    return AdapterClass(found) if isinstance(found, type) else ProcessFunction(found)
+
+
+def adapter_class(setting: str, engine: str, modules: Mapping[str, str], package: str | None) -> Callable[..., Any]:
+    """The adapter that an engine's setting names; `modules` of `package` have the classes `Adapter` of the project's words.
+
+    A module is imported when it is chosen, so that an emulated engine loads no library of models.
+    """
+    engine_found = resolve_engine(setting, engine)
+    if isinstance(engine_found, Builtin):
+        return import_module(modules[engine_found.word], package).Adapter
+    assert isinstance(engine_found, AdapterClass), f"{setting}: a function is a process of its own"
+    return engine_found.open
+
+
+def _module_of(file: Path) -> ModuleType:
     if not file.is_file():
         raise ModuleNotFoundError(str(file), name=str(file))
-    spec = importlib.util.spec_from_file_location(f"plugin_{file.stem}", file)
+    file = file.resolve()
+    with _lock:
+        if file not in _files:
+            _files[file] = _execute(file, f"plugin_{len(_files)}_{file.stem}")  # files of one stem are two modules
+        return _files[file]
+
+
+def _execute(file: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    if (beside := str(file.resolve().parent)) not in sys.path:
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if (beside := str(file.parent)) not in sys.path:
         sys.path.append(beside)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -39,7 +39,7 @@ class RowsMissing(Message, frozen=True):
 
 
 class RowRef(msgspec.Struct, frozen=True):
-    """A row as a consumer is told of it: its name, the units that have its bytes, and what its training is planned by."""
+    """Metadata of one row: its name, the units that have its bytes, and the figures that plan its training."""
 
     row: RowId
     attempt: int

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from ..comm.errors import SettingError
+from ..comm.plugin import is_own
 from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from ..relay.settings import BatchSettings, DataSettings, QueueSettings, RelaySettings, RepackSettings
 from ..rollout.settings import GeneratorSettings, RewardSettings, RolloutSettings, SamplingSettings
@@ -236,8 +237,7 @@ def _refuse_values(recipe: Recipe) -> None:
     for name in setting_names():
         section, _, key = name.partition(".")
         value = getattr(getattr(recipe, section), key)
-        is_own = name in OPEN_CHOICES and ":" in str(value)
-        if name in CHOICES and value not in CHOICES[name] and not is_own:
+        if name in CHOICES and value not in CHOICES[name] and not (name in OPEN_CHOICES and is_own(value)):
             raise SettingError(f"{name}={value} is none of {', '.join(CHOICES[name])}")
         if value is None:
             continue

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..comm.errors import SettingError
-from ..comm.plugin import load_plugin
+from ..comm.plugin import ProcessFunction, resolve_engine
 from ..comm.waits import set_identity
 from .config import CONFIG_FILE, Recipe, read_recipe
 from .roles import started_again
@@ -105,11 +105,9 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
 
     A class is an adapter, which the role's own loop calls.
     """
-    engine = {"actor": recipe.trainer.engine, "rollout": recipe.rollout.engine}.get(role, "")
-    if ":" in engine:
-        plugin = load_plugin("trainer.engine" if role == "actor" else "rollout.engine", engine)
-        if not isinstance(plugin, type):
-            return plugin
+    engines = {"actor": ("trainer.engine", recipe.trainer.engine), "rollout": ("rollout.engine", recipe.rollout.engine)}
+    if role in engines and isinstance(engine := resolve_engine(*engines[role]), ProcessFunction):
+        return engine.run
     return importlib.import_module(_MAINS[role], __package__).run
 
 

@@ -75,7 +75,7 @@ class Alone:
 
 @dataclass(slots=True)
 class Batch:
-    """What one hand-out brought this rank: its rows in micro-batches, and their columns by key of the row.
+    """This rank's share of a hand-out: its rows in micro-batches, and their columns by key of the row.
 
     `hand_out` is the same on all ranks, without the groups that could not be read. All ranks have equally many
     micro-batches, some of them empty, since ranks that share one policy run together.

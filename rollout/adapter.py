@@ -5,11 +5,10 @@ An adapter's module is imported when it is chosen, so that an emulated rollout l
 """
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, Protocol
 
 from ..comm.fleet import Fleet
-from ..comm.plugin import load_plugin
+from ..comm.plugin import adapter_class
 from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from ..relay.versions import Receipt
 from .reward import RewardPool, Scored
@@ -132,10 +131,7 @@ class Rewards(Protocol):
 
 def open_generator(fleet: Fleet, recipe: GeneratorRecipe) -> Generator:
     """The generator that `rollout.engine` names: one of the project's, or a class of the user's with the same signature."""
-    engine = recipe.rollout.engine
-    if engine not in _ADAPTERS:
-        return load_plugin("rollout.engine", engine)(fleet, recipe)
-    return import_module(_ADAPTERS[engine], __package__).Adapter(fleet, recipe)
+    return adapter_class("rollout.engine", recipe.rollout.engine, _ADAPTERS, __package__)(fleet, recipe)
 
 
 def open_rewards(engine: str, settings: RewardSettings) -> Rewards:

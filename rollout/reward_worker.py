@@ -5,7 +5,6 @@ the function prints goes to the log, not into the answers. Standard input's end 
 """
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
@@ -16,18 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-
-def load_function(path: str) -> Callable[..., Any]:
-    """The function of `FILE.py:FUNCTION`. Raises FileNotFoundError, AttributeError, or what the file raises."""
-    file, _, name = path.rpartition(":")
-    spec = importlib.util.spec_from_file_location("reward_file", file)
-    if spec is None or spec.loader is None or not Path(file).is_file():
-        raise FileNotFoundError(file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["reward_file"] = module
-    sys.path.insert(0, str(Path(file).resolve().parent))
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+from ..comm.plugin import load_plugin
 
 
 def call(function: Callable[..., Any], batch: dict[str, Any]) -> list[float | None]:
@@ -78,7 +66,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     try:
-        function = load_function(sys.argv[1])
+        sys.path.insert(0, str(Path(sys.argv[1].rpartition(":")[0]).resolve().parent))  # this process is the user's
+        function = load_plugin("reward.path", sys.argv[1])
         answers.write(json.dumps({"ready": True}) + "\n")
     except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is told to the other side
         answers.write(json.dumps({"error": explain(error, error.__traceback__)}) + "\n")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from headrace.relay import loop as relay_loop
 from headrace.relay.journal import account_of, replay
 from headrace.relay.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
+from headrace.rollout.adapter import open_generator
 from headrace.rollout.hugging_face import Adapter
 from headrace.trainer import loop as trainer_loop
+from headrace.trainer.adapter import open_learner
 from headrace.trainer.model import LOADING
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "service.md"
@@ -109,6 +112,49 @@ def test_a_generator_of_ones_own_feeds_a_run(tmp_path: Path):
     summary = system.wait()
     assert (summary["status"], summary["steps"], account(system)["holds"]) == ("finished", 2, True)
     assert versions == sorted(set(versions)) and versions[0] == 0
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_an_engines_file_is_executed_once_in_its_process(tmp_path: Path, role: str):
+    """Its role asks whether it is an adapter, and the role's loop opens it: both get the same class."""
+    (tmp_path / "mine.py").write_text(
+        f"with open('{tmp_path}/executed', 'a') as file:\n    file.write('x')\n"
+        "class Adapter:\n    def __init__(self, fleet, recipe): ...\n"
+    )
+    setting = {"actor": "trainer.engine", "rollout": "rollout.engine"}[role]
+    recipe = read_recipe(None, [f"{setting}={tmp_path}/mine.py:Adapter"])
+    loop, open_engine = {"actor": (trainer_loop, open_learner), "rollout": (rollout_loop, open_generator)}[role]
+    assert main_of(role, recipe) is loop.run
+    fleet: Any = None
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    again = load_plugin(setting, f"{tmp_path}/elsewhere/mine.py:Adapter")
+    assert type(open_engine(fleet, recipe)) is again
+    assert (tmp_path / "executed").read_text() == "x"
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path):
+    classes: list[type] = []
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"class Adapter:\n    home = '{folder}'\n")
+        classes.append(load_plugin("rollout.engine", f"{tmp_path}/{folder}/mine.py:Adapter"))
+    for found, folder in zip(classes, ("first", "second"), strict=True):
+        assert vars(sys.modules[found.__module__])["Adapter"] is found and vars(found)["home"] == folder
+
+
+def test_a_file_that_fails_is_executed_again(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("raise RuntimeError('no license')\n")
+    with pytest.raises(RuntimeError, match="no license"):
+        load_plugin("rollout.engine", f"{file}:Adapter")
+    file.write_text("class Adapter: ...  # it has a license now\n")
+    assert load_plugin("rollout.engine", f"{file}:Adapter").__name__ == "Adapter"
+
+
+def test_an_engine_that_is_neither_class_nor_function_is_refused(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("Adapter = 7\n")
+    with pytest.raises(SettingError, match=r"rollout\.engine.*neither"):
+        main_of("rollout", read_recipe(None, [f"rollout.engine={tmp_path}/mine.py:Adapter"]))
 
 
 def test_an_engine_that_is_not_there_is_named_by_its_setting(tmp_path: Path):

@@ -1,12 +1,11 @@
 """What the trainer's loop asks of whatever trains, and the choice by `trainer.engine`."""
 
-from importlib import import_module
 from typing import Protocol
 
 import numpy as np
 
 from ..comm.fleet import Fleet
-from ..comm.plugin import load_plugin
+from ..comm.plugin import adapter_class
 from ..relay.stream import Batch
 from .parallel import ActorGroup
 from .recipe import TrainerRecipe
@@ -64,7 +63,4 @@ class Learner(Protocol):
 
 def open_learner(fleet: Fleet, recipe: TrainerRecipe) -> Learner:
     """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
-    engine = recipe.trainer.engine
-    if engine not in _ADAPTERS:
-        return load_plugin("trainer.engine", engine)(fleet, recipe)
-    return import_module(_ADAPTERS[engine], __package__).Adapter(fleet, recipe)
+    return adapter_class("trainer.engine", recipe.trainer.engine, _ADAPTERS, __package__)(fleet, recipe)
