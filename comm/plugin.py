@@ -51,7 +51,7 @@ class AdapterClass:
 class ProcessFunction:
     """A user's function that is the whole process of a role."""
 
-    run: Callable[..., None]
+    run: Callable[..., Any]
 
 
 def is_own(engine: str) -> bool:

@@ -52,7 +52,8 @@ class TrainerService:
         self._mailbox = fleet.post.open(fleet.name)
         self._units = Units(fleet)
         steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
-        self._stream = ExperienceStream(self._mailbox, self._units, [TRAIN], steps=steps, deadline_s=deadline_s)
+        stream = ExperienceStream(self._mailbox, self._units, [TRAIN], steps=steps, deadline_s=deadline_s)
+        self._stream = stream.start()
         self._structure = _structure(recipe)
         self._publisher = WeightPublisher(fleet, _layout(self._structure, recipe), recipe.comm)
         self._publish(weights)

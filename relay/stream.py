@@ -1,11 +1,11 @@
 """A consumer's side of the experience queue: metadata from the hub, bytes straight from the units, fetched ahead in a thread.
 
-    stream = ExperienceStream(mailbox, units, ["score"], columns=["response_ids"])
+    stream = ExperienceStream(mailbox, units, ["score"], columns=["response_ids"]).start()
     for batch in stream:                       # as soon as rows are ready, until the hub ends the run
         values = score(batch["response_ids"])  # a list of one array for each row
         stream.put(batch, {"score": values})
 
-With several ranks (`team`) the lead talks to the hub, tells the others what there is, and each fetches its own rows.
+With several ranks the lead talks to the hub and shares each hand-out with the others, and each rank fetches its own rows.
 """
 
 import queue
@@ -36,8 +36,8 @@ class RunStopped(HeadraceError):
     """The hub ended the run while this process worked or waited."""
 
 
-class Team(Protocol):
-    """The ranks of a task. `share` and `summed` are collectives of the stream's threads."""
+class ThreadTeam(Protocol):
+    """The ranks of a task, for the collectives of their streams' threads."""
 
     @property
     def rank(self) -> int:
@@ -53,20 +53,37 @@ class Team(Protocol):
         """Rank 0's message, on all ranks."""
         ...
 
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank has raised it."""
+        ...
+
+
+class CallerTeam(Protocol):
+    """The same ranks, for the collectives of the streams' callers: their group is not the threads'."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 talks to the hub."""
+        ...
+
     def summed(self, values: list[float]) -> list[float]:
         """Sums over the ranks."""
         ...
 
 
 class Alone:
-    """A team of one."""
+    """A single rank: both teams."""
 
     rank, size = 0, 1
 
     def share(self, message: Message | None) -> Message:
-        """What was said."""
+        """The message."""
         assert message is not None
         return message
+
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """The flags."""
+        return list(flags)
 
     def summed(self, values: list[float]) -> list[float]:
         """The values."""
@@ -108,6 +125,159 @@ class Batch:
         return len(self.rows)
 
 
+class RowRequester:
+    """A stream's talk with the hub: asks for hand-outs, acknowledges them, and reports rows that are missing.
+
+    Rank 0 asks and acknowledges; any rank reports.
+    """
+
+    def __init__(self, mailbox: Mailbox, tasks: Sequence[str], max_tokens: int) -> None:
+        self._mailbox = mailbox
+        self._tasks = list(tasks)
+        self._max_tokens = max_tokens
+        self._question = 0
+        self._holding: set[int] = set()
+        self._is_closing = threading.Event()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing.is_set()
+
+    def close(self) -> None:
+        """Let the present and every later request end with `Stop`; the mailbox stays open."""
+        self._is_closing.set()
+
+    def request(self, step: int, received: int) -> HandOut | Stop:
+        """The next hand-out, or the reason why there is none: `step` is in training, with `received` groups so far."""
+        self._question += 1
+        holding = tuple(sorted(self._holding))
+        request = TakeRows(self._question, self._tasks, step, received, holding, self._max_tokens)
+        asked = -float("inf")  # the deadline is that of `ExperienceStream.next`
+        while not self.is_closing:
+            if time.monotonic() - asked >= REPEAT_S:
+                asked = time.monotonic()
+                self._mailbox.send("hub", request)
+            letter = self._mailbox.receive(LOOK_S)
+            match letter.message if letter else None:
+                case Stop() as stop:
+                    return stop
+                case HandOut(question=question) as hand_out if question == self._question:
+                    if hand_out.task != TRAIN:
+                        self._holding.add(hand_out.number)
+                    return hand_out
+        return Stop("closed")
+
+    def acknowledge(self, hand_out: HandOut, names: Sequence[str], units: Mapping[str, list[str]]) -> None:
+        """Tell the hub that a hand-out is done: the new columns, and for each row's key the units that have them."""
+        rows = hand_out.rows()
+        held = [units.get(row.key, []) for row in rows]
+        done = ColumnsDone(hand_out.task, hand_out.number, list(names), [row.row for row in rows], held)
+        self._mailbox.send("hub", done)
+        self._holding.discard(hand_out.number)
+
+    def report(self, row: RowRef, reason: str) -> None:
+        """Tell the hub that a row is in none of its units; it takes the first report."""
+        self._mailbox.send("hub", RowsMissing([row.row], [row.attempt], reason))
+
+
+class RowFetcher:
+    """A stream's bytes: a thread that takes hand-outs from the requester and fetches this rank's rows ahead of `next`.
+
+    `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
+    """
+
+    def __init__(
+        self,
+        requester: RowRequester,
+        units: Units,
+        columns: Sequence[str] | None,
+        team: ThreadTeam,
+        *,
+        max_tokens: int,
+        steps: range,
+        prefetch: int,
+    ) -> None:
+        self._requester = requester
+        self._units = units
+        self._columns = columns
+        self._team = team
+        self._max_tokens = max_tokens
+        self._steps = steps
+        self._places = threading.Semaphore(prefetch + 1)
+        self._ahead: queue.Queue[Batch | Exception] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="experience stream", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. With several ranks it ends when rank 0's does."""
+        self._requester.close()
+        self._thread.join()
+
+    def next(self, timeout_s: float) -> Batch | None:
+        """The next batch; None if there is none yet. Raises the thread's error, or `RunStopped`, each time again."""
+        try:
+            found = self._ahead.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(found, Exception):
+            self._ahead.put(found)
+            raise found
+        self._places.release()
+        return found
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001 - the next call of `next` raises it
+            self._ahead.put(error)
+
+    def _follow(self) -> None:
+        """Take hand-out after hand-out until the last step is complete or the run ends."""
+        step, received = next(iter(self._steps), -1), 0
+        while not (self._steps and step not in self._steps):
+            message = self._team.share(self._take(step, received) if self._team.rank == 0 else None)
+            if isinstance(message, Stop):
+                raise RunStopped(message.reason)
+            assert isinstance(message, HandOut)
+            batch = self._fetch(message)
+            if message.task == TRAIN:
+                received += len(batch.hand_out.groups)
+                if received == message.total:
+                    step, received = step + 1, 0
+            if batch.hand_out.groups:
+                self._ahead.put(batch)
+                continue
+            self._places.release()
+            if message.task != TRAIN and self._team.rank == 0:
+                self._requester.acknowledge(batch.hand_out, [], {})
+
+    def _take(self, step: int, received: int) -> HandOut | Stop:
+        """The next hand-out, once there is a place for it."""
+        while not self._places.acquire(timeout=LOOK_S):
+            if self._requester.is_closing:
+                break
+        return self._requester.request(step, received)
+
+    def _fetch(self, hand_out: HandOut) -> Batch:
+        """Plan the micro-batches of all ranks and fetch this rank's; if any rank misses a row, all leave out its group."""
+        planned = rounds(hand_out.rows(), self._team.size, self._max_tokens)
+        batch = Batch(hand_out, [parts[self._team.rank] for parts in planned])
+        missing = {group.group: False for group in hand_out.groups}
+        for row in batch.rows:
+            try:
+                batch.columns[row.key] = self._units.fetch(row.key, row.units, self._columns)
+            except RowGone as gone:
+                missing[row.row.group] = True
+                self._requester.report(row, str(gone))
+        flags = self._team.true_anywhere(list(missing.values()))
+        lost = [group for group, is_lost in zip(missing, flags, strict=True) if is_lost]
+        return batch.without(lost) if lost else batch
+
+
 class ExperienceStream:
     """Batches of `tasks`, in the order of their urgency, until the hub ends the run. The module's docstring has an example.
 
@@ -116,7 +286,7 @@ class ExperienceStream:
 
     def __init__(
         self,
-        mailbox: Mailbox | None,
+        mailbox: Mailbox,
         units: Units,
         tasks: Sequence[str],
         columns: Sequence[str] | None = None,
@@ -124,24 +294,28 @@ class ExperienceStream:
         steps: range = range(0),
         max_tokens: int = 1 << 14,
         prefetch: int = 1,
-        team: Team | None = None,
+        thread_team: ThreadTeam | None = None,
+        caller_team: CallerTeam | None = None,
         deadline_s: float = float("inf"),
     ) -> None:
-        self._mailbox = mailbox
+        team = thread_team or Alone()
         self._units = units
-        self._tasks = list(tasks)
-        self._columns = columns
-        self._steps = steps
-        self._max_tokens = max_tokens
-        self._team: Team = team or Alone()
+        self._waited_for = f"rows for {' or '.join(tasks)}"
+        self._team: CallerTeam = caller_team or Alone()
         self._deadline_s = deadline_s
-        self._question = 0
-        self._holding: set[int] = set()
-        self._is_closing = threading.Event()
-        self._places = threading.Semaphore(prefetch + 1)
-        self._ahead: queue.Queue[Batch | Exception] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="experience stream", daemon=True)
-        self._thread.start()
+        self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
+        self._fetcher = RowFetcher(
+            self._requester, units, columns, team, max_tokens=max_tokens, steps=steps, prefetch=prefetch
+        )
+
+    def start(self) -> "ExperienceStream":
+        """Begin to ask and to fetch ahead; returns the stream."""
+        self._fetcher.start()
+        return self
+
+    def close(self) -> None:
+        """End the thread; the mailbox and the units stay open."""
+        self._fetcher.close()
 
     def __iter__(self) -> Iterator[Batch]:
         """Ends when the run does."""
@@ -152,122 +326,25 @@ class ExperienceStream:
             return
 
     def next(self) -> Batch:
-        """The next batch. Raises `RunStopped` when the hub ended the run, and what the thread met."""
-        with waiting("hub", f"rows for {' or '.join(self._tasks)}", self._deadline_s) as wait:
-            while True:
+        """The next batch. Raises `RunStopped` when the hub ended the run, and the error of the thread if it failed."""
+        with waiting("hub", self._waited_for, self._deadline_s) as wait:
+            while (batch := self._fetcher.next(LOOK_S)) is None:
                 wait.check()
-                try:
-                    found = self._ahead.get(timeout=LOOK_S)
-                    break
-                except queue.Empty:
-                    continue
-        if isinstance(found, Exception):
-            self._ahead.put(found)  # for whoever asks again
-            raise found
-        self._places.release()
-        return found
+        return batch
 
-    def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]], team: Team | None = None) -> None:
+    def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None:
         """Add columns to the rows of a batch, a list of one array for each row, and tell the hub that its hand-out is done.
 
-        With several ranks a collective of `team`, which is not the one that the stream's thread uses.
+        With several ranks a collective of `caller_team`.
         """
-        among = team or Alone()
         held = {
             row.key: self._units.add(row.key, row.units, {name: column[i] for name, column in columns.items()})
             for i, row in enumerate(batch.rows)
         }
         copies = [(row.key, unit) for row in batch.hand_out.rows() for unit in row.units]
-        counts = among.summed([float(unit in held.get(key, ())) for key, unit in copies])
-        if among.rank == 0:
-            units: dict[str, list[str]] = {key: [] for key, _ in copies}
+        counts = self._team.summed([float(unit in held.get(key, ())) for key, unit in copies])
+        if self._team.rank == 0:
+            units: dict[str, list[str]] = {}
             for (key, unit), count in zip(copies, counts, strict=True):
-                units[key] += [unit] if count else []
-            self._tell(batch.hand_out, list(columns), units)
-
-    def _tell(self, hand_out: HandOut, names: list[str], units: Mapping[str, list[str]]) -> None:
-        assert self._mailbox is not None
-        rows = hand_out.rows()
-        held = [units[row.key] for row in rows]
-        self._mailbox.send("hub", ColumnsDone(hand_out.task, hand_out.number, names, [row.row for row in rows], held))
-        self._holding.discard(hand_out.number)
-
-    def close(self) -> None:
-        """End the thread; the mailbox and the units stay open."""
-        self._is_closing.set()
-        self._thread.join()
-
-    # ------------------------------------------------------------------------------------------- the thread
-
-    def _run(self) -> None:
-        step, received = next(iter(self._steps), -1), 0
-        try:
-            while not (self._steps and step not in self._steps):
-                message = self._team.share(self._take(step, received) if self._team.rank == 0 else None)
-                if isinstance(message, Stop):
-                    raise RunStopped(message.reason)
-                assert isinstance(message, HandOut)
-                batch = self._fetch(message)
-                if message.task == TRAIN:
-                    received += len(batch.hand_out.groups)
-                    if received == message.total:
-                        step, received = step + 1, 0
-                if batch.hand_out.groups:
-                    self._ahead.put(batch)
-                    continue
-                self._places.release()
-                if message.task != TRAIN and self._team.rank == 0:
-                    self._tell(batch.hand_out, [], {})
-        except Exception as error:  # noqa: BLE001 - whoever asks next raises it
-            self._ahead.put(error)
-
-    def _take(self, step: int, received: int) -> HandOut | Stop:
-        """The next hand-out, or the word that there will be none."""
-        assert self._mailbox is not None
-        while not self._places.acquire(timeout=LOOK_S):
-            if self._is_closing.is_set():
-                return Stop("closed")
-        self._question += 1
-        holding = tuple(sorted(self._holding))
-        question = TakeRows(self._question, self._tasks, step, received, holding, self._max_tokens * self._team.size)
-        asked = -float("inf")  # who waits for this thread has the deadline: see `next`
-        while True:
-            if time.monotonic() - asked >= REPEAT_S:
-                asked = time.monotonic()
-                self._mailbox.send("hub", question)
-            if (answer := self._answer()) is not None:
-                return answer
-
-    def _answer(self) -> HandOut | Stop | None:
-        assert self._mailbox is not None
-        letter = self._mailbox.receive(LOOK_S)
-        if self._is_closing.is_set():
-            return Stop("closed")
-        match letter.message if letter else None:
-            case Stop() as stop:
-                return stop
-            case HandOut(question=question) as answer if question == self._question:
-                if answer.task != TRAIN:
-                    self._holding.add(answer.number)
-                return answer
-        return None
-
-    def _fetch(self, hand_out: HandOut) -> Batch:
-        """Plan who trains what, and fetch this rank's rows; a group of which any rank misses a row is left out on all."""
-        planned = rounds(hand_out.rows(), self._team.size, self._max_tokens)
-        batch = Batch(hand_out, [parts[self._team.rank] for parts in planned])
-        missing = {group.group: 0.0 for group in hand_out.groups}
-        for row in batch.rows:
-            try:
-                batch.columns[row.key] = self._units.fetch(row.key, row.units, self._columns)
-            except RowGone as gone:
-                missing[row.row.group] = 1.0
-                self._report(row, str(gone))
-        counts = self._team.summed(list(missing.values()))
-        lost = {group for group, count in zip(missing, counts, strict=True) if count}
-        return batch.without(lost) if lost else batch
-
-    def _report(self, row: RowRef, reason: str) -> None:
-        """Any rank may tell; the hub takes the first word."""
-        if self._mailbox is not None:
-            self._mailbox.send("hub", RowsMissing([row.row], [row.attempt], reason))
+                units.setdefault(key, []).extend([unit] if count else [])
+            self._requester.acknowledge(batch.hand_out, list(columns), units)

@@ -30,7 +30,7 @@ def run(fleet: Fleet, recipe: TaskRecipe) -> None:
     tasks = {task.name: task for task in recipe.queue.tasks}
     functions = {name: load_plugin("queue.tasks", task.function) for name, task in tasks.items()}
     mailbox, units = fleet.post.open(fleet.name), Units(fleet)
-    stream = ExperienceStream(mailbox, units, list(tasks))
+    stream = ExperienceStream(mailbox, units, list(tasks)).start()
     for batch in stream:
         stream.put(batch, apply_task(tasks[batch.task], functions[batch.task], batch))
     stream.close()

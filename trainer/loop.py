@@ -45,13 +45,15 @@ class Trainer:
             [TRAIN, *tasks_of(recipe)],
             steps=range(self.learner.version, recipe.run.steps),
             max_tokens=recipe.optimizer.micro_tokens,
-            team=self.group.beside(),
+            thread_team=self.group.beside(),
+            caller_team=self.group,
             deadline_s=recipe.comm.deadline_s,
         )
         self.waited_s = 0.0
 
     def run(self) -> None:
-        """Publish what there is, then train until the last step or until the hub ends the run."""
+        """Publish the first version, then train until the last step or until the hub ends the run."""
+        self.stream.start()
         self.publish()
         try:
             while (step := self.learner.version) < self.recipe.run.steps:
@@ -72,7 +74,7 @@ class Trainer:
             batch = self.take(step)
             if batch.task != TRAIN:
                 self.trace.enter(batch.task, step=step)
-                self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)}, self.group)
+                self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
             hand_out = batch.hand_out
             received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics

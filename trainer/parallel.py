@@ -19,6 +19,7 @@ from ..comm.fleet import Fleet, StoreFleet
 from ..comm.messages import Message, decode, encode
 from ..comm.store import connect_store
 from ..comm.waits import waiting
+from ..relay.stream import Alone, ThreadTeam
 
 if TYPE_CHECKING:
     from .model import Policy
@@ -34,8 +35,6 @@ class ActorGroup:
         self.size = size
         self.device = device
         self._deadline_s = deadline_s
-        self._ranks: dist.ProcessGroup | None = None
-        """None for all ranks by the default group."""
 
     @staticmethod
     def join(fleet: Fleet, size: int, device: torch.device, deadline_s: float) -> "ActorGroup":
@@ -59,14 +58,9 @@ class ActorGroup:
                 timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
             )
 
-    def beside(self) -> "ActorGroup":
-        """The same ranks for a thread of each, over Gloo: its collectives do not meet those of this group."""
-        other = ActorGroup(self.rank, self.size, torch.device("cpu"), self._deadline_s)
-        if self.size > 1:
-            ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_s + _SLACK_S))
-            assert isinstance(ranks, dist.ProcessGroup)
-            other._ranks = ranks
-        return other
+    def beside(self) -> ThreadTeam:
+        """The same ranks for a thread of each: its collectives do not meet those of this group."""
+        return ThreadGroup(self.rank, self.size, self._deadline_s) if self.size > 1 else Alone()
 
     @property
     def is_lead(self) -> bool:
@@ -82,20 +76,6 @@ class ActorGroup:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(policy, mesh=mesh)
-
-    def share(self, message: Message | None) -> Message:
-        """Rank 0's message on all ranks; the others pass None and wait for it."""
-        if self.size == 1:
-            assert message is not None
-            return message
-        with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
-            body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
-            length = torch.tensor([len(body)])
-            dist.broadcast(length, 0, group=self._ranks)
-            if message is None:
-                body = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(body, 0, group=self._ranks)
-        return decode(body.numpy().tobytes())
 
     def summed(self, values: list[float]) -> list[float]:
         """Sums over the ranks."""
@@ -118,8 +98,37 @@ class ActorGroup:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation, group=self._ranks)
+        dist.all_reduce(tensor, operation)
         return tensor.tolist()
+
+
+class ThreadGroup:
+    """The ranks of an actor for a thread of each, over Gloo: the threads of their streams."""
+
+    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._deadline_s = deadline_s
+        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s + _SLACK_S))
+        assert isinstance(ranks, dist.ProcessGroup)
+        self._ranks = ranks
+
+    def share(self, message: Message | None) -> Message:
+        """Rank 0's message on all ranks; the others pass None and wait for it."""
+        with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
+            body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
+            length = torch.tensor([len(body)])
+            dist.broadcast(length, 0, group=self._ranks)
+            if message is None:
+                body = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(body, 0, group=self._ranks)
+        return decode(body.numpy().tobytes())
+
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank has raised it."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._ranks)
+        return tensor.bool().tolist()
 
 
 def whole(tensor: Tensor) -> Tensor:

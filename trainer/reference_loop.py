@@ -26,7 +26,7 @@ def run(fleet: Fleet, recipe: ReferenceRecipe) -> None:
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
     mailbox, units = fleet.post.open(fleet.name), Units(fleet)
     max_tokens = recipe.optimizer.micro_tokens
-    stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens)
+    stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
     for batch in stream:
         stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
     stream.close()
