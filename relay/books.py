@@ -42,7 +42,6 @@ class Books:
         """Journal an event, then let it take effect."""
         self.journal.append(ev.stamped(event))
         apply(event, self.state)
-        self.journal.settle(event, self.state)
 
     def drop(self, rows: Iterable[tuple[Group, int]], *, everywhere: bool = False) -> None:
         """Tell the units to forget rows, named by group and sample: those that hold them, or all there are."""

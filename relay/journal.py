@@ -4,7 +4,6 @@
 prints the account.
 """
 
-import logging
 import os
 import shutil
 import sys
@@ -17,13 +16,10 @@ import msgspec
 
 from ..comm.errors import HeadraceError
 from .events import Checkpointed, Event, Leased, Returned, RowFailed, Trained, decode_event
-from .snapshots import Prefix, end_of_last_line, snapshots, write_snapshot
 from .state import HubState, apply
 
-log = logging.getLogger(__name__)
-
-SNAPSHOT_EVERY = 20_000
 _MOST_REASONS = 10
+_BLOCK_BYTES = 1 << 20
 
 
 class JournalError(HeadraceError):
@@ -36,26 +32,15 @@ class Journal:
     A line that its writer died in is cut off when the journal is opened again, since what follows it could not be read.
     """
 
-    def __init__(self, path: Path, snapshot_every: int = SNAPSHOT_EVERY) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.ftruncate(self._fd, end_of_last_line(path))
+        os.ftruncate(self._fd, _end_of_last_line(path))
         self._encoder = msgspec.json.Encoder()
-        self._prefix = Prefix.of(path, os.fstat(self._fd).st_size)
-        self._snapshot_every = snapshot_every
-        self._next_snapshot = self._prefix.num_lines + snapshot_every
 
     def append(self, event: Event) -> None:
         """Write an event."""
-        line = self._encoder.encode(event) + b"\n"
-        os.write(self._fd, line)
-        self._prefix.add(line)
-
-    def settle(self, event: Event, state: HubState) -> None:
-        """`state` has taken in `event`, the last one: keep a snapshot at checkpoints and every so many events."""
-        if self._prefix.num_lines >= self._next_snapshot or isinstance(event, Checkpointed):
-            write_snapshot(self.path, state, self._prefix)
-            self._next_snapshot = self._prefix.num_lines + self._snapshot_every
+        os.write(self._fd, self._encoder.encode(event) + b"\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -64,11 +49,10 @@ class Journal:
             self._fd = -1
 
 
-def read_events(path: Path, start: int = 0, first_number: int = 1) -> Iterator[tuple[int, Event]]:
-    """(line number, event) of a journal from byte `start` on. A last line without an end (the writer died in it) is left out."""
+def read_events(path: Path) -> Iterator[tuple[int, Event]]:
+    """(line number, event) of a journal. A last line without an end (the writer died in it) is left out."""
     with path.open("rb") as file:
-        file.seek(start)
-        for number, line in enumerate(file, first_number):
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
@@ -77,53 +61,20 @@ def read_events(path: Path, start: int = 0, first_number: int = 1) -> Iterator[t
                 raise JournalError(f"{path}:{number}: {error}") from error
 
 
-def replay(path: Path) -> HubState:
-    """The state after all events of a journal: its newest snapshot, and what came after. Raises `JournalError`.
-
-    What lies before the snapshot is known by its digest; `verify` folds that as well.
-    """
-    for snapshot in snapshots(path):
-        try:
-            return _fold(path, snapshot.state, snapshot.num_bytes, snapshot.num_lines)
-        except msgspec.DecodeError as error:
-            log.warning("the snapshot of %s at line %d cannot be read: %s", path, snapshot.num_lines, error)
-    return _fold(path, HubState())
-
-
-def verify(path: Path, note: Callable[[Event], None] = lambda event: None) -> HubState:
-    """The state after all events of a journal, folded from the first one; every snapshot must be what is met on the way.
-
-    `note` is told each event. Raises `JournalError` at the first line that is not legal, or not what a snapshot says.
-    """
-    expected = {snapshot.num_lines: snapshot for snapshot in snapshots(path)}
-
-    def compare(number: int, event: Event, state: HubState) -> None:
-        note(event)
-        if number in expected and expected[number].state != state:
-            raise JournalError(f"{path}:{number}: the snapshot here tells another state")
-
-    return _fold(path, HubState(), visit=compare)
-
-
-def _fold(
-    path: Path,
-    state: HubState,
-    num_bytes: int = 0,
-    num_lines: int = 0,
-    visit: Callable[[int, Event, HubState], None] = lambda number, event, state: None,
-) -> HubState:
-    """Apply what comes after the first `num_lines` lines and `num_bytes` bytes.
+def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> HubState:
+    """The state after all events of a journal; `note` is called with each event. Raises `JournalError` at an illegal line.
 
     The account is checked after each trained step and at the end: summing it up costs as much as the queue is long.
     """
-    last = num_lines
-    for number, event in read_events(path, num_bytes, num_lines + 1):
+    state = HubState()
+    last = 0
+    for number, event in read_events(path):
         last = number
         try:
             apply(event, state)
         except (AssertionError, KeyError) as error:
             raise JournalError(f"{path}:{number}: {error}") from error
-        visit(number, event, state)
+        note(event)
         if isinstance(event, Trained) and not state.holds:
             break
     if not state.holds:
@@ -148,6 +99,20 @@ def cut_after_checkpoint(path: Path, step: int) -> None:
         with path.with_name(f"{path.name}.discarded-{spare}").open("wb") as rest:
             shutil.copyfileobj(file, rest)
     os.truncate(path, kept_bytes)
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Bytes of a journal up to the end of its last whole line."""
+    end = os.path.getsize(path)
+    with path.open("rb") as file:
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            block = file.read(end - start)
+            if (at := block.rfind(b"\n")) >= 0:
+                return start + at + 1
+            end = start
+    return 0
 
 
 def account_of(state: HubState) -> dict[str, int | bool]:
@@ -201,7 +166,7 @@ def main(arguments: list[str]) -> int:
     for run in arguments:
         path, diary = Path(run) / "journal.jsonl", _Diary()
         try:
-            state = verify(path, diary.note)
+            state = replay(path, diary.note)
         except (JournalError, OSError) as error:
             print(error, file=sys.stderr)
             return 1
