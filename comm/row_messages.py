@@ -91,6 +91,10 @@ class Listing(msgspec.Struct, frozen=True, tag=True):
     rows: dict[str, int]
     kinds: list[tuple[str, ...]]
 
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Row keys, each with the names of its columns."""
+        return {key: self.kinds[kind] for key, kind in self.rows.items()}
+
 
 class Count(msgspec.Struct, frozen=True, tag=True):
     """How many rows are there?"""

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -61,6 +62,16 @@ class RowUnit:
         self.address = f"{interface}:{self._listener.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="row unit", daemon=True)
         self._accepting.start()
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Forget rows; returns how many of them there were. Dropping again is allowed and drops nothing."""
+        with self._lock:
+            return self._drop(keys)
+
+    def listing(self) -> dict[str, tuple[str, ...]]:
+        """Keys of the rows held, with the names of their columns."""
+        with self._lock:
+            return self._table.listing().columns()
 
     def close(self) -> None:
         """Forget all rows, turn clients away and end the threads."""
@@ -138,9 +149,7 @@ class RowUnit:
             case Locate(keys=keys, columns=columns):
                 return Located([self._table.locate(key, columns) for key in keys])
             case Drop(keys=keys):
-                freed = [self._table.drop(key) for key in keys]
-                self._free([span for spans in freed for span in spans or ()])
-                return Done(sum(spans is not None for spans in freed))
+                return Done(self._drop(keys))
             case List():
                 return self._table.listing()
             case Count():
@@ -163,6 +172,11 @@ class RowUnit:
     def _commit(self, keys: list[str], blocks: list[Block]) -> None:
         for key, block in zip(keys, blocks, strict=True):
             self._free(self._table.add(key, block, Span(block.place, block.num_bytes)))
+
+    def _drop(self, keys: Iterable[str]) -> int:
+        freed = [self._table.drop(key) for key in keys]
+        self._free([span for spans in freed for span in spans or ()])
+        return sum(spans is not None for spans in freed)
 
     def _free(self, spans: list[Span]) -> None:
         for span in spans:

@@ -175,8 +175,7 @@ class RowClient:
     def listing(self) -> dict[str, tuple[str, ...]]:
         """Keys of the rows held, with the names of their columns."""
         with self._lock:
-            answer = self._ask(List(), Listing)
-        return {key: answer.kinds[kind] for key, kind in answer.rows.items()}
+            return self._ask(List(), Listing).columns()
 
     def count(self) -> int:
         """Rows held."""

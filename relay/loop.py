@@ -31,16 +31,15 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     unit = fleet.host_rows()
     segment = Segment.inherited()
     keeper = WeightKeeper(fleet, segment, recipe.comm)
-    rows = fleet.open_rows(unit.address)
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
     started, reported = time.monotonic(), 0.0
     while True:
         letter = mailbox.receive(REPORT_S)
         match letter.message if letter else None:
             case DropRows(keys=keys):
-                rows.drop(keys)
+                unit.drop(keys)
             case CountRows():
-                mailbox.send("hub", UnitRows(list(rows.listing())))
+                mailbox.send("hub", UnitRows(list(unit.listing())))
             case Stop():
                 break
         if time.monotonic() - reported >= REPORT_S:
@@ -48,7 +47,6 @@ def run(fleet: Fleet, recipe: RelayRecipe) -> None:
             mailbox.send("hub", busy_report(reported - started))
     keeper.close()
     segment.close()
-    rows.close()
     unit.close()
     mailbox.close()
 

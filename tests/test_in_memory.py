@@ -200,14 +200,12 @@ def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
 def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
     """A storage unit that dies when it is told to, without a word."""
     unit = fleet.host_rows()
-    rows = fleet.open_rows(unit.address)
     fleet.announce(unit=unit.address)
     mailbox = fleet.post.open(fleet.name)
     while "die" not in fleet.me.info:
         letter = mailbox.receive(0.01)
         if letter is not None and isinstance(letter.message, DropRows):
-            rows.drop(letter.message.keys)
-    rows.close()
+            unit.drop(letter.message.keys)
     unit.close()
     fleet.vanish()
     mailbox.close()

@@ -317,3 +317,13 @@ def test_a_unit_that_is_gone_is_named():
     client.close()
     with pytest.raises(PeerGone, match=unit.address):
         RowClient(unit.address)
+
+
+def test_the_process_of_a_unit_drops_and_lists_rows_without_a_connection(unit, client):
+    assert unit.listing() == {} and unit.drop(["absent"]) == 0
+    client.put_many({"a": {"x": np.arange(3)}, "b": {"x": np.arange(4), "y": np.arange(5)}})
+    assert {key: set(names) for key, names in unit.listing().items()} == {"a": {"x"}, "b": {"x", "y"}}
+    assert unit.drop(["b", "absent", "b"]) == 1
+    assert unit.listing() == client.listing() == {"a": ("x",)}
+    with pytest.raises(KeyError):
+        client.get("b")
