@@ -23,8 +23,8 @@ class Office(Protocol):
         """Meet the requests that can be met now."""
         ...
 
-    def lose(self, holder: str, reason: str) -> None:
-        """Forget a process that is gone; what it held comes back."""
+    def on_process_death(self, process: str, reason: str) -> None:
+        """Forget a dead process, named as in the fleet; everything that it held comes back."""
         ...
 
 

@@ -19,14 +19,17 @@ class Copies:
     def serve(self) -> None:
         """Nothing waits here."""
 
-    def lose(self, holder: str, reason: str) -> None:
-        """A storage unit is gone: rows without another copy are wanted again, but for those that somebody may have read."""
-        if not holder.startswith("relay"):
+    def on_process_death(self, process: str, reason: str) -> None:
+        """Rows belong to storage units, not to processes: see `on_storage_lost`."""
+
+    def on_storage_lost(self, unit: str, reason: str) -> None:
+        """A storage unit is gone: rows without another copy are wanted again, unless they are handed out already."""
+        if unit in self.books.state.lost_units:
             return
         before = self.books.state.regenerated
-        self.books.decide(ev.UnitLost(unit=holder, reason=reason))
+        self.books.decide(ev.UnitLost(unit=unit, reason=reason))
         lost = self.books.state.regenerated - before
-        log.warning("unit %s is lost (%s), and with it the last copy of %d rows", holder, reason, lost)
+        log.warning("unit %s is lost (%s), and with it the last copy of %d rows", unit, reason, lost)
 
     def _on_rows_missing(self, sender: str, message: RowsMissing) -> None:
         """A reader found rows nowhere: whatever is left of them goes, and they are generated again."""

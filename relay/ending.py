@@ -55,7 +55,7 @@ class Ending:
         holdings = self._collect(Holding, rollouts)
         done = done or next(iter(self._collect(ActorDone, actors).values()), None)
         for missing in hub.leases.holders() - set(holdings):
-            hub.lose(missing, "gone when the run ended")
+            hub.on_process_death(missing, "gone when the run ended")
         units = self._collect(UnitRows, self._tell("relay", CountRows(), gone))
         self._give_up(relay.name for relay in self.fleet.members("relay") if relay.name not in units)
         num_held = sum(self._confirmed(holder, holding) for holder, holding in holdings.items())
@@ -97,7 +97,7 @@ class Ending:
         state = self.hub.state
         for relay in relays:
             for unit in {u for g in state.groups.values() for row in g.rows for u in row.units if relay_of(u) == relay}:
-                self.hub.lose(unit, "gone when the run ended")
+                self.hub.on_storage_lost(unit, "gone when the run ended")
         for group in list(state.groups.values()):
             samples = [sample for sample in group.samples(RowStatus.READY) if not group.rows[sample].units]
             if samples:

@@ -44,13 +44,13 @@ class HandOuts:
                 self.books.mailbox.send(consumer, answer)
                 del self._takers[consumer]
 
-    def lose(self, holder: str, reason: str) -> None:
+    def on_process_death(self, process: str, reason: str) -> None:
         """A consumer is gone: its rows go to others, and what it may have added to rows that left the queue is dropped."""
-        self._takers.pop(holder, None)
+        self._takers.pop(process, None)
         for consumers in self._consumers.values():
-            consumers.discard(holder)
+            consumers.discard(process)
         for task, record in self.books.state.tasks.items():
-            for number in [n for n, hand_out in record.open.items() if hand_out.consumer == holder]:
+            for number in [n for n, hand_out in record.open.items() if hand_out.consumer == process]:
                 self._drop_leftovers(record, number)
                 self.books.decide(ev.TaskReturned(task=task, number=number, reason=reason))
 

@@ -49,10 +49,11 @@ class Hub:
         if tasks:
             admission.needs = tasks[TRAIN].needs
         admission.sampler = open_sampler(queue.sampler)
+        self.copies = Copies(self.books)
         self.repacking = Repacking(self.books, repack, self.telemetry, clock)
         # Handing out comes before leasing, since it makes room.
         self.offices: tuple[Office, ...] = (
-            Copies(self.books),
+            self.copies,
             self.results,
             self.hand_outs,
             self.leases,
@@ -86,11 +87,16 @@ class Hub:
         self._serve()
         return True
 
-    def lose(self, holder: str, reason: str) -> None:
-        """A process died: what it held comes back. A relay is named by its unit (`relay.units`)."""
-        self.telemetry.forget(holder)
+    def on_process_death(self, process: str, reason: str) -> None:
+        """A process died, named as in the fleet: its leases and hand-outs come back, and its counters are forgotten."""
+        self.telemetry.forget(process)
         for office in self.offices:
-            office.lose(holder, reason)
+            office.on_process_death(process, reason)
+        self._serve()
+
+    def on_storage_lost(self, unit: str, reason: str) -> None:
+        """A storage unit is gone with its relay's process, named as in `relay.units`; a second call changes nothing."""
+        self.copies.on_storage_lost(unit, reason)
         self._serve()
 
     def _serve(self) -> None:

@@ -105,14 +105,18 @@ class Watch:
         for name, known in list(self._known.items()):
             now = living.get(name)
             if now is None or now.incarnation != known.incarnation:
-                holder = unit_name(known) if known.role == "relay" else name
-                self.hub.lose(holder, f"incarnation {known.incarnation} is gone")
+                self._bury(known, f"incarnation {known.incarnation} is gone")
                 del self._known[name]
         self._known |= living
         for member in living.values():
             if (chosen := member.info.get("generator", "")) not in self._shown | {""}:
                 self._shown.add(chosen)
                 print(f"generator: {chosen}", flush=True)
+
+    def _bury(self, dead: Member, reason: str) -> None:
+        if dead.role == "relay":
+            self.hub.on_storage_lost(unit_name(dead), reason)
+        self.hub.on_process_death(dead.name, reason)
 
 
 def open_journal(run_dir: Path, recipe: HubRecipe) -> tuple[HubState, Journal]:

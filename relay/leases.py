@@ -27,13 +27,13 @@ class Leases:
             if request.version not in refused and not self._grant(holder):
                 refused.add(request.version)
 
-    def lose(self, holder: str, reason: str) -> None:
+    def on_process_death(self, process: str, reason: str) -> None:
         """What the holder had leased comes back."""
-        self._requests.pop(holder, None)
-        self._granted.pop(holder, None)
+        self._requests.pop(process, None)
+        self._granted.pop(process, None)
         lost: list[tuple[Group, int]] = []
-        for group in self._held_by(holder):
-            samples = [s for s in group.samples(RowStatus.LEASED) if group.rows[s].holder == holder]
+        for group in self._held_by(process):
+            samples = [s for s in group.samples(RowStatus.LEASED) if group.rows[s].holder == process]
             lost += [(group, sample) for sample in samples]
             for attempt in sorted({group.rows[s].attempt for s in samples}):
                 self.books.decide(ev.Returned(group=group.id, attempt=attempt, reason=reason))

@@ -68,11 +68,11 @@ class Repacking:
             self._orders = {n: order for n, order in self._orders.items() if now - order.given_at < ORDER_S}
             self._plan(now)
 
-    def lose(self, holder: str, reason: str) -> None:
+    def on_process_death(self, process: str, reason: str) -> None:
         """Its orders are void; its rows are the leases' affair."""
-        self._reports.pop(holder, None)
-        self._before.pop(holder, None)
-        self._orders = {n: o for n, o in self._orders.items() if holder not in (o.source, o.destination)}
+        self._reports.pop(process, None)
+        self._before.pop(process, None)
+        self._orders = {n: o for n, o in self._orders.items() if process not in (o.source, o.destination)}
 
     def _plan(self, now: float) -> None:
         reports = {name: self._report(name, load) for name, load in self._reports.items()}

@@ -25,7 +25,7 @@ class Results:
     def serve(self) -> None:
         """Nothing waits here."""
 
-    def lose(self, holder: str, reason: str) -> None:
+    def on_process_death(self, process: str, reason: str) -> None:
         """What has arrived does not depend on who brought it."""
 
     def _on_row_done(self, sender: str, done: RowDone) -> None:

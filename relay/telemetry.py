@@ -27,7 +27,9 @@ class Telemetry:
         self._told: dict[str, float] = {}
 
     def add(self, sender: str, load: Load) -> None:
-        meter = self._meters.setdefault(sender, _Meter(load, load, load))
+        meter = self._meters.get(sender)
+        if meter is None or _seconds(load) < _seconds(meter.now):  # a process that was started again counts from 0
+            meter = self._meters[sender] = _Meter(load, load, load)
         meter.now = load
 
     def count(self, metric: str, amount: float = 1) -> None:
@@ -67,3 +69,8 @@ class Telemetry:
             for meter in meters:
                 meter.told = meter.now
         return out
+
+
+def _seconds(load: Load) -> float:
+    """Seconds since the process started."""
+    return load.busy_s + load.idle_s

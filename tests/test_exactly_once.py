@@ -189,11 +189,11 @@ class World(RuleBasedStateMachine):
             row, attempt = self.pick(rollout, 0)
             self.write(row, attempt, RELAYS)
         self.held[rollout].clear()
-        self.hub.lose(rollout, "dead")
+        self.hub.on_process_death(rollout, "dead")
 
     def freezes(self, rollout: str) -> None:
         """It is given up for dead, and will act on what it believes to hold whenever it wakes."""
-        self.hub.lose(rollout, "no heartbeat")
+        self.hub.on_process_death(rollout, "no heartbeat")
 
     @rule(source=rollouts, destination=rollouts, both=st.booleans(), dead=st.booleans())
     def moves(self, source: str, destination: str, both: bool, dead: bool) -> None:
@@ -238,7 +238,7 @@ class World(RuleBasedStateMachine):
         list(self.heard(relay))
         self.units[relay] = MemoryRows()
         self.lives[relay] += 1
-        self.hub.lose(gone, "dead")
+        self.hub.on_storage_lost(gone, "dead")
 
     def hub_dies(self) -> None:
         """The run is resumed: the next hub knows what the journal says, and the units begin empty; what the trainer had for the
@@ -269,7 +269,7 @@ class World(RuleBasedStateMachine):
                     self.say(consumer, done)
         if ends.startswith("dead"):
             self.work[consumer].clear()
-            self.hub.lose(consumer, "dead")
+            self.hub.on_process_death(consumer, "dead")
 
     @rule(consumer=references)
     def takes_work(self, consumer: str) -> None:
@@ -285,7 +285,7 @@ class World(RuleBasedStateMachine):
         """If it was given up for dead before, it does not know."""
         if self.work[consumer]:
             if not is_known:
-                self.hub.lose(consumer, "no heartbeat")
+                self.hub.on_process_death(consumer, "no heartbeat")
             _, hand_out = self.work[consumer].popitem()
             self.say(consumer, self.add_column(consumer, hand_out, is_written=True))
 

@@ -92,7 +92,7 @@ def test_a_dead_consumers_rows_go_to_another_and_its_word_counts_no_more(scene: 
     ready(s)
     first = take(s, "reference-0")
     assert first is not None
-    s.hub.lose("reference-0", "dead")
+    s.hub.on_process_death("reference-0", "dead")
     second = take(s, "reference-1")
     assert second is not None and rows_of(second) >= rows_of(first)
     s.say("reference-0", done(first))

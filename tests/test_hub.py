@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.comm.mailbox import Letter, MemoryPost
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.mailbox import Letter
 from headrace.comm.messages import (
     DropRows,
     HandOut,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
+    Load,
     Message,
     RowDone,
     RowsMissing,
@@ -25,6 +27,7 @@ from headrace.relay.admission import Admission
 from headrace.relay.controller import Task
 from headrace.relay.dataset import JsonLines
 from headrace.relay.hub import Hub
+from headrace.relay.hub_loop import Watch
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.prompts import PromptPool
 from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
@@ -45,7 +48,8 @@ class Scene:
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
         self.path = folder / "journal.jsonl"
-        self.post = MemoryPost()
+        self.town = MemoryTown()
+        self.post = self.town.post
         self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
@@ -156,7 +160,7 @@ def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
 def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fenced_off(scene: MakeScene):
     s = scene()
     old = s.lease()
-    s.hub.lose("rollout-0", "dead")
+    s.hub.on_process_death("rollout-0", "dead")
     new = s.lease("rollout-1", version=1)
     assert new.leases[0].group == old.leases[0].group
     assert new.leases[0].attempt == 2
@@ -173,7 +177,7 @@ def test_the_bytes_of_a_dead_rollout_that_told_nobody_are_dropped(scene: MakeSce
     s = scene()
     s.say("relay-0/weights", VersionComplete(0, 0, "digest"))
     grant = s.lease()
-    s.hub.lose("rollout-0", "dead")
+    s.hub.on_process_death("rollout-0", "dead")
     (drop,) = s.heard("relay-0")
     group = grant.leases[0].group
     assert drop == DropRows([f"{group}.0@1", f"{group}.1@1"])
@@ -185,7 +189,7 @@ def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(
     for sample, units in ((0, ["relay-0#1", "relay-1#1"]), (1, ["relay-1#1"])):
         row = lease.group.row(sample)
         s.say("rollout-0", RowDone(row, 1, grant.version, units, 5, float(sample)))
-    s.hub.lose("relay-1#1", "dead")
+    s.hub.on_storage_lost("relay-1#1", "dead")
     group = s.hub.state.groups[lease.group]
     assert group.rows[0].units == ["relay-0#1"] and group.samples(RowStatus.WANTED) == [1]
     assert s.hub.state.regenerated == 1 and s.hub.state.holds
@@ -193,6 +197,38 @@ def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(
     assert (again.leases[0].samples, again.leases[0].attempt) == ([1], 2)
     s.say("rollout-0", RowDone(lease.group.row(1), 2, 0, ["relay-1#1"], 5, 1.0))
     assert group.samples(RowStatus.WANTED) == [1], "what is said to lie in a lost unit lies nowhere"
+
+
+def test_a_storage_unit_is_lost_once(scene: MakeScene):
+    s = scene()
+    for _ in range(2):
+        s.hub.on_storage_lost("relay-1#1", "dead")
+    assert [type(event) for _, event in read_events(s.path)] == [ev.Opened, ev.UnitLost]
+
+
+def relay_load(busy_s: float, idle_s: float) -> Load:
+    return Load(-1, 0, 0, 0.0, 0, busy_s, idle_s, 0.0)
+
+
+def test_a_relay_that_was_started_again_is_idle_for_its_own_time_only(scene: MakeScene):
+    s = scene()
+    watch = Watch(s.hub, MemoryFleet.enter(s.town, "hub"))
+    MemoryFleet.enter(s.town, "relay")
+    watch.turn()
+    for report in (relay_load(0.0, 1.0), relay_load(60.0, 41.0)):
+        s.boxes["relay-0"].send("hub", report)
+        watch.turn()
+    s.hub.telemetry.metrics(s.hub.state)
+    s.hub.telemetry.begin_step()
+    MemoryFleet.enter(s.town, "relay")
+    watch.turn()
+    assert s.hub.state.lost_units == {"relay-0#1"}
+    assert "idle/relay" not in s.hub.telemetry.metrics(s.hub.state), "the dead process is forgotten"
+    for report in (relay_load(0.5, 0.5), relay_load(1.0, 3.0), relay_load(2.0, 5.0)):
+        s.boxes["relay-0"].send("hub", report)
+        watch.turn()
+        assert 0 <= s.hub.telemetry.metrics(s.hub.state).get("idle/relay", 0) <= 1
+    assert s.hub.telemetry.metrics(s.hub.state)["idle/relay"] == 4.5 / 6
 
 
 def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(scene: MakeScene):

@@ -251,7 +251,7 @@ class Play:
     def kill(self, actor: Actor) -> None:
         self.alive.remove(actor)
         actor.fleet.vanish()
-        self.hub.lose(actor.name, "dead")
+        self.hub.on_process_death(actor.name, "dead")
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20

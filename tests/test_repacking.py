@@ -101,7 +101,7 @@ def test_a_rollout_in_a_move_is_left_alone_until_it_has_ended_and_both_have_repo
 
 def test_a_lost_rollout_no_longer_stands_in_the_way_of_the_other(tail: Tail):
     tail.winding_down()
-    tail.hub.lose("rollout-0", "dead")
+    tail.hub.on_process_death("rollout-0", "dead")
     tail.boxes["rollout-2"] = tail.post.open("rollout-2")
     assert tail.plans({"rollout-1": 60, "rollout-2": 50}) == []
     (order,) = tail.plans({"rollout-1": 55, "rollout-2": 45})
@@ -150,7 +150,7 @@ def test_a_claim_asked_twice_is_answered_the_same(tail: Tail):
 
 def test_rows_of_a_source_that_died_are_leased_anew_and_the_late_claim_is_void(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
-    tail.hub.lose("rollout-0", "dead")
+    tail.hub.on_process_death("rollout-0", "dead")
     assert tail.claim("rollout-1", rows) == [0, 0]
     again = tail.lease("rollout-1", request=2)
     assert rows_of(again) == rows and again.leases[0].attempt == 2
@@ -162,7 +162,7 @@ def test_rows_of_a_group_at_two_rollouts_come_back_only_from_the_one_that_died(t
     tail.boxes["rollout-2"] = tail.post.open("rollout-2")
     assert tail.claim("rollout-1", rows[:1]) == [2]
     assert tail.claim("rollout-2", rows[1:]) == [3]
-    tail.hub.lose("rollout-1", "dead")
+    tail.hub.on_process_death("rollout-1", "dead")
     kept = tail.hub.state.row(rows[1])
     assert kept is not None and (kept.status, kept.holder) == (RowStatus.LEASED, "rollout-2")
 
@@ -194,7 +194,7 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
                 tail.say(rollout, RowDone(rows[0], attempt, 0, [], 5, None, failure="it ends here"))
                 ends += tail.hub.state.account.failed - ready
             case "lose":
-                tail.hub.lose(rollout, "dead")
+                tail.hub.on_process_death(rollout, "dead")
             case _ if rows[0] in [r for g in tail.hub.state.wanted for r in [g.row(0)]]:
                 tail.heard(rollout)
                 tail.lease(rollout, request=request)

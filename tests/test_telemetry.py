@@ -37,6 +37,15 @@ def test_rollouts_add_up_and_one_that_is_gone_is_forgotten():
     assert telemetry.metrics(state)["rollout/tok_per_s"] == 50.0
 
 
+def test_the_counters_of_a_process_that_was_started_again_count_from_zero():
+    """Its first report may arrive before its death is noticed, or a report of the dead one after."""
+    telemetry, state = Telemetry(), HubState()
+    for report in (load(500, 60.0, 40.0), load(0, 0.5, 0.5), load(60, 3.5, 1.5)):
+        telemetry.add("rollout-0", report)
+    metrics = telemetry.metrics(state)
+    assert (metrics["idle/rollout"], metrics["rollout/tok_per_s"]) == (0.25, 15.0)
+
+
 def test_a_role_without_reports_is_left_out():
     assert "idle/relay" not in Telemetry().metrics(HubState())
 
