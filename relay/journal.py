@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class JournalError(HeadraceError):
-    """A journal line is not an event, or not a legal one; the message names file and line."""
+    """A journal line is not an event, not a legal one, or cannot be written; the message names the file."""
 
 
 class Journal:
@@ -39,8 +39,17 @@ class Journal:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, event: Event) -> None:
-        """Write an event."""
-        os.write(self._fd, self._encoder.encode(event) + b"\n")
+        """Write an event as a whole line. Raises `JournalError` if that is impossible; the file is then as before."""
+        line = memoryview(self._encoder.encode(event) + b"\n")
+        num_bytes = os.fstat(self._fd).st_size
+        try:
+            while line:  # a disk that becomes full takes a part of the line first
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            os.ftruncate(self._fd, num_bytes)
+            raise JournalError(
+                f"{self.path} cannot be written: {error}; make room there, or set another run.dir"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""

@@ -1,5 +1,7 @@
 """The journal tells the whole state of the hub, at any length and after any death of its writer."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -88,6 +90,38 @@ def test_a_line_that_its_writer_died_in_is_cut_off_before_others_follow(keeper: 
     heir.close()
     apply(opened, keeper.state)
     assert replay(keeper.path) == keeper.state
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from headrace.relay.events import Opened
+from headrace.relay.journal import Journal, JournalError
+
+journal, epoch = Journal(Path(sys.argv[1])), 0
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+try:
+    while True:
+        journal.append(Opened(epoch=epoch + 1, samples_per_prompt=2))
+        epoch += 1
+except JournalError as error:
+    print(epoch, Path(sys.argv[1]).stat().st_size, error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+journal.append(Opened(epoch=epoch + 1, samples_per_prompt=2))
+journal.close()
+"""
+
+
+def test_a_line_that_the_disk_has_no_room_for_leaves_the_journal_as_it_was(tmp_path: Path):
+    """The limit of a file's size acts as a full disk does: the last write takes a part of the line, the next one fails."""
+    path = tmp_path / "journal.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    epoch, num_bytes, told = done.stdout.split(" ", 2)
+    assert int(num_bytes) < 1000, "half a line is cut off again"
+    assert str(path) in told and "run.dir" in told and "File too large" in told
+    assert replay(path).epoch == int(epoch) + 1, "the journal goes on when there is room again"
 
 
 def test_the_state_does_not_grow_with_the_run(tmp_path: Path):
