@@ -106,6 +106,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
     state.handed.clear()
+    state.lost_units.clear()  # the incarnations of a resumed run count from 1 again
     for record in state.tasks.values():
         for number in list(record.open):
             record.close(number, consumed=(), gone=list(record.open[number].attempts))

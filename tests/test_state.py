@@ -73,6 +73,12 @@ def test_a_new_hub_wants_everything_again_that_was_not_trained():
     assert state.account.leased == 2
 
 
+def test_a_resumed_run_uses_a_unit_with_the_name_of_one_that_was_lost_before():
+    lost = ev.UnitLost(unit="relay-0#1", reason="dead")
+    state = fold(lost, ev.Opened(epoch=2, samples_per_prompt=2), leased(), ready(0))
+    assert state.groups[GROUP].samples(RowStatus.READY) == [0]
+
+
 @pytest.mark.parametrize(
     "events",
     [
