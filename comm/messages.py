@@ -75,7 +75,6 @@ class VersionComplete(Message, frozen=True):
     """A relay holds `version` whole, with the digest that the actor announced."""
 
     version: int
-    step: int
     digest: str
 
 
@@ -83,7 +82,6 @@ class Pulled(Message, frozen=True):
     """A rollout switched to `version`: its receipt."""
 
     version: int
-    step: int
     digest: str
 
 
@@ -173,7 +171,6 @@ class SlotWanted(Message, frozen=True):
 
     question: int
     version: int
-    step: int
     num_bytes: int
     fingerprint: int
     num_parts: int

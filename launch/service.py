@@ -85,7 +85,7 @@ class TrainerService:
 
     def _publish(self, weights: Mapping[str, Tensor]) -> None:
         tensors = {name: weights[name] for name in self._structure.weights()}
-        self._publisher.publish(self.version, self.version, tensors)
+        self._publisher.publish(self.version, tensors)
 
 
 def _groups_of(batch: Batch) -> Iterator[list[Experience]]:
@@ -124,7 +124,7 @@ class GeneratorService:
             wait.until(lambda: self._reader.newest() is not None)
             receipt = self._reader.pull(self._buffer, wait.remaining_s)
         self.version = receipt.version
-        self._mailbox.send("hub", Pulled(receipt.version, receipt.step, receipt.digest))
+        self._mailbox.send("hub", Pulled(receipt.version, receipt.digest))
         self._leases.begin_version()
         return self._layout.views(self._buffer)
 

@@ -17,14 +17,14 @@ Load = Callable[[Path], Mapping[str, Tensor]]
 
 
 class Archive:
-    """The checkpoints of one run folder. The journal says which step a version is of, and its digest."""
+    """The checkpoints of one run folder. Version N is the state after N steps; the journal has its digest."""
 
     def __init__(self, run_dir: Path, load: Load) -> None:
         self._run_dir = run_dir
         self._load = load
 
-    def read(self, version: int, layout: Layout, into: np.ndarray) -> tuple[int, str]:
-        """Put a version into a buffer, uint8 [layout.num_bytes]; returns its step and digest.
+    def read(self, version: int, layout: Layout, into: np.ndarray) -> str:
+        """Put a version into a buffer, uint8 [layout.num_bytes]; returns its digest.
 
         Raises `NothingReadable` if the run has no checkpoint of it, `WrongDigest` if that is not what was published.
         """
@@ -32,7 +32,7 @@ class Archive:
         layout.write(self._load(folder), into)
         if layout.digest(into) != published.digest:
             raise WrongDigest(f"{folder} does not hold version {version}: the journal has another digest of it")
-        return published.step, published.digest
+        return published.digest
 
     def _find(self, version: int) -> tuple[Published, Path]:
         journal = self._run_dir / "journal.jsonl"
@@ -45,10 +45,10 @@ class Archive:
                 folders[event.step] = self._run_dir / "checkpoints" / Path(event.path).name / "hf"
         if published is None:
             raise NothingReadable(f"version {version} was never complete on a relay: the journal does not know it")
-        folder = folders.get(published.step)
+        folder = folders.get(version)
         if folder is None or not folder.is_dir():
             raise NothingReadable(
-                f"version {version} is held by no relay, and there is no checkpoint of step {published.step};"
+                f"version {version} is held by no relay, and there is no checkpoint of step {version};"
                 " checkpoint.every and checkpoint.keep say which there are"
             )
         return published, folder

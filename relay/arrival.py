@@ -87,7 +87,7 @@ class Arrival:
     def bind(self, offer: Offer) -> None:
         """Say which version a reserved slot is for."""
         self.offer, self.state = offer, State.ARRIVING
-        self.slot = replace(self.slot, version=offer.version, step=offer.step)
+        self.slot = replace(self.slot, version=offer.version)
 
     def take_over(self, offer: Offer, upstream: str) -> int:
         """`upstream` brings the offered part from now on; returns the offset to go on from."""

@@ -99,7 +99,7 @@ class Hosts:
         for tensor in self.tensors.values():
             tensor[0] = self.version
         started = time.monotonic()
-        self.publisher.publish(self.version, self.version, self.tensors)
+        self.publisher.publish(self.version, self.tensors)
         return time.monotonic() - started
 
     def push(self, without: frozenset[int] = frozenset()) -> float:

@@ -82,8 +82,8 @@ def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstr
             return is_right
 
 
-def take_one(link: Link, into: np.ndarray) -> tuple[Offer, str] | None:
-    """Take one version into a buffer, uint8 [num_bytes]; None if the other side does not hold it. Raises `LinkBroken`."""
+def take_one(link: Link, into: np.ndarray) -> str | None:
+    """Take one version into a buffer, uint8 [num_bytes]: its digest, or None if the other side does not hold it. Raises `LinkBroken`."""
     _, num_bytes = receive_header(link, SILENCE_S)
     offer = receive_struct(link, num_bytes, SILENCE_S)
     if not isinstance(offer, Offer):
@@ -103,7 +103,7 @@ def take_one(link: Link, into: np.ndarray) -> tuple[Offer, str] | None:
     send_frame(link, Verdict(is_right), SILENCE_S)
     if not is_right:
         raise LinkBroken(f"version {offer.version} arrived wrong")
-    return offer, trailer.digest
+    return trailer.digest
 
 
 class Feeder:

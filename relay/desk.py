@@ -70,7 +70,7 @@ class Desk:
             if self._closed or (self._arrival is not None and self._arrival.state is State.ARRIVING):
                 return None
             if self._arrival is None or self._arrival.state is not State.RESERVED:
-                self._begin(Offer(-1, -1, num_bytes, fingerprint), State.RESERVED)
+                self._begin(Offer(-1, num_bytes, fingerprint), State.RESERVED)
             return self._arrival
 
     def bind(self, offer: Offer, upstream: str, generation: int) -> Arrival | None:
@@ -178,7 +178,7 @@ class Desk:
     def _begin(self, offer: Offer, state: State) -> Arrival:
         self.shelf.prepare(offer.num_bytes, offer.fingerprint)
         self._abandon()
-        self._arrival = Arrival(offer, self.shelf.begin(offer.version, offer.step), state)
+        self._arrival = Arrival(offer, self.shelf.begin(offer.version), state)
         return self._arrival
 
     def _abandon(self) -> None:
@@ -245,11 +245,11 @@ class SlotCargo:
             self.delta = None
             self._arrival, self._slot = found, found.slot.slot
             self._generations = (found.slot.generation, found.slot.generation + 1)
-            self.offer = Offer(found.offer.version, found.offer.step, found.offer.num_bytes, found.offer.fingerprint)
+            self.offer = Offer(found.offer.version, found.offer.num_bytes, found.offer.fingerprint)
         else:
             self.delta = desk.delta_of(found.version)
             self._arrival, self._slot, self._generations = None, found.slot, (found.generation,)
-            self.offer = Offer(found.version, found.step, segment.slot_bytes, desk.shelf.fingerprint)
+            self.offer = Offer(found.version, segment.slot_bytes, desk.shelf.fingerprint)
         self._buffer = segment.slot(self._slot)
 
     def view(self, at: int, start: int, end: int) -> np.ndarray:

@@ -144,7 +144,6 @@ class Published(Event, frozen=True, kw_only=True):
     """`version` is complete on a relay, with this digest."""
 
     version: int
-    step: int
     digest: str
     relay: str
 

@@ -20,8 +20,8 @@ from .wire import SILENCE_S
 _log = logging.getLogger(__name__)
 
 
-def fetch(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> tuple[int, str] | None:
-    """Bring one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its step and digest, or None."""
+def fetch(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> str | None:
+    """Bring one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its digest, or None."""
     mailbox = fleet.post.open(f"{fleet.name}/fetch")
     try:
         for relay in fleet.living("relay", having="segment"):
@@ -33,8 +33,8 @@ def fetch(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) 
                 _log.warning("%s: no link to %s: %s", fleet.name, relay.name, str(error))
                 continue
             try:
-                if (taken := take_one(link, into)) is not None:
-                    return taken[0].step, taken[1]
+                if (digest := take_one(link, into)) is not None:
+                    return digest
             except LinkBroken as error:
                 _log.warning("%s: version %d did not come from %s: %s", fleet.name, version, relay.name, str(error))
             finally:

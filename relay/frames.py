@@ -30,7 +30,6 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """
 
     version: int
-    step: int
     num_bytes: int
     fingerprint: int
     num_parts: int = 1
@@ -41,7 +40,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     @property
     def identity(self) -> tuple[int, ...]:
         """What the offers of all parts of one version have in common."""
-        return self.version, self.step, self.num_bytes, self.fingerprint, self.num_parts
+        return self.version, self.num_bytes, self.fingerprint, self.num_parts
 
     @property
     def ranges(self) -> Ranges:

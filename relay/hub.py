@@ -107,7 +107,7 @@ class Hub:
         relay = sender.partition("/")[0]
         self.books.relays.add(relay)
         self.repacking.is_due |= message.version > self.state.version
-        event = ev.Published(version=message.version, step=message.step, digest=message.digest, relay=relay)
+        event = ev.Published(version=message.version, digest=message.digest, relay=relay)
         self.books.decide(event)
 
     def _on_load(self, sender: str, load: Load) -> None:

@@ -136,7 +136,7 @@ class WeightKeeper:
 
     def _tell(self, arrival: Arrival) -> None:
         if arrival.state is State.COMPLETE:
-            self._mailbox.send("hub", VersionComplete(arrival.offer.version, arrival.offer.step, arrival.digest))
+            self._mailbox.send("hub", VersionComplete(arrival.offer.version, arrival.digest))
 
     # ------------------------------------------------------------------------------------------- transfers over links
 
@@ -173,6 +173,4 @@ class WeightKeeper:
 
 
 def _offer(wanted: SlotWanted) -> Offer:
-    return Offer(
-        wanted.version, wanted.step, wanted.num_bytes, wanted.fingerprint, wanted.num_parts, wanted.part, wanted.spans
-    )
+    return Offer(wanted.version, wanted.num_bytes, wanted.fingerprint, wanted.num_parts, wanted.part, wanted.spans)

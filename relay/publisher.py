@@ -59,19 +59,19 @@ class WeightPublisher:
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, version: int, step: int, tensors: Mapping[str, Tensor]) -> Receipt:
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt:
         """Copy the tensors (cast to the layout's dtype) and return; the copy is the trainer's whole stall.
 
         Raises what ended the publisher's thread, if something has.
         """
         if self._failure is not None:
             raise self._failure
-        publication = self._publication(version, step)
+        publication = self._publication(version)
         self._part.write(tensors, publication.buffer)
         with self._changed:
             self._waiting = publication
             self._changed.notify_all()
-        return Receipt(version, step, "")
+        return Receipt(version, "")
 
     def close(self) -> None:
         """Wait until what was published has reached a relay, as long as there is one; then end the thread."""
@@ -84,12 +84,10 @@ class WeightPublisher:
         self._thread.join(_CLOSE_S)
         self._mailbox.close()
 
-    def _publication(self, version: int, step: int) -> Publication:
+    def _publication(self, version: int) -> Publication:
         """Where the next version is written: the slot claimed for it, else memory of this process."""
         layout, spans = self.layout, () if self._part.num_parts == 1 else self._part.ranges.spans
-        offer = Offer(
-            version, step, layout.num_bytes, layout.fingerprint, self._part.num_parts, self._part.index, spans
-        )
+        offer = Offer(version, layout.num_bytes, layout.fingerprint, self._part.num_parts, self._part.index, spans)
         with self._changed:
             assert not self._closed, "the publisher is closed"
             if self._waiting is not None:

@@ -92,7 +92,7 @@ class ShmPush:
     def claim_ahead(self, part: Part) -> None:
         """Ask for the slot of the next version; parts of several ranks meet in one slot, which none can claim alone."""
         if part.num_parts == 1 and self._claim is None:
-            answer = self._ask(self._wanted(Offer(-1, -1, part.layout.num_bytes, part.layout.fingerprint), part))
+            answer = self._ask(self._wanted(Offer(-1, part.layout.num_bytes, part.layout.fingerprint), part))
             if isinstance(answer, SlotGranted):
                 pin(self._segment.slot(answer.slot), self._pinned)  # maps the slots now, while nobody waits for them
                 with self._lock:
@@ -145,7 +145,7 @@ class ShmPush:
             _log.warning("version %d was overwritten in its slot; the next one will follow", publication.offer.version)
 
     def _wanted(self, offer: Offer, part: Part) -> SlotWanted:
-        what = (offer.version, offer.step, offer.num_bytes, offer.fingerprint)
+        what = (offer.version, offer.num_bytes, offer.fingerprint)
         return SlotWanted(next(self._questions), *what, part.num_parts, part.index, offer.spans)
 
     def _check(self, filled: PartFilled) -> SlotGranted | PushEnded:

@@ -72,11 +72,11 @@ class WeightReader:
             if (checked := self._checked) is not None and checked == self._shelf.newest_held():
                 held, _ = self._shelf.read_by(lambda source: self._take(source, into))
                 if held == checked:
-                    return Receipt(held.version, held.step, held.digest)
+                    return Receipt(held.version, held.digest)
                 continue
             held, digest = self._shelf.read_by(lambda source: self._copy(source, into))
             if digest == held.digest:
-                return Receipt(held.version, held.step, held.digest)
+                return Receipt(held.version, held.digest)
             _log.warning("version %d of %s has not its digest", held.version, self._relay.name)
         raise WrongDigest(f"the bytes of {self._relay.name} have not the digest of the version that it shows")
 
@@ -88,7 +88,7 @@ class WeightReader:
         try:
             held, digest = self._shelf.read_by(lambda source: self._copy(source, into), version)
             if digest == held.digest:
-                return Receipt(held.version, held.step, held.digest)
+                return Receipt(held.version, held.digest)
         except NothingReadable:
             _log.info("version %d is not held by %s: asking the others", version, self._relay.name)
         whole = into if into.nbytes == self.layout.num_bytes else np.empty(self.layout.num_bytes, np.uint8)
@@ -99,7 +99,7 @@ class WeightReader:
             raise NothingReadable(f"version {version} is held by no relay, and there is no archive of checkpoints")
         if whole is not into:
             self._take(whole, into)
-        return Receipt(version, *found)
+        return Receipt(version, found)
 
     def close(self) -> None:
         """End the feed if there is one, and let go of the memory."""

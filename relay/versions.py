@@ -5,7 +5,7 @@ generation is odd; a reader leases the slot, copies, and looks at the generation
 the next to be written as long as there is another, and for `LEASE_S` when there is none: nobody waits for a frozen reader,
 whose copy the generation then gives away.
 
-Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, step, digest (two words).
+Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, digest (two words).
 """
 
 import time
@@ -24,14 +24,13 @@ NUM_SLOTS = 3
 LEASE_S = 2.0
 _LAYOUT, _NEWEST = 0, 1
 _FIRST_SLOT, _SLOT_WORDS = 8, 8
-_GENERATION, _VERSION, _STEP, _DIGEST = 0, 1, 2, 3
+_GENERATION, _VERSION, _DIGEST = 0, 1, 2
 
 
 class Receipt(NamedTuple):
     """Proof of the weights held; a publisher's has no digest yet, since it is computed off the trainer's path."""
 
     version: int
-    step: int
     digest: str
 
 
@@ -43,7 +42,6 @@ class Held(NamedTuple):
     """A complete version in a slot."""
 
     version: int
-    step: int
     digest: str
     slot: int
     generation: int
@@ -54,7 +52,6 @@ class Arriving:
     """A slot that is being written, and for which version."""
 
     version: int
-    step: int
     slot: int
     generation: int
     buffer: np.ndarray
@@ -93,10 +90,10 @@ class Shelf:
 
     # -------------------------------------------------------------------------------------------- the writer's side
 
-    def begin(self, version: int, step: int) -> Arriving:
+    def begin(self, version: int) -> Arriving:
         """A slot to write `version` into; waits at most `LEASE_S` for readers when all slots are leased."""
         until = time.monotonic() + LEASE_S
-        while (arriving := self._try_begin(version, step, is_forced=time.monotonic() >= until)) is None:
+        while (arriving := self._try_begin(version, is_forced=time.monotonic() >= until)) is None:
             time.sleep(0.001)
         return arriving
 
@@ -106,7 +103,6 @@ class Shelf:
         assert slot[_GENERATION] == arriving.generation, f"slot {arriving.slot} was taken over"
         words = int(digest, 16).to_bytes(16, "little")
         slot[_DIGEST : _DIGEST + 2] = np.frombuffer(words, dtype=np.int64)
-        slot[_STEP] = arriving.step
         slot[_VERSION] = arriving.version
         slot[_GENERATION] = arriving.generation + 1
         newest = self.newest_held()
@@ -120,7 +116,7 @@ class Shelf:
             self._slot(arriving.slot)[_VERSION] = -1
             self._let_go(arriving)
 
-    def _try_begin(self, version: int, step: int, *, is_forced: bool) -> Arriving | None:
+    def _try_begin(self, version: int, *, is_forced: bool) -> Arriving | None:
         newest = self.newest_held()
         held = [self._held(i) for i in range(NUM_SLOTS)]
         owned = [self.segment.take(i, Hold.OWN) for i in range(NUM_SLOTS)]
@@ -134,7 +130,7 @@ class Shelf:
             return None
         words = self._slot(slot)
         words[_GENERATION] += 1 + words[_GENERATION] % 2
-        return Arriving(version, step, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
+        return Arriving(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
 
     def _let_go(self, arriving: Arriving) -> None:
         if arriving.owns_lock:
@@ -198,10 +194,10 @@ class Shelf:
     def _held(self, index: int) -> Held | None:
         slot = self._slot(index)
         generation = int(slot[_GENERATION])
-        version, step, digest = int(slot[_VERSION]), int(slot[_STEP]), slot[_DIGEST : _DIGEST + 2].tobytes()
+        version, digest = int(slot[_VERSION]), slot[_DIGEST : _DIGEST + 2].tobytes()
         if generation == 0 or generation % 2 or version < 0 or generation != int(slot[_GENERATION]):
             return None
-        return Held(version, step, f"{int.from_bytes(digest, 'little'):032x}", index, generation)
+        return Held(version, f"{int.from_bytes(digest, 'little'):032x}", index, generation)
 
     def _slot(self, index: int) -> np.ndarray:
         start = _FIRST_SLOT + index * _SLOT_WORDS

@@ -1,7 +1,7 @@
 """Versions over a link: one side offers, the other says from which byte on it wants them.
 
     sender                                  receiver
-    Offer(version, step, bytes, layout)  ->
+    Offer(version, bytes, layout)        ->
                                          <- Answer(offset to go on from, or -1: not wanted)
     data, as it becomes available        ->
     Trailer(digest, "" if given up)      ->

@@ -115,7 +115,7 @@ class Rollout:
         receipt = self.generator.take_weights(self.recipe.comm.deadline_s)
         for live in self.generator.live():
             self.leases.held[live.trajectory_id].switches.append((live.num_tokens, receipt.version))
-        self.mailbox.send("hub", Pulled(receipt.version, receipt.step, receipt.digest))
+        self.mailbox.send("hub", Pulled(receipt.version, receipt.digest))
         self.leases.begin_version()
         self.meter.pull_s = self.clock.now() - started
 

@@ -60,7 +60,7 @@ class RolloutWeights:
         return self._took(self._reader.pull(self._host, deadline_s))
 
     def pull_version(self, version: int) -> Receipt:
-        """Take one version, older ones included: from a relay that holds it, else from the trainer's checkpoint of its step.
+        """Take one version, older ones included: from a relay that holds it, else from its checkpoint.
 
         Raises `NothingReadable` if neither has it.
         """

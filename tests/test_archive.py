@@ -20,7 +20,7 @@ from headrace.trainer.model import load_policy, save_policy
 
 
 class Run:
-    """A run folder after ten steps: version 5 is of step 10, published in bfloat16, with a checkpoint in float32."""
+    """A run folder after five steps: version 5 was published in bfloat16 and has a checkpoint in float32, version 4 none."""
 
     def __init__(self, folder: Path, family: str = "llama"):
         self.dir = folder / "run"
@@ -33,15 +33,15 @@ class Run:
         self.published = np.zeros(self.layout.num_bytes, np.uint8)
         self.layout.write(self.policy.weights(), self.published)
         self.digest = self.layout.digest(self.published)
-        save_policy(self.policy, self.dir / "checkpoints/step_10/hf", weights=self.policy.weights())
+        save_policy(self.policy, self.dir / "checkpoints/step_5/hf", weights=self.policy.weights())
         journal = Journal(self.dir / "journal.jsonl")
-        journal.append(Published(version=4, step=8, digest="0" * 32, relay="relay-0"))
-        journal.append(Published(version=5, step=10, digest=self.digest, relay="relay-0"))
-        journal.append(Checkpointed(step=10, path="/somewhere/else/checkpoints/step_10"))
+        journal.append(Published(version=4, digest="0" * 32, relay="relay-0"))
+        journal.append(Published(version=5, digest=self.digest, relay="relay-0"))
+        journal.append(Checkpointed(step=5, path="/somewhere/else/checkpoints/step_5"))
         journal.close()
         self.archive = Archive(self.dir, lambda folder: load_policy(folder, "bfloat16").weights())
 
-    def read(self, version: int) -> tuple[int, str]:
+    def read(self, version: int) -> str:
         return self.archive.read(version, self.layout, np.zeros(self.layout.num_bytes, np.uint8))
 
 
@@ -49,20 +49,20 @@ class Run:
 def test_a_checkpoint_gives_the_very_bytes_that_were_published(tmp_path: Path, family: str):
     run = Run(tmp_path, family)
     into = np.zeros(run.layout.num_bytes, np.uint8)
-    assert run.archive.read(5, run.layout, into) == (10, run.digest)
+    assert run.archive.read(5, run.layout, into) == run.digest
     assert np.array_equal(into, run.published)
 
 
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path):
     run = Run(tmp_path)
-    save_policy(load_policy(run.start), run.dir / "checkpoints/step_10/hf")
-    with pytest.raises(WrongDigest, match="step_10/hf does not hold version 5"):
+    save_policy(load_policy(run.start), run.dir / "checkpoints/step_5/hf")
+    with pytest.raises(WrongDigest, match="step_5/hf does not hold version 5"):
         run.read(5)
 
 
 def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told_apart(tmp_path: Path):
     run = Run(tmp_path)
-    with pytest.raises(NothingReadable, match=r"no checkpoint of step 8; checkpoint\.every"):
+    with pytest.raises(NothingReadable, match=r"no checkpoint of step 4; checkpoint\.every"):
         run.read(4)
     with pytest.raises(NothingReadable, match="the journal does not know it"):
         run.read(6)
@@ -75,9 +75,9 @@ def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_pa
     keeper = WeightKeeper(relay, segment, settings)
     policy = load_policy(run.start, "bfloat16")
     weights = RolloutWeights(MemoryFleet.enter(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
-    assert weights.pull_version(5) == (5, 10, run.digest)
+    assert weights.pull_version(5) == (5, run.digest)
     assert weights.version == 5
-    expected = load_policy(run.dir / "checkpoints/step_10/hf", "bfloat16").weights()
+    expected = load_policy(run.dir / "checkpoints/step_5/hf", "bfloat16").weights()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights().items())
     weights.close()
     keeper.close()

@@ -111,7 +111,7 @@ class Relays:
     def push(self, version, kill=None):
         """Seconds until every relay holds the version; `kill` dies when a third of it has reached it."""
         started = time.monotonic()
-        self.publisher.publish(version, version, {"w": self.tensors["w"] + version})
+        self.publisher.publish(version, {"w": self.tensors["w"] + version})
         with waiting("the chain", f"version {version}", 20) as wait:
             if kill is not None:
                 desk = self.keepers[kill].desk

@@ -69,7 +69,7 @@ class Trained:
         self.model(torch.randn(16, 256)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.publisher.publish(version, version, dict(self.model.named_parameters()))
+        self.publisher.publish(version, dict(self.model.named_parameters()))
         with waiting("the relays", f"version {version}", 10) as wait:
             wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
             wait.until(lambda: self.reader.newest() == version)
@@ -149,7 +149,7 @@ class Sharded:
     def publish(self, version):
         for rank, publisher in enumerate(self.publishers):
             shards = {name: tensor[slice(*self.rows(name, rank))] for name, tensor in self.tensors.items()}
-            publisher.publish(version, version, shards)
+            publisher.publish(version, shards)
         with waiting("the relays", f"version {version}", 10) as wait:
             wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
         full = np.zeros(self.layout.num_bytes, np.uint8)

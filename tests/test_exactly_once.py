@@ -102,7 +102,7 @@ class World(RuleBasedStateMachine):
         )
         self.hub.books.decide(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
         for relay in RELAYS:
-            self.say(f"{relay}/weights", VersionComplete(self.hub.state.step, 0, "digest"))
+            self.say(f"{relay}/weights", VersionComplete(self.hub.state.step, "digest"))
 
     def say(self, sender: str, message: Message) -> None:
         assert self.hub.handle(Letter(sender, message))

@@ -175,7 +175,7 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
 
 def test_the_bytes_of_a_dead_rollout_that_told_nobody_are_dropped(scene: MakeScene):
     s = scene()
-    s.say("relay-0/weights", VersionComplete(0, 0, "digest"))
+    s.say("relay-0/weights", VersionComplete(0, "digest"))
     grant = s.lease()
     s.hub.on_process_death("rollout-0", "dead")
     (drop,) = s.heard("relay-0")

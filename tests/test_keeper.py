@@ -107,7 +107,7 @@ def test_versions_travel_between_processes_over_each_kind_of_link(processes):
     publisher = processes.publisher()
     readers = [processes.reader(index) for index in (0, 1)]
     for version in (1, 2):
-        publisher.publish(version, version, weights(version))
+        publisher.publish(version, weights(version))
         assert [pulled(processes, reader, version) for reader in readers] == [version, version]
     publisher.close()
 
@@ -116,11 +116,11 @@ def test_versions_outlive_the_relays_process_and_its_heir_takes_the_next():
     processes = Processes("auto")
     processes.relay(0)
     publisher, reader = processes.publisher(), processes.reader()
-    publisher.publish(1, 1, weights(1))
+    publisher.publish(1, weights(1))
     assert pulled(processes, reader, 1) == 1
     processes.kill(0)
     assert pulled(processes, reader, 1) == 1
-    publisher.publish(2, 2, weights(2))
+    publisher.publish(2, weights(2))
     processes.relay(0)
     assert pulled(processes, reader, 2) == 2
     processes.close()

@@ -40,7 +40,7 @@ def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path
         actor.token_logprobs(actor.forward_packed(TOKENS, STARTS)[:-1], TOKENS[1:])[0].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        publisher.publish(version, version, actor.weights())
+        publisher.publish(version, actor.weights())
         with waiting("the relay", f"version {version}", 20) as wait:
             wait.until(lambda version=version: weights.newest() == version)
         assert weights.pull(10).version == version

@@ -7,7 +7,7 @@ from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, SlotWan
 def test_what_is_encoded_is_decoded():
     for message in (
         Stop(reason="done"),
-        PartFilled(2, SlotWanted(1, 7, 7, 256, 1, 2, 1, ((0, 64), (128, 256))), 3, "ab" * 16),
+        PartFilled(2, SlotWanted(1, 7, 256, 1, 2, 1, ((0, 64), (128, 256))), 3, "ab" * 16),
     ):
         assert decode(encode(message)) == message
 

@@ -87,7 +87,7 @@ for version in (1, 2):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    publisher.publish(version, version, dict(model.state_dict()))
+    publisher.publish(version, dict(model.state_dict()))
 publisher.close()
 fleet.leave()
 if size > 1:

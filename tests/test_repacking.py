@@ -86,7 +86,7 @@ def test_it_plans_right_after_a_new_version_and_else_when_the_period_is_over(tai
     for rollout, used in {"rollout-0": 50, "rollout-1": 70}.items():
         tail.report(rollout, used)
     assert tail.heard("rollout-0") == []
-    tail.say("relay-0/weights", VersionComplete(1, 1, "digest"))
+    tail.say("relay-0/weights", VersionComplete(1, "digest"))
     assert isinstance(tail.heard("rollout-0")[0], MoveOrder)
 
 

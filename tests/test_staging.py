@@ -36,7 +36,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     into = np.zeros(layout.num_bytes, np.uint8)
     for version in (1, 2, 3):
         tensors["w"].mul_(1.5)
-        publisher.publish(version, version, tensors)
+        publisher.publish(version, tensors)
         with waiting("the relay", f"version {version}", 20) as wait:
             wait.until(lambda version=version: reader.newest() == version)
         assert reader.pull(into, 10).version == version

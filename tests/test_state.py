@@ -1,11 +1,14 @@
 """The hub's state is a fold over events, and its account always adds up."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay import events as ev
+from headrace.relay.journal import verify
 from headrace.relay.state import HubState, RowStatus, apply
 
 GROUP = GroupId(0, 7)
@@ -29,6 +32,18 @@ def ready(sample: int, version: int = 0, reward: float = 1.0) -> ev.RowReady:
 
 def failed(sample: int) -> ev.RowFailed:
     return ev.RowFailed(row=GROUP.row(sample), reason="no reward")
+
+
+def test_a_journal_of_an_earlier_run_which_names_a_versions_step_still_verifies(tmp_path: Path):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(
+        '{"event":"Opened","t":1.0,"epoch":1,"samples_per_prompt":2}\n'
+        '{"event":"Published","t":2.0,"version":3,"step":3,"digest":"d1","relay":"relay-0"}\n'
+        '{"event":"Received","t":3.0,"version":3,"step":3,"digest":"d1","holder":"rollout-0"}\n'
+    )
+    state = verify(journal)
+    assert (state.version, state.digest) == (3, "d1")
+    assert not hasattr(ev.Published(version=3, digest="d1", relay="relay-0"), "step")
 
 
 def test_a_trajectory_counts_as_leased_once_however_often_it_is_leased():

@@ -29,7 +29,7 @@ def reader(shelf):
 
 
 def put(shelf, version):
-    arriving = shelf.begin(version, step=version * 10)
+    arriving = shelf.begin(version)
     arriving.buffer[:] = version % 251
     shelf.complete(arriving, digest(arriving.buffer))
 
@@ -38,7 +38,7 @@ def taken(reader, version=None):
     into = np.zeros(NUM_BYTES, np.uint8)
     held = reader.read(into, version)
     assert digest(into) == held.digest
-    return held.version, held.step, int(into[0])
+    return held.version, int(into[0])
 
 
 def test_nothing_is_readable_before_the_first_version(reader):
@@ -48,7 +48,7 @@ def test_nothing_is_readable_before_the_first_version(reader):
 
 
 def test_a_version_is_readable_from_its_completion_on(shelf, reader):
-    arriving = shelf.begin(1, 1)
+    arriving = shelf.begin(1)
     assert reader.newest() is None
     arriving.buffer[:] = 1
     shelf.complete(arriving, digest(arriving.buffer))
@@ -59,17 +59,17 @@ def test_a_version_is_readable_from_its_completion_on(shelf, reader):
 def test_the_last_two_versions_are_readable_while_the_next_arrives(shelf, reader):
     for version in range(1, 8):
         put(shelf, version)
-    shelf.begin(8, 80)
+    shelf.begin(8)
     assert [held.version for held in reader.held()] == [6, 7]
-    assert taken(reader, 6) == (6, 60, 6)
-    assert taken(reader) == (7, 70, 7)
+    assert taken(reader, 6) == (6, 6)
+    assert taken(reader) == (7, 7)
     with pytest.raises(NothingReadable, match="version 5"):
         taken(reader, 5)
 
 
 def test_an_abandoned_version_is_never_seen(shelf, reader):
     put(shelf, 1)
-    shelf.abandon(shelf.begin(2, 20))
+    shelf.abandon(shelf.begin(2))
     put(shelf, 3)
     assert [held.version for held in reader.held()] == [1, 3]
 
@@ -112,7 +112,7 @@ def test_slots_are_for_one_layout(shelf):
 def test_a_new_process_finds_the_versions_of_the_one_before(shelf):
     put(shelf, 1)
     put(shelf, 2)
-    shelf.begin(3, 30)
+    shelf.begin(3)
     heir = Shelf(Segment.open(shelf.segment.path))
     shelf.segment.close()
     heir.prepare(NUM_BYTES, fingerprint=11)
@@ -122,7 +122,7 @@ def test_a_new_process_finds_the_versions_of_the_one_before(shelf):
 
 
 def test_the_slot_chosen_is_empty_or_the_oldest_and_never_the_newest():
-    held = [Held(4, 0, "", 0, 2), Held(6, 0, "", 1, 2), Held(5, 0, "", 2, 2)]
+    held = [Held(4, "", 0, 2), Held(6, "", 1, 2), Held(5, "", 2, 2)]
     assert choose_slot(held, 1, [False] * 3) == 0
     assert choose_slot(held, 1, [True, False, False]) == 2
     assert choose_slot(held, 1, [True, False, True]) is None

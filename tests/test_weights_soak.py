@@ -49,7 +49,7 @@ class Cluster:
 
     def publish(self, version):
         self.tensors["w"].fill_(version)
-        self.publisher.publish(version, version, self.tensors)
+        self.publisher.publish(version, self.tensors)
 
     def wait_for(self, version):
         with waiting("the relays", f"version {version}", 20) as wait:

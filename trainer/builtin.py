@@ -52,7 +52,7 @@ class Adapter(Actor):
 
     def publish(self) -> None:
         """Returns after one copy of the weights."""
-        self.publisher.publish(self.version, self.version, self.policy.weights())
+        self.publisher.publish(self.version, self.policy.weights())
 
     def export(self) -> str:
         """The policy in Hugging Face form."""

@@ -62,7 +62,7 @@ class Adapter:
     def publish(self) -> None:
         """Hand the small buffer over; returns when the real one would be."""
         self._until = max(self._until, self._clock.now())
-        self._publisher.publish(self.version, self.version, self._weights)
+        self._publisher.publish(self.version, self._weights)
         if self.version:
             self._spend(self._transfer.push_s)
 
