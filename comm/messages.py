@@ -12,6 +12,7 @@ import msgspec
 from .errors import MessageRefused
 from .message import GroupId, Message, RowId
 from .move_messages import Claim, Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from .offer import Offer
 from .queue_messages import ColumnsDone, HandOut, RowsMissing, TakeRows
 
 # ------------------------------------------------------------------------------------------------ said to the hub
@@ -164,18 +165,13 @@ class Stop(Message, frozen=True):
 
 
 class SlotWanted(Message, frozen=True):
-    """An actor rank on the relay's host asks for the slot to write its part of `version` into; repeated until answered.
+    """An actor rank on the relay's host asks for the slot to write what it offers into; repeated until answered.
 
-    With version -1 it asks ahead, for whatever it will publish next. `spans` are its byte ranges; none means all.
+    With version -1 it asks ahead, for the version that it will publish next.
     """
 
     question: int
-    version: int
-    num_bytes: int
-    fingerprint: int
-    num_parts: int
-    part: int
-    spans: tuple[tuple[int, int], ...]
+    offer: Offer
 
 
 class SlotGranted(Message, frozen=True):
@@ -190,7 +186,7 @@ class PartFilled(Message, frozen=True):
     """An actor rank has written what it asked the slot for; `digest` is over its part alone."""
 
     question: int
-    wanted: SlotWanted
+    offer: Offer
     generation: int
     digest: str
 
@@ -209,18 +205,25 @@ class LinkOffered(Message, frozen=True):
     backend: str
 
 
-class FeedWanted(Message, frozen=True):
-    """Somebody wants each new version over the link named, or `version` alone; the relay is to open end 1 of it."""
+class SubscribeVersions(Message, frozen=True):
+    """The relay is to open end 1 of the link named and to send each new version over it."""
 
     link: str
     backend: str
-    version: int = -1
+
+
+class FetchVersion(Message, frozen=True):
+    """The relay is to open end 1 of the link named and to send `version` alone over it."""
+
+    link: str
+    backend: str
+    version: int
 
 
 MESSAGES: Sequence[type[Message]] = (
     LeaseRequest, LeaseReturn, RowDone, Load, Claim, MoveEnded, Holding, VersionComplete, Pulled, TakeRows, ColumnsDone, StepTrained, CheckpointWritten,
     ActorDone, RowsMissing, UnitRows, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
-    SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, FeedWanted,
+    SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, SubscribeVersions, FetchVersion,
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()

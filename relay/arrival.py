@@ -11,9 +11,10 @@ from enum import Enum, auto
 
 import numpy as np
 
+from ..comm.offer import Delta, Offer
 from .delta import encode_at
 from .digests import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
-from .frames import Delta, Offer
+from .frames import ranges_of
 from .parts import Ranges
 from .versions import Arriving
 
@@ -91,7 +92,7 @@ class Arrival:
 
     def take_over(self, offer: Offer, upstream: str) -> int:
         """`upstream` brings the offered part from now on; returns the offset to go on from."""
-        self._ranges[offer.part] = offer.ranges
+        self._ranges[offer.part] = ranges_of(offer)
         self._upstreams[offer.part] = upstream
         self.deltas.pop(offer.part, None)
         self.changed.pop(offer.part, None)

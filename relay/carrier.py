@@ -8,12 +8,13 @@ import numpy as np
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
+from ..comm.offer import Delta, Offer
 from ..comm.segment import Segment
 from .arrival import Arrival
 from .chunks import Cutter
 from .desk import Desk
 from .digests import digest
-from .frames import Answer, Delta, Kind, Offer, Trailer, Verdict
+from .frames import Answer, Kind, Trailer, Verdict, ranges_of
 from .wire import IDLE_S, SILENCE_S, receive_frame, receive_header, receive_struct, send_cargo, send_frame, send_idle
 
 
@@ -55,15 +56,16 @@ def _take_delta(link: Link, desk: Desk, arrival: Arrival, offer: Offer, delta: D
         at += num_bytes
     if not desk.apply_delta(arrival, offer, delta, changes, upstream):
         raise LinkBroken(f"the delta of version {offer.version} from {upstream} does not fit")
-    return offer.ranges.num_bytes
+    return ranges_of(offer).num_bytes
 
 
 def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstream: str) -> bool:
     """Fill a part from `at` on; True once it is right, False if it was given up or has to come again."""
+    ranges = ranges_of(offer)
     while True:
         kind, num_bytes = receive_header(link, SILENCE_S)
         if kind is Kind.DATA:
-            start, end = offer.ranges.locate(at)
+            start, end = ranges.locate(at)
             if start + num_bytes > end:
                 raise LinkBroken(f"{upstream} sends more of version {offer.version} than it offered")
             link.receive(arrival.buffer[start : start + num_bytes], SILENCE_S)

@@ -11,10 +11,11 @@ import threading
 import numpy as np
 
 from ..comm.errors import LinkBroken
+from ..comm.offer import Delta, Offer
 from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
 from .delta import decode
-from .frames import Delta, Offer
+from .frames import ranges_of
 from .versions import Held, NothingReadable, Shelf
 
 _log = logging.getLogger(__name__)
@@ -64,13 +65,13 @@ class Desk:
             self._notify()
             return arrival, at
 
-    def reserve(self, num_bytes: int, fingerprint: int) -> Arrival | None:
+    def reserve(self, offer: Offer) -> Arrival | None:
         """A slot for an actor to write the next version into ahead of its number; None while a version arrives."""
         with self._changed:
             if self._closed or (self._arrival is not None and self._arrival.state is State.ARRIVING):
                 return None
             if self._arrival is None or self._arrival.state is not State.RESERVED:
-                self._begin(Offer(-1, num_bytes, fingerprint), State.RESERVED)
+                self._begin(offer, State.RESERVED)
             return self._arrival
 
     def bind(self, offer: Offer, upstream: str, generation: int) -> Arrival | None:
@@ -98,7 +99,7 @@ class Desk:
 
     def apply_delta(self, arrival: Arrival, offer: Offer, delta: Delta, changes: np.ndarray, upstream: str) -> bool:
         """Make a part of its base and the changes; False if the base is gone or they are no delta of it."""
-        ranges, buffer = offer.ranges, arrival.buffer
+        ranges, buffer = ranges_of(offer), arrival.buffer
 
         def copy(base: np.ndarray) -> None:
             for _, start, end in ranges.pieces(0, ranges.num_bytes):

@@ -9,7 +9,7 @@ import numpy as np
 from ..comm.errors import HeadraceError, LinkBroken
 from ..comm.fleet import Fleet
 from ..comm.links import Link
-from ..comm.messages import FeedWanted
+from ..comm.messages import FetchVersion, SubscribeVersions
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .carrier import take_one, take_versions
@@ -26,7 +26,7 @@ def fetch(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) 
     try:
         for relay in fleet.living("relay", having="segment"):
             name = f"{relay.name}>{mailbox.name} {fleet.incarnation}.{time.monotonic_ns()}"
-            mailbox.send(f"{relay.name}/weights", FeedWanted(name, remote_backend(settings), version))
+            mailbox.send(f"{relay.name}/weights", FetchVersion(name, remote_backend(settings), version))
             try:
                 link = fleet.open_link(name, 0, SILENCE_S, remote_backend(settings))
             except HeadraceError as error:
@@ -84,7 +84,7 @@ class Feed:
     def _take_from(self, relay: str) -> None:
         name = f"{relay}>{self._fleet.name} {self._fleet.incarnation}.{time.monotonic_ns()}"
         backend = remote_backend(self._settings)
-        self._mailbox.send(f"{relay}/weights", FeedWanted(name, backend))
+        self._mailbox.send(f"{relay}/weights", SubscribeVersions(name, backend))
         self._link = self._fleet.open_link(name, 0, SILENCE_S, backend)
         try:
             take_versions(self._link, self._desk, relay, self._stop.is_set, lambda _: None)

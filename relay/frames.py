@@ -4,6 +4,7 @@ from enum import IntEnum
 
 import msgspec
 
+from ..comm.offer import Offer
 from .parts import Ranges
 
 
@@ -15,37 +16,9 @@ class Kind(IntEnum):
     DATA = 2
 
 
-class Delta(msgspec.Struct, frozen=True):
-    """The version may come as its difference of `num_bytes` bytes to version `base`, in elements of `width` bytes."""
-
-    base: int
-    num_bytes: int
-    width: int
-
-
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
-
-    `spans` are the part's byte ranges in the layout; offsets count along them.
-    """
-
-    version: int
-    num_bytes: int
-    fingerprint: int
-    num_parts: int = 1
-    part: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
-    delta: Delta | None = None
-
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """What the offers of all parts of one version have in common."""
-        return self.version, self.num_bytes, self.fingerprint, self.num_parts
-
-    @property
-    def ranges(self) -> Ranges:
-        """The part's byte ranges."""
-        return Ranges(self.spans or ((0, self.num_bytes),))
+def ranges_of(offer: Offer) -> Ranges:
+    """The byte ranges of the part that is offered."""
+    return Ranges(offer.spans or ((0, offer.num_bytes),))
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -13,15 +13,17 @@ from ..comm.errors import HeadraceError, LinkBroken, WrongDigest
 from ..comm.fleet import Fleet
 from ..comm.links import Link
 from ..comm.messages import (
-    FeedWanted,
+    FetchVersion,
     LinkOffered,
     Message,
     PartFilled,
     PushEnded,
     SlotGranted,
     SlotWanted,
+    SubscribeVersions,
     VersionComplete,
 )  # fmt: skip
+from ..comm.offer import Offer
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .arrival import Arrival, State
@@ -29,7 +31,7 @@ from .carrier import Feeder, take_versions
 from .chain import Chain
 from .chunks import Cutter
 from .desk import Desk
-from .frames import Offer
+from .frames import ranges_of
 from .push import pin, remote_backend
 from .wire import SILENCE_S
 
@@ -88,11 +90,11 @@ class WeightKeeper:
                 self._start("check", lambda: self._check(sender, message))
             case LinkOffered(link=name, backend=backend):
                 self._start("take", lambda: self._carry(name, 0, backend, lambda link: self._take(link, sender)))
-            case FeedWanted(link=name, backend=backend, version=version) if version >= 0:
+            case FetchVersion(link=name, backend=backend, version=version):
                 self._start(
                     "feed", lambda: self._carry(name, 1, backend, lambda link: self._feeder.feed_one(link, version))
                 )
-            case FeedWanted(link=name, backend=backend):
+            case SubscribeVersions(link=name, backend=backend):
                 self._start(
                     "feed", lambda: self._carry(name, 1, backend, lambda link: self._feeder.feed(link, lambda: True))
                 )
@@ -103,10 +105,10 @@ class WeightKeeper:
 
     def _grant(self, sender: str, wanted: SlotWanted) -> None:
         try:
-            if wanted.version < 0:
-                arrival = self.desk.reserve(wanted.num_bytes, wanted.fingerprint)
+            if wanted.offer.version < 0:
+                arrival = self.desk.reserve(wanted.offer)
             else:
-                opened = self.desk.open(_offer(wanted), _PUSH)
+                opened = self.desk.open(wanted.offer, _PUSH)
                 arrival = opened[0] if opened else None
         except (WrongDigest, LinkBroken) as error:
             self._mailbox.send(sender, PushEnded(wanted.question, str(error)))
@@ -118,18 +120,17 @@ class WeightKeeper:
 
     def _check(self, sender: str, filled: PartFilled) -> None:
         """Check one part's digest; the last right part makes the version visible."""
-        offer = _offer(filled.wanted)
-        arrival = self.desk.bind(offer, _PUSH, filled.generation)
+        arrival = self.desk.bind(filled.offer, _PUSH, filled.generation)
         if arrival is None:
             refusal = "the slot was taken back"
-        elif not self._advance_and_finish(arrival, offer, filled.digest):
+        elif not self._advance_and_finish(arrival, filled.offer, filled.digest):
             refusal = "its bytes have not the digest announced"
         else:
             refusal = ""
         self._mailbox.send(sender, PushEnded(filled.question, refusal))
 
     def _advance_and_finish(self, arrival: Arrival, offer: Offer, digest: str) -> bool:
-        self.desk.advance(arrival, offer.part, _PUSH, offer.ranges.num_bytes)
+        self.desk.advance(arrival, offer.part, _PUSH, ranges_of(offer).num_bytes)
         is_right = self.desk.finish(arrival, offer.part, digest)
         self._tell(arrival)
         return is_right
@@ -170,7 +171,3 @@ class WeightKeeper:
         thread = threading.Thread(target=work, name=f"{self._fleet.name} {what}", daemon=True)
         self._carriers.append(thread)
         thread.start()
-
-
-def _offer(wanted: SlotWanted) -> Offer:
-    return Offer(wanted.version, wanted.num_bytes, wanted.fingerprint, wanted.num_parts, wanted.part, wanted.spans)

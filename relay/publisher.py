@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..comm.errors import LinkBroken, PeerGone, WaitTimeout
 from ..comm.fleet import Fleet, Member
+from ..comm.offer import Offer
 from ..comm.settings import CommSettings
 from .chain import chain_order
-from .frames import Offer
 from .layout import Layout, host_buffer
 from .parts import Part
 from .push import LinkPush, Publication, ShmPush, open_push

@@ -17,13 +17,14 @@ from ..comm.errors import PeerGone, SettingError
 from ..comm.fleet import Fleet, Member
 from ..comm.mailbox import Mailbox
 from ..comm.messages import PartFilled, PushEnded, SlotGranted, SlotWanted
+from ..comm.offer import Delta, Offer
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import dial
 from .chunks import Cutter
 from .delta import encode
-from .frames import Delta, Offer
+from .frames import ranges_of
 from .parts import Part
 from .settings import RelaySettings
 from .versions import LEASE_S, Shelf
@@ -92,7 +93,8 @@ class ShmPush:
     def claim_ahead(self, part: Part) -> None:
         """Ask for the slot of the next version; parts of several ranks meet in one slot, which none can claim alone."""
         if part.num_parts == 1 and self._claim is None:
-            answer = self._ask(self._wanted(Offer(-1, part.layout.num_bytes, part.layout.fingerprint), part))
+            offer = Offer(-1, part.layout.num_bytes, part.layout.fingerprint)
+            answer = self._ask(SlotWanted(next(self._questions), offer))
             if isinstance(answer, SlotGranted):
                 pin(self._segment.slot(answer.slot), self._pinned)  # maps the slots now, while nobody waits for them
                 with self._lock:
@@ -112,14 +114,14 @@ class ShmPush:
 
     def push(self, publication: Publication) -> None:
         """Bring a publication to the relay; returns when it has checked the bytes. Raises `PeerGone`, `WaitTimeout`."""
-        wanted = self._wanted(publication.offer, publication.part)
-        answer = publication.claim or self._ask(wanted)
+        offer = publication.offer
+        answer = publication.claim or self._ask(SlotWanted(next(self._questions), offer))
         if isinstance(answer, SlotGranted):
             if not publication.is_in_slot:
                 slot = self._segment.slot(answer.slot)
-                for at, start, end in publication.offer.ranges.pieces(0, publication.part.num_bytes):
+                for at, start, end in ranges_of(offer).pieces(0, publication.part.num_bytes):
                     np.copyto(slot[start:end], publication.view(at, start, end))
-            answer = self._check(PartFilled(next(self._questions), wanted, answer.generation, publication.digest(0)))
+            answer = self._check(PartFilled(next(self._questions), offer, answer.generation, publication.digest(0)))
         if isinstance(answer, PushEnded) and answer.refusal:
             if publication.claim is not None:
                 self._push_again(publication)
@@ -144,21 +146,16 @@ class ShmPush:
         else:
             _log.warning("version %d was overwritten in its slot; the next one will follow", publication.offer.version)
 
-    def _wanted(self, offer: Offer, part: Part) -> SlotWanted:
-        what = (offer.version, offer.num_bytes, offer.fingerprint)
-        return SlotWanted(next(self._questions), *what, part.num_parts, part.index, offer.spans)
-
     def _check(self, filled: PartFilled) -> SlotGranted | PushEnded:
         """Have the relay check the bytes, and learn its pace."""
         started = time.monotonic()
         answer = self._ask(filled)
-        self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(filled.wanted.num_bytes, 1))
+        self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(filled.offer.num_bytes, 1))
         return answer
 
     def _ask(self, question: SlotWanted | PartFilled) -> SlotGranted | PushEnded:
         """A relay that takes several times as long as it needs counts as frozen, long before the fleet gives it up."""
-        wanted = question.wanted if isinstance(question, PartFilled) else question
-        patience_s = ANSWER_S + LEASE_S + 4 * self._byte_s * wanted.num_bytes
+        patience_s = ANSWER_S + LEASE_S + 4 * self._byte_s * question.offer.num_bytes
         identity, started = (self.relay.name, self.relay.incarnation), time.monotonic()
         with waiting(self.relay.name, f"its answer to {type(question).__name__}", patience_s):
             while identity in {(m.name, m.incarnation) for m in self._fleet.living("relay")} and not self._closed:

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
-from .frames import Answer, Delta, Frame, Kind, Offer, Trailer, Verdict
+from ..comm.offer import Delta, Offer
+from .frames import Answer, Frame, Kind, Trailer, Verdict, ranges_of
 
 IDLE_S = 1.0
 SILENCE_S = 5.0
@@ -84,7 +85,7 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float, piece_bytes: int = P
 
 
 def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float, piece_bytes: int) -> bool:
-    for offset, start, end in cargo.offer.ranges.pieces(at, piece_bytes):
+    for offset, start, end in ranges_of(cargo.offer).pieces(at, piece_bytes):
         while (ready := cargo.arrived(offset, IDLE_S)) < offset + end - start and cargo.is_still():
             if ready <= offset:
                 send_idle(link, deadline_s)

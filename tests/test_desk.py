@@ -6,11 +6,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from headrace.comm.offer import Offer
 from headrace.comm.segment import Segment
 from headrace.relay.arrival import State, watermark
 from headrace.relay.desk import Desk
 from headrace.relay.digests import GRID_BYTES, digest, digest_of_ranges
-from headrace.relay.frames import Offer
+from headrace.relay.frames import ranges_of
 from headrace.relay.parts import Ranges
 from headrace.relay.versions import Shelf
 
@@ -141,17 +142,17 @@ def test_a_version_in_parts_is_complete_with_the_last_right_one(desk):
         for start, end in spans:
             arrival.buffer[start:end] = bytes_[start:end]
         assert desk.shelf.newest() is None
-        assert desk.advance(arrival, part, f"actor-{part}", offer.ranges.num_bytes)
+        assert desk.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
         assert not desk.finish(arrival, part, "0" * 32)
-        assert desk.advance(arrival, part, f"actor-{part}", offer.ranges.num_bytes)
+        assert desk.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
         assert desk.finish(arrival, part, digest_of_ranges(bytes_, spans))
     assert desk.shelf.newest_held().digest == digest(bytes_)
     assert desk.num_wrong == 2
 
 
 def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(desk):
-    reserved = desk.reserve(NUM_BYTES, 5)
-    assert desk.reserve(NUM_BYTES, 5) is reserved
+    reserved = desk.reserve(Offer(-1, NUM_BYTES, 5))
+    assert desk.reserve(Offer(-1, NUM_BYTES, 5)) is reserved
     reserved.buffer[:] = content(7)
     offer = Offer(7, NUM_BYTES, 5)
     assert desk.bind(offer, "actor", reserved.slot.generation + 2) is None

@@ -2,12 +2,14 @@ import pytest
 
 from headrace.comm.errors import MessageRefused
 from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, SlotWanted, Stop, decode, encode
+from headrace.comm.offer import Offer
 
 
 def test_what_is_encoded_is_decoded():
     for message in (
         Stop(reason="done"),
-        PartFilled(2, SlotWanted(1, 7, 256, 1, 2, 1, ((0, 64), (128, 256))), 3, "ab" * 16),
+        SlotWanted(1, Offer(7, 256, 1, 2, 1, ((0, 64), (128, 256)))),
+        PartFilled(2, Offer(7, 256, 1), 3, "ab" * 16),
     ):
         assert decode(encode(message)) == message
 
