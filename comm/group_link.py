@@ -1,8 +1,4 @@
-"""Links over a process group of two ranks: Gloo between the memories of two hosts.
-
-Gloo does not wake an end whose neighbour dies in the middle of a message, so each operation ends at its deadline at the
-latest, and a deadline passed breaks the link.
-"""
+"""Process groups of two ranks, one for each end of a staged link: over NCCL between GPUs, over Gloo between host memories."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,39 +12,6 @@ from .store import Store
 
 _NEVER = timedelta(days=1)
 """At its timeout the watchdog of NCCL ends the process; who uses the group looks at the clock instead."""
-
-
-class GroupLink:
-    """One end of a process group of two."""
-
-    backend = "gloo"
-
-    def __init__(self, group: ProcessGroup, end: int) -> None:
-        self._group: ProcessGroup | None = group
-        self._other = 1 - end
-
-    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Send all bytes."""
-        self._run("send", buffer, deadline_s)
-
-    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Fill the buffer."""
-        self._run("recv", buffer, deadline_s)
-
-    def close(self) -> None:
-        """Drop the group, and its sockets with it."""
-        self._group = None
-
-    def _run(self, what: str, buffer: np.ndarray, deadline_s: float) -> None:
-        if not buffer.nbytes:
-            return
-        if self._group is None:
-            raise LinkBroken(f"{what}: the link is closed")
-        try:
-            getattr(self._group, what)([as_tensor(buffer)], self._other, 0).wait(timedelta(seconds=deadline_s))
-        except RuntimeError as error:
-            self.close()
-            raise LinkBroken(f"{what}: {error}") from error
 
 
 def as_tensor(buffer: np.ndarray) -> torch.Tensor:

@@ -4,7 +4,6 @@ What one end sends in pieces, the other end receives in the same pieces. A link 
 more use; whoever needs to go on opens another and agrees on the byte to go on from. Back ends:
 
     tcp     plain sockets: a dead neighbour is noticed at once
-    gloo    a process group of two ranks, torch's own way on CPU: a dead neighbour may be noticed at the deadline only
     nccl    a process group of two ranks on two different GPUs, through buckets on each
     staged  its twin on CPU: Gloo, through buckets in host memory
     memory  the twin within one process
@@ -21,8 +20,8 @@ import torch
 from torch.distributed import DistError
 
 from .errors import LinkBroken, SettingError
-from .group_link import GroupLink, open_group
-from .handshake import Link, prove
+from .group_link import open_group
+from .handshake import Link
 from .staged_link import StagedLink
 from .store import Store, connect_store
 from .tcp_link import TcpLink
@@ -49,8 +48,8 @@ def open_link(
     other on the store at `store_address`; `store` is a client of it that may be used for questions that do not wait.
     """
     assert end in (0, 1), end
-    if backend not in ("tcp", "gloo", "nccl", "staged"):
-        raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, gloo, nccl")
+    if backend not in ("tcp", "nccl", "staged"):
+        raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, nccl")
     if backend == "nccl" and not torch.cuda.is_available():
         raise SettingError("comm.link: nccl needs a GPU at both ends, and here is none")
     try:
@@ -60,12 +59,8 @@ def open_link(
             if backend == "tcp":
                 return TcpLink.open(store, name, end, deadline_s, secret, interface)
             group = open_group("nccl" if backend == "nccl" else "gloo", store, name, end, deadline_s, interface)
-            if backend != "gloo":
-                beside = TcpLink.open(store, f"{name}/beside", end, deadline_s, secret, interface)
-                return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), beside)
-            link = GroupLink(group, end)
-            prove(link, name, end, secret, deadline_s)
-            return link
+            beside = TcpLink.open(store, f"{name}/beside", end, deadline_s, secret, interface)
+            return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), beside)
     except DistError as error:
         raise LinkBroken(f"link {name}: {error}") from error
 

@@ -52,7 +52,7 @@ class CommSettings:
     deadline_s: float = 300.0
     """Seconds that a blocking wait may take before it ends the run with a message that names both sides."""
     link: str = "auto"
-    """How weights travel: auto (shared memory on one host, tcp elsewhere), shm, tcp, gloo or nccl."""
+    """How weights travel: auto (shared memory on one host, tcp elsewhere), shm, tcp or nccl."""
     delta: bool = False
     """Send what changed since the last version instead of all of it, over links; worth it where they are slow."""
     chunk_bytes: int | None = None

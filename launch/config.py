@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.engine": ("builtin", "emulated", "transformers"),
     "trainer.engine": ("builtin", "emulated"),
     "repack.transfer": ("auto", "pages", "prefill"),
-    "comm.link": ("auto", "shm", "tcp", "gloo", "nccl"),
+    "comm.link": ("auto", "shm", "tcp", "nccl"),
 }
 """Settings that take one of a few words."""
 

@@ -250,8 +250,8 @@ def staging_of(settings: RelaySettings) -> str:
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
     """Whether the relay's segment is to be used by a process of this host. Raises `SettingError`."""
-    if settings.link not in ("auto", "shm", "tcp", "gloo", "nccl"):
-        raise SettingError(f"comm.link: {settings.link!r} is none of auto, shm, tcp, gloo, nccl")
+    if settings.link not in ("auto", "shm", "tcp", "nccl"):
+        raise SettingError(f"comm.link: {settings.link!r} is none of auto, shm, tcp, nccl")
     is_here = relay.host == fleet.me.host
     if settings.link == "shm" and not is_here:
         raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host} from {fleet.me.host}; use auto")
@@ -260,7 +260,7 @@ def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
 
 def remote_backend(settings: CommSettings) -> str:
     """The back end of links between hosts under these settings."""
-    return settings.link if settings.link in ("gloo", "nccl") else "tcp"
+    return "nccl" if settings.link == "nccl" else "tcp"
 
 
 def pin(slot: np.ndarray, pinned: set[int]) -> None:

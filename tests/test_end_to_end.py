@@ -235,7 +235,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: MakeJob):
     assert summary["export"].endswith("step_6/hf")
 
 
-@pytest.mark.parametrize("settings", [{"roles__relay": 2}, {"roles__relay": 2, "comm__link": "gloo"}])
+@pytest.mark.parametrize("settings", [{"roles__relay": 2}, {"roles__relay": 2, "comm__link": "tcp"}])
 def test_weights_travel_over_every_wire(job: MakeJob, settings: dict[str, object]):
     run = job(**settings)
     run.run()

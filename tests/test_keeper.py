@@ -94,7 +94,7 @@ def pulled(processes, reader, version):
     return receipt.version
 
 
-@pytest.fixture(params=["auto", "tcp", "gloo"])
+@pytest.fixture(params=["auto", "tcp"])
 def processes(request):
     processes = Processes(request.param)
     yield processes
