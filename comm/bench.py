@@ -15,7 +15,7 @@ import numpy as np
 
 from .links import Link, open_link
 from .measure import HEADING, Row, Workload, best_seconds, parse, read_json, run, write_json
-from .store import host_store
+from .store import StoreServer
 
 _PIECE = 1 << 20
 _REPEATS = 12
@@ -51,7 +51,7 @@ def echo_socket(address: str, num_bytes: int) -> None:
 
 def tcp_link(num_bytes: int) -> list[Row]:
     """A link over loopback against a raw socket, both sending in pieces of 1 MiB to another process, in turns."""
-    buffer, done, hosted = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8), host_store("127.0.0.1")
+    buffer, done, hosted = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8), StoreServer("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         children = [
             _child("socket", f"127.0.0.1:{listener.getsockname()[1]}", num_bytes),

@@ -37,7 +37,7 @@ from .row_messages import (
     Reserve,
     Reserved,
 )
-from .row_wire import LINK_NAME, decode, encode, receive_frame, refuse_objects, runs, send_frame, wrong_columns
+from .row_wire import LINK_NAME, decode, encode, receive_frame, runs, send_frame, wrong_columns
 from .tcp_link import TcpLink
 from .waits import waiting
 
@@ -227,64 +227,6 @@ class RowClient:
                 return receive_frame(self._link, ANSWERS, self._deadline_s)
         except LinkBroken as error:
             raise PeerGone(f"unit {self.address} is gone: {error}") from error
-
-
-class MemoryRows:
-    """The twin within one process. What is put and what is read are copies, so that nobody sees what is still written."""
-
-    address = "memory"
-
-    def __init__(self) -> None:
-        self._rows: dict[str, dict[str, np.ndarray]] = {}
-        self._lock = threading.Lock()
-
-    def put(self, key: str, columns: Columns) -> int:
-        """Add columns to a row."""
-        return self.put_many({key: columns})
-
-    def put_many(self, rows: Mapping[str, Columns]) -> int:
-        """Add columns to several rows at once."""
-        copies = {key: _copied(columns) for key, columns in rows.items()}
-        with self._lock:
-            for key, columns in copies.items():
-                self._rows.setdefault(key, {}).update(columns)
-        return sum(column.nbytes for columns in copies.values() for column in columns.values())
-
-    def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """A row's columns, all or those named."""
-        return self.get_many([key], columns)[key]
-
-    def get_many(self, keys: Iterable[str], columns: Iterable[str] | None = None) -> dict[str, dict[str, np.ndarray]]:
-        """Columns of several rows."""
-        names = None if columns is None else list(columns)
-        with self._lock:
-            found = {key: self._rows[key] for key in keys}
-            chosen = {key: {n: row[n] for n in (row if names is None else names)} for key, row in found.items()}
-        return {key: {name: column.copy() for name, column in row.items()} for key, row in chosen.items()}
-
-    def drop(self, keys: Iterable[str]) -> int:
-        """Forget rows."""
-        with self._lock:
-            return sum(self._rows.pop(key, None) is not None for key in keys)
-
-    def listing(self) -> dict[str, tuple[str, ...]]:
-        """Keys of the rows held, with the names of their columns."""
-        with self._lock:
-            return {key: tuple(row) for key, row in self._rows.items()}
-
-    def count(self) -> int:
-        """Rows held."""
-        with self._lock:
-            return len(self._rows)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def _copied(columns: Columns) -> dict[str, np.ndarray]:
-    for name, column in columns.items():
-        refuse_objects(name, column)
-    return {name: np.array(column) for name, column in columns.items()}
 
 
 class _Piece:

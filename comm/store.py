@@ -50,16 +50,15 @@ class Store(Protocol):
     def check(self, keys: Sequence[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
     def multi_get(self, keys: Sequence[str], /) -> list[bytes]: ...
-    def list_keys(self) -> list[str]: ...
-    def num_keys(self) -> int: ...
     def queue_push(self, key: str, value: bytes, /) -> None: ...
     def queue_pop(self, key: str, block: bool, /) -> bytes: ...
 
 
-class HostedStore:
-    """A TCPStore server in this process; `address` is "host:port"."""
+class StoreServer:
+    """A TCPStore server in this process, on `interface` alone; it lives as long as this object. `address` is "host:port"."""
 
     def __init__(self, interface: str, port: int = 0) -> None:
+        """Port 0 takes a free one."""
         with socket.create_server((interface, port), backlog=1024) as listener:
             bound_port = listener.getsockname()[1]
             # Binding by the store itself would listen on every interface of the machine.
@@ -71,16 +70,11 @@ class HostedStore:
         self.address = f"{interface}:{bound_port}"
 
 
-def host_store(interface: str, port: int = 0) -> HostedStore:
-    """Host a store on `interface` alone; port 0 takes a free one. It lives as long as the object returned."""
-    return HostedStore(interface, port)
-
-
 def connect_store(address: str, deadline_s: float) -> Store:
     """A client of the store at "host:port"; one thread may use it, others `clone()` it. Raises `StoreGone`."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        raise SettingError(f"{address!r} is no store address: HOST:PORT is expected (HEADRACE_STORE, join=)")
+        raise SettingError(f"{address!r} is no store address: HOST:PORT is expected (HEADRACE_STORE)")
     with waiting(f"store {address}", "a connection", deadline_s):
         try:
             client = TCPStore(
@@ -142,7 +136,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
-    hosted = host_store(arguments.interface, arguments.port)
+    hosted = StoreServer(arguments.interface, arguments.port)
     print(f"store {hosted.address}", flush=True)
     if arguments.publish:
         publish_address(hosted.address)

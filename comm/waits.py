@@ -1,7 +1,7 @@
 """Named waits: who waits, for whom, for what, since when, and until when at most.
 
-Every blocking wait of the project goes through `waiting`. Past its deadline it raises an error that names both sides and
-carries the Python stacks of the process; until then `current_waits` shows it live, and `waited_seconds` adds it up.
+Waits for another process, which may hang, go through `waiting`. `Wait.until` and `Wait.check` raise an error past the
+deadline that names both sides and carries the Python stacks of the process; `waited_seconds` adds up all waits.
 """
 
 import sys
@@ -79,12 +79,6 @@ def waiting(whom: str, what: str, deadline_s: float) -> Iterator[Wait]:
         with _lock:
             _current.remove(wait)
             _waited[whom] += wait.elapsed_s
-
-
-def current_waits() -> list[Wait]:
-    """The waits of this process that have not ended, oldest first."""
-    with _lock:
-        return list(_current)
 
 
 def waited_seconds() -> dict[str, float]:

@@ -21,7 +21,7 @@ import torch
 from ..comm.fleet import Fleet
 from ..comm.segment import Segment
 from ..comm.settings import LARGE_COPIES, CommSettings
-from ..comm.store import host_store
+from ..comm.store import StoreServer
 from ..comm.waits import waiting
 from .keeper import WeightKeeper
 from .layout import Layout
@@ -55,7 +55,7 @@ class Hosts:
     ) -> None:
         """`places` are, for each relay, the words that start a command where it is to run, and its interface there."""
         self._settings = bench_settings(link, pace, interface, chunk_bytes)
-        self._hosted = host_store(interface)
+        self._hosted = StoreServer(interface)
         self._places = places or [([], interface)] * num_relays
         self._complete: dict[tuple[int, int], float] = {}
         self._listeners: list[threading.Thread] = []

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ..comm.store import connect_store, host_store
+from ..comm.store import StoreServer, connect_store
 from .bench_weights_hosts import Hosts
 
 _REPEATS = 2
@@ -114,7 +114,7 @@ def _chain(prefix: str, num_hosts: str, num_bytes: str) -> None:
 
 def _gloo(_prefix: str, rank: str, num_hosts: str, store_address: str, num_bytes: str) -> None:
     host, port = store_address.split(":")
-    hosted = host_store(host, int(port)) if rank == "0" else None
+    hosted = StoreServer(host, int(port)) if rank == "0" else None
     deadline, store = time.monotonic() + 60, None
     while store is None:
         try:

@@ -26,8 +26,6 @@ class Desk:
 
     def __init__(self, segment: Segment) -> None:
         self.shelf = Shelf(segment)
-        self.num_wrong = 0
-        """Parts whose bytes were not those of their digest."""
         self.num_resumed = 0
         """Parts that went on in their middle, over another link than the one on which they had begun."""
         # Bytes come far more often than versions: who waits for a version is not woken by every chunk.
@@ -138,7 +136,6 @@ class Desk:
             if arrival.state is not State.ARRIVING:
                 return arrival.state is State.COMPLETE
             if not is_right:
-                self.num_wrong += 1
                 _log.warning(
                     "version %d, part %d: the bytes have not the digest announced", arrival.offer.version, part
                 )

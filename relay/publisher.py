@@ -36,8 +36,6 @@ class WeightPublisher:
 
     def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: Part | None = None) -> None:
         self.layout = layout
-        self.num_superseded = 0
-        """Versions that were never sent because a newer one was published first."""
         self._part = part or Part.whole(layout)
         self._fleet = fleet
         self._settings = settings
@@ -92,7 +90,6 @@ class WeightPublisher:
             assert not self._closed, "the publisher is closed"
             if self._waiting is not None:
                 superseded, self._waiting = self._waiting, None
-                self.num_superseded += 1
                 if superseded.is_in_slot:
                     return Publication(offer, self._part, superseded.buffer, superseded.claim, is_in_slot=True)
                 self._spare.append(superseded.buffer)
@@ -150,7 +147,6 @@ class WeightPublisher:
             if relay is None:
                 tried.clear()
                 if self._waiting is not None:
-                    self.num_superseded += 1
                     return
                 time.sleep(0.05)
                 continue

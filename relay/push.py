@@ -176,8 +176,6 @@ class LinkPush:
 
     def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, backend: str) -> None:
         self.relay = relay
-        self.num_sent = 0
-        """Bytes of versions sent so far, as deltas or whole."""
         self._uses_deltas = settings.delta
         self._last: Publication | None = None
         self._fleet = fleet
@@ -203,7 +201,6 @@ class LinkPush:
             self._link, publication, SILENCE_S, self._cutter.chunk_bytes(num_nodes, publication.part.num_bytes)
         ):
             self._cutter.took(publication.part.num_bytes, time.monotonic() - started)
-        self.num_sent += publication.part.num_bytes if publication.delta is None else publication.delta[1].nbytes
         if self._uses_deltas:
             self._last = Publication(publication.offer, publication.part, publication.buffer.copy())
 

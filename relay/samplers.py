@@ -48,29 +48,6 @@ class Fifo:
         return fitting(sorted(items, key=lambda item: (item.order, item.samples)), room)
 
 
-class CompleteGroups:
-    """Only groups all of whose members are finished (GRPO), chosen by another sampler."""
-
-    def __init__(self, then: Sampler) -> None:
-        self._then = then
-
-    def sample(self, items: Sequence[Item], room: Room) -> Sequence[Item]:
-        """What the other sampler makes of the complete ones."""
-        return self._then.sample([item for item in items if not item.num_missing], room)
-
-
-class StalenessBounded:
-    """The most urgent first, and nothing older than the bound: trained in `step`, version w has staleness step - w."""
-
-    def __init__(self, bound: int) -> None:
-        self._bound = bound
-
-    def sample(self, items: Sequence[Item], room: Room) -> Sequence[Item]:
-        """By version; ties by age."""
-        fresh = [item for item in items if room.step - item.version <= self._bound]
-        return fitting(sorted(fresh, key=lambda item: (item.version, item.order, item.samples)), room)
-
-
 class TokenBalanced:
     """For consumers that ask one by one: to each the largest of as many equal parts as there are consumers."""
 

@@ -69,8 +69,6 @@ class Shelf:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.num_torn = 0
-        """Readings that were given up because their slot was written meanwhile."""
 
     @property
     def fingerprint(self) -> int:
@@ -188,7 +186,6 @@ class Shelf:
                     self.segment.give_back(held.slot, Hold.LEASE)
             if self.is_still(held):
                 return held, result
-            self.num_torn += 1
         raise NothingReadable("no version yet" if version is None else f"version {version} is not held")
 
     def _held(self, index: int) -> Held | None:

@@ -4,11 +4,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from timed_link import Clock, TimedLink
 
 from headrace.comm.fleet import Member, MemoryFleet, MemoryTown
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
-from headrace.comm.timed_link import Clock, TimedLink
 from headrace.comm.waits import waiting
 from headrace.relay.chain import chain_order, successor_of
 from headrace.relay.chunks import best_num_chunks, chunk_bytes, push_seconds

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from in_memory_storage import MemoryRows
 
 from headrace.comm.mailbox import Letter, MemoryPost
 from headrace.comm.messages import (
@@ -32,7 +33,6 @@ from headrace.comm.messages import (
 )
 from headrace.comm.move_messages import Claim, Claimed, RowsGone
 from headrace.comm.queue_messages import ColumnsDone, GroupRef
-from headrace.comm.rows import MemoryRows
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
 from headrace.relay.dataset import JsonLines

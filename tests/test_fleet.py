@@ -10,7 +10,7 @@ from headrace.comm.errors import WaitTimeout
 from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemoryFleet, MemoryTown, StoreFleet, Table
 from headrace.comm.messages import CountRows
 from headrace.comm.settings import CommSettings
-from headrace.comm.store import host_store
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
@@ -21,7 +21,7 @@ class StoreCity:
     """Members of one test on a store."""
 
     def __init__(self):
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1")
         self.fleets = []
 
     def join(self, role, index=0, info=None):
@@ -238,7 +238,7 @@ def test_a_store_told_to_end_ends(processes):
 
 def test_the_watchdog_tells_its_owner_once():
     told = []
-    hosted = host_store("127.0.0.1")
+    hosted = StoreServer("127.0.0.1")
     fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append)
     del hosted.store
     assert until(lambda: told)

@@ -8,7 +8,7 @@ import torch
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.settings import SEGMENT_FD, CommSettings
-from headrace.comm.store import host_store
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.layout import Layout
 from headrace.relay.publisher import WeightPublisher
@@ -35,7 +35,7 @@ class Processes:
     """A store here, relays in processes of their own, each with a segment that this process holds as its seat."""
 
     def __init__(self, link):
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=0.5, deadline_s=20)
         self.layout = Layout.of(weights(0), "float32")
         self.relays, self.segments, self.open = [], [], []

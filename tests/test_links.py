@@ -9,7 +9,7 @@ import pytest
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links import MemoryLink, PacedLink, open_link
-from headrace.comm.store import connect_store, host_store
+from headrace.comm.store import StoreServer, connect_store
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
@@ -23,7 +23,7 @@ def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=10):
 
 @pytest.fixture(scope="module")
 def store():
-    return host_store("127.0.0.1")
+    return StoreServer("127.0.0.1")
 
 
 @pytest.fixture(params=["tcp", "staged", "memory"])

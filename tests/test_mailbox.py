@@ -7,7 +7,7 @@ import pytest
 from headrace.comm.errors import StoreGone
 from headrace.comm.mailbox import MemoryPost, Sealer, StorePost
 from headrace.comm.messages import CountRows, Interrupt, Stop
-from headrace.comm.store import connect_store, host_store
+from headrace.comm.store import StoreServer, connect_store
 
 SECRET = b"a secret of the run"
 
@@ -16,7 +16,7 @@ class Town:
     """A store and the posts that were opened on it."""
 
     def __init__(self):
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1")
         self.posts = []
 
     def post(self, secret=SECRET):

@@ -2,9 +2,9 @@ import subprocess
 import sys
 
 import numpy as np
+from timed_link import Clock, TimedLink
 
 from headrace.comm.measure import Row, best_seconds, line, read_json, run, write_json
-from headrace.comm.timed_link import Clock, TimedLink
 from headrace.relay.bench_weights_hosts import Hosts
 
 ROWS = [Row("tcp-link", "raw socket", 4.0, "GB/s", 0.95), Row("actor-stall-6-relays", "1 relay", 3.0, "ms", 1.02)]

@@ -11,7 +11,7 @@ from torch import nn
 from headrace.comm.fleet import Fleet
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
-from headrace.comm.store import host_store
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Cut, Layout
@@ -97,7 +97,7 @@ if size > 1:
 
 def published_by(num_ranks, link, dtype, tp):
     """The digest of version 2 and the bytes that each rank of a replica has, when `num_ranks` actor ranks publish it."""
-    hosted = host_store("127.0.0.1")
+    hosted = StoreServer("127.0.0.1")
     settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)

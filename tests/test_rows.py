@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_memory_storage import MemoryRows
 
 from headrace.comm.errors import PeerGone, UnitFull, WrongDigest
 from headrace.comm.row_messages import Commit, Done, Locate, Located, Reserve, Reserved
 from headrace.comm.row_unit import RowUnit
-from headrace.comm.rows import MemoryRows, RowClient
+from headrace.comm.rows import RowClient
 
 
 @pytest.fixture

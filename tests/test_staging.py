@@ -9,7 +9,7 @@ from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.fleet import Fleet, MemoryFleet, MemoryTown
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
-from headrace.comm.store import host_store
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.launch.check import check_recipe
 from headrace.launch.config import read_recipe
@@ -22,7 +22,7 @@ from headrace.relay.settings import RelaySettings
 
 
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
-    hosted, settings = host_store("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=20)
+    hosted, settings = StoreServer("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=20)
     segment = Segment.create_anonymous()
     info = {"segment": segment.path, "staging": staging_of(RelaySettings(staging_device="cpu"))}
     fleets = [

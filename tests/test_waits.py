@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from headrace.comm.errors import WaitTimeout
-from headrace.comm.waits import current_waits, set_identity, waited_seconds, waiting
+from headrace.comm.waits import set_identity, waited_seconds, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +29,6 @@ def test_a_wait_returns_what_became_ready():
 def test_a_wait_timeout_is_a_timeout_error():
     with pytest.raises(TimeoutError), waiting("hub", "nothing", deadline_s=0.0) as wait:
         wait.check()
-
-
-def test_current_waits_shows_a_wait_only_while_it_lasts():
-    with waiting("relay 0", "version 1", deadline_s=5) as wait:
-        assert wait in current_waits()
-        assert str(wait) == "rollout 3 waits for relay 0, version 1, 0 s"
-    assert wait not in current_waits()
 
 
 def test_waited_seconds_add_up_by_whom_was_waited_for():

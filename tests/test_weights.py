@@ -123,16 +123,13 @@ def test_tensors_may_change_once_publish_has_returned(town):
 
 def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(town):
     publisher, reader = town.publisher(), town.reader()
-    seen = set()
     for version in range(60):
         publisher.publish(version, weights(version))
         if reader.newest() is not None:
             receipt, views = pulled(reader)
             assert_is(views, receipt.version)
-            seen.add(receipt.version)
     until(lambda: reader.newest() == 59)
     assert_is(pulled(reader)[1], 59)
-    assert publisher.num_superseded < 60
 
 
 def test_what_was_published_before_the_close_arrives(town):

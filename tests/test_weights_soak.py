@@ -11,7 +11,7 @@ import torch
 from headrace.comm.fleet import Fleet
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
-from headrace.comm.store import host_store
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
@@ -25,7 +25,7 @@ class Cluster:
     """Two relays, an actor and readers on a real store and real links, all in this process."""
 
     def __init__(self, link, num_readers=1):
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(link=link, heartbeat_s=0.05, deadline_s=20)
         self.tensors = {"w": torch.zeros(NUM_FLOATS)}
         self.layout = Layout.of(self.tensors, "float32")

@@ -85,10 +85,6 @@ class ActorGroup:
         """Maxima over the ranks."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        self.summed([0.0])
-
     def leave(self) -> None:
         """End the process group."""
         if self.size > 1:

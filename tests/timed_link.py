@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .errors import LinkBroken
+from headrace.comm.errors import LinkBroken
 
 
 @dataclass(slots=True)
