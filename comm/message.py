@@ -2,6 +2,10 @@
 
 import msgspec
 
+_EPOCH_BITS, _PROMPT_BITS, _SAMPLE_BITS = 15, 36, 12
+MAX_SAMPLES = 1 << _SAMPLE_BITS
+"""Most samples of one group."""
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
     """Base of all messages; `type` on the wire is the class name."""
@@ -36,7 +40,10 @@ class RowId(msgspec.Struct, frozen=True, order=True):
     @property
     def number(self) -> int:
         """The trajectory id of the sampler's random numbers: 63 bits, one for each (epoch, prompt, sample)."""
-        return self.epoch << 48 | self.prompt << 12 | self.sample
+        assert 0 <= self.epoch < 1 << _EPOCH_BITS, f"{self}: the epoch takes more than {_EPOCH_BITS} bits"
+        assert 0 <= self.prompt < 1 << _PROMPT_BITS, f"{self}: the prompt takes more than {_PROMPT_BITS} bits"
+        assert 0 <= self.sample < MAX_SAMPLES, f"{self}: the sample takes more than {_SAMPLE_BITS} bits"
+        return (self.epoch << _PROMPT_BITS | self.prompt) << _SAMPLE_BITS | self.sample
 
     def key(self, attempt: int) -> str:
         """Where its bytes lie in a unit: those of another attempt can neither be read nor overwritten by mistake."""
@@ -44,3 +51,8 @@ class RowId(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
+
+
+def trajectory_group(number: int) -> int:
+    """What the numbers of all samples of one group have in common; `number` is a `RowId.number`."""
+    return number >> _SAMPLE_BITS

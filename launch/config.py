@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from ..comm.errors import SettingError
+from ..comm.message import MAX_SAMPLES
 from ..comm.plugin import is_own
 from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
 from ..relay.settings import BatchSettings, DataSettings, QueueSettings, RelaySettings, RepackSettings
@@ -51,6 +52,7 @@ _AT_LEAST: dict[str, float] = {
 }  # fmt: skip
 
 _AT_MOST: dict[str, float] = {
+    "batch.samples_per_prompt": MAX_SAMPLES,
     "comm.chunk_bytes": 32 << 20,
     "generator.gpu_share": 1,
     "sampling.top_p": 1,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..comm.message import trajectory_group
 from ..comm.settings import EmulatedSettings
 
 MARGIN_TOKENS = 16
@@ -89,10 +90,11 @@ class Device:
         """Forget the cache: everything that ran is prefilled again, in its order."""
         prompts: set[int] = set()
         for strand in self.running:
-            # A prompt is prefilled once for the samples of its group, whose numbers differ in their last 12 bits.
-            is_shared = strand.trajectory_id >> 12 in prompts
+            # A prompt is prefilled once for the samples of its group.
+            group = trajectory_group(strand.trajectory_id)
+            is_shared = group in prompts
             strand.num_missing = strand.num_new if is_shared else strand.num_tokens
-            prompts.add(strand.trajectory_id >> 12)
+            prompts.add(group)
             self.num_recomputed += strand.num_missing
         self.waiting.extendleft(reversed(self.running))
         self.running, self.load = [], 0

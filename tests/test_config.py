@@ -25,6 +25,7 @@ from headrace.launch.usage import field_docs, usage
         ("queue.capacity=x", "queue.capacity takes int or null, not 'x'"),
         ("data.shuffle=maybe", "data.shuffle takes true or false, not 'maybe'"),
         ("run.resume=yes", "run.resume=yes is none of never, auto"),
+        ("batch.samples_per_prompt=4097", "batch.samples_per_prompt=4097 must be at most 4096"),
         ("sampling.top_p=1.5", "sampling.top_p=1.5 must be at most 1"),
         ("run.dir=${run.nowhere}", "run.dir: Interpolation key 'run.nowhere' not found"),
     ],

@@ -1,6 +1,7 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
+from headrace.comm.message import trajectory_group
 from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, SlotWanted, Stop, decode, encode
 from headrace.comm.offer import Offer
 
@@ -29,3 +30,16 @@ def test_every_message_has_a_name_of_its_own():
 
 def test_ids_read_as_epoch_prompt_sample():
     assert (str(RowId(1, 2, 3)), str(GroupId(1, 2))) == ("1.2.3", "1.2")
+
+
+def test_every_trajectory_has_a_number_of_its_own_and_those_of_one_group_are_known_as_one():
+    last = RowId(0, 0, 4095).number
+    assert last != RowId(0, 1, 0).number
+    assert trajectory_group(last) == trajectory_group(RowId(0, 0, 0).number) != trajectory_group(RowId(0, 1, 0).number)
+    assert RowId(2**15 - 1, 2**36 - 1, 4095).number == 2**63 - 1
+
+
+@pytest.mark.parametrize("row", [RowId(0, 0, 4096), RowId(0, 2**36, 0), RowId(2**15, 0, 0), RowId(0, 0, -1)])
+def test_a_name_that_does_not_fit_into_the_number_has_none(row):
+    with pytest.raises(AssertionError, match=str(row)):
+        _ = row.number
