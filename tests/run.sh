@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv where needed, then checks everything: format, lint, types, tests.
+# Sets up .venv where needed, then checks everything: format, lint, types, tests on all cores.
 #   bash tests/run.sh [PYTEST ARGUMENTS]        e.g. -m slow
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,4 +8,4 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 ruff format --check .
 ruff check .
 pyright
-python -m pytest -m "not slow" "$@"
+python -m pytest -m "not slow" --numprocesses "$(nproc)" --maxprocesses 16 --dist worksteal "$@"

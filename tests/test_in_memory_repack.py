@@ -4,14 +4,14 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from closing import at_end
 from safetensors.numpy import load_file
-from test_in_memory import PATIENCE_S, System
+from test_in_memory import System
 
 from headrace.comm.fleet import MemoryFleet
 from headrace.comm.messages import Holding, Interrupt, Message, Stop
@@ -40,6 +40,7 @@ class Shaker:
         self.system = system
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.shake, name="shaker", daemon=True)
+        at_end(self.stop)
         self.thread.start()
 
     def shake(self) -> None:
@@ -104,17 +105,10 @@ def interrupted(system: System) -> dict[str, Any]:
     return summary
 
 
-def until(system: System, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline and not system.errors, system.errors
-        time.sleep(0.02)
-
-
 def test_the_hub_repacks_what_winds_down_and_the_account_holds(tmp_path: Path):
     system = endless(tmp_path)
     log = system.dir / "metrics.jsonl"
-    until(system, lambda: log.exists() and '"repack/count"' in log.read_text())
+    system.until(lambda: log.exists() and '"repack/count"' in log.read_text())
     summary = interrupted(system)
     metrics = [json.loads(line) for line in log.read_text().splitlines()]
     assert 0 < sum(step.get("repack/trajectories", 0) for step in metrics) <= summary["moved"]
@@ -148,9 +142,9 @@ def test_a_parcel_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
         return hears(ParcelOffered)
 
     system.wait_for_event("Trained")
-    until(system, is_offered_something)
+    system.until(is_offered_something)
     inbox.send("hub", Interrupt(2))
-    until(system, lambda: hears(Stop))
+    system.until(lambda: hears(Stop))
     inbox.send("hub", Holding([], []))
     mute.leave()
     summary = system.wait()
@@ -168,8 +162,8 @@ def test_a_rollout_that_seems_to_die_among_moves_costs_nothing(tmp_path: Path):
         system.rollouts[0].announce(woke="yes")
         return b'"Returned"' in (system.dir / "journal.jsonl").read_bytes()
 
-    until(system, has_lost_rows)
+    system.until(has_lost_rows)
     num_trained = account_of(replay(system.dir / "journal.jsonl"))["trained"]
-    until(system, lambda: account_of(replay(system.dir / "journal.jsonl"))["trained"] > num_trained + 12)
+    system.until(lambda: account_of(replay(system.dir / "journal.jsonl"))["trained"] > num_trained + 12)
     interrupted(system)
     shaker.stop()
