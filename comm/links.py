@@ -14,6 +14,7 @@ Both ends prove that they know the run's secret before the link is handed over.
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -137,18 +138,26 @@ def _await(pipe: _Pipe, until: float, what: str) -> None:
 class PacedLink:
     """A link held to `bytes_per_s` on its way out: a slow network on a fast machine. Bytes arrive when the last has left."""
 
-    def __init__(self, link: Link, bytes_per_s: float) -> None:
+    def __init__(
+        self,
+        link: Link,
+        bytes_per_s: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.backend = link.backend
         self._link = link
         self._bytes_per_s = bytes_per_s
+        self._now = now
+        self._sleep = sleep
         self._free_at = 0.0
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes, no faster than the pace."""
-        now = time.monotonic()
+        now = self._now()
         # Sleep overshoots; what a piece came too late, the next may make up for.
         self._free_at = max(self._free_at, now - _CREDIT_S) + buffer.nbytes / self._bytes_per_s
-        time.sleep(max(0.0, self._free_at - now))
+        self._sleep(max(0.0, self._free_at - now))
         self._link.send(buffer, deadline_s)
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
