@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from policies import tiny_policy
 
 from headrace.launch.run import main
 
+PATIENCE_S = 240.0
 REWARD = "def reward(prompts, completions, completion_ids, **columns):\n    return [1.0] * len(completions)\n"
 
 
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 def call(*words: str, **environment: str) -> "Answer":
     command = [sys.executable, "-X", "importtime", "-m", "headrace.launch.run", *words]
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     return Answer(done.returncode, done.stdout, *_split(done.stderr))
 
@@ -108,15 +108,12 @@ def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir:
     assert f"run.dir: {run_dir} holds a run already; set run.resume=auto" in capsys.readouterr().err
 
 
-def test_help_answers_within_a_second_and_without_torch():
-    elapsed_s = 60.0
-    for _ in range(3):  # the best of three: the machine may be busy
-        started = time.monotonic()
-        done = call("--help")
-        elapsed_s = min(elapsed_s, time.monotonic() - started)
-        assert done.returncode == 0 and "optimizer.lr=" in done.stdout
-        assert "torch" not in done.imports
-    assert elapsed_s < 1.0
+def test_help_loads_none_of_the_libraries_that_take_long():
+    done = call("--help")
+    assert done.returncode == 0 and "optimizer.lr=" in done.stdout
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.imports.splitlines()}
+    assert "headrace" in loaded
+    assert not loaded & {"torch", "transformers", "tokenizers", "safetensors", "tensorboard", "matplotlib", "datasets"}
 
 
 def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_dir: Path):
