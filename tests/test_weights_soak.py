@@ -12,6 +12,7 @@ from closing import at_end
 from headrace.comm.fleet import Fleet
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout
@@ -26,7 +27,7 @@ class Cluster:
     """Two relays, an actor and readers on a real store and real links, all in this process."""
 
     def __init__(self, link, num_readers=1):
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(link=link, heartbeat_s=0.05, deadline_s=PATIENCE_S)
         self.tensors = {"w": torch.zeros(NUM_FLOATS)}
         self.layout = Layout.of(self.tensors, "float32")
