@@ -24,14 +24,16 @@ Workload = Callable[[int], list[Row]]
 """Takes the bytes of a version, for what memory or loopback bounds; returns its rows."""
 
 
-def best_seconds(*works: Callable[[], object], repeats: int = 10) -> list[float]:
+def best_seconds(
+    *works: Callable[[], object], repeats: int = 10, now: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """The shortest timing of each of several works, taken in turns, so that whatever else the machine does meets all alike."""
     best = [float("inf")] * len(works)
     for _ in range(repeats):
         for index, work in enumerate(works):
-            started = time.perf_counter()
+            started = now()
             work()
-            best[index] = min(best[index], time.perf_counter() - started)
+            best[index] = min(best[index], now() - started)
     return best
 
 

@@ -69,7 +69,7 @@ def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told
 
 
 def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_path: Path):
-    run, town, settings = Run(tmp_path), MemoryTown(), CommSettings(heartbeat_s=0.02, deadline_s=10)
+    run, town, settings = Run(tmp_path), MemoryTown(), CommSettings(heartbeat_s=0.02, deadline_s=60)
     segment = Segment.create_anonymous()
     relay = MemoryFleet.enter(town, "relay", 0, {"segment": segment.path}, settings)
     keeper = WeightKeeper(relay, segment, settings)

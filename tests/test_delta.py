@@ -69,11 +69,11 @@ class Trained:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.publisher.publish(version, dict(self.model.named_parameters()))
-        with waiting("the relays", f"version {version}", 10) as wait:
+        with waiting("the relays", f"version {version}", 60) as wait:
             wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
             wait.until(lambda: self.reader.newest() == version)
         into = np.zeros(self.layout.num_bytes, np.uint8)
-        receipt = self.reader.pull(into, 5)
+        receipt = self.reader.pull(into, 60)
         full = np.zeros(self.layout.num_bytes, np.uint8)
         self.layout.write(dict(self.model.named_parameters()), full)
         assert receipt.version == version
@@ -105,11 +105,11 @@ def test_a_relay_without_the_base_is_sent_everything():
     run.step(2)
     late = Segment.create_anonymous()
     keeper = run.keeper(2, late)
-    with waiting("the late relay", "version 2", 10) as wait:
+    with waiting("the late relay", "version 2", 60) as wait:
         wait.until(lambda: keeper.newest == 2)
     assert keeper.desk.delta_of(2) is None
     run.step(3)
-    with waiting("the late relay", "version 3", 10) as wait:
+    with waiting("the late relay", "version 3", 60) as wait:
         wait.until(lambda: keeper.newest == 3)
     assert keeper.desk.delta_of(3) is not None
     keeper.close()
@@ -153,7 +153,7 @@ class Sharded:
         for rank, publisher in enumerate(self.publishers):
             shards = {name: tensor[slice(*self.rows(name, rank))] for name, tensor in self.tensors.items()}
             publisher.publish(version, shards)
-        with waiting("the relays", f"version {version}", 10) as wait:
+        with waiting("the relays", f"version {version}", 60) as wait:
             wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
         full = np.zeros(self.layout.num_bytes, np.uint8)
         self.layout.write(self.tensors, full)

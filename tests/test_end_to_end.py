@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from headrace.relay.journal import account_of, read_events, replay
 from headrace.trainer.model import load_policy
 
-DEADLINE_S = 150
+DEADLINE_S = 400
 RATIO_OF_As = """
 def reward(prompts, completions, completion_ids, **columns):
     return [(c.count("a") + c.count("e")) / max(len(c), 1) for c in completions]

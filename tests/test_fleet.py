@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+from closing import at_end
 
 from headrace.comm.errors import WaitTimeout
 from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemoryFleet, MemoryTown, StoreFleet, Table
@@ -14,7 +15,10 @@ from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
-QUICK = CommSettings(heartbeat_s=0.02, expiry_s=0.5, deadline_s=10)
+PATIENCE_S = 240.0
+QUICK = CommSettings(heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
+MORTAL = CommSettings(heartbeat_s=0.02, expiry_s=2.0, deadline_s=PATIENCE_S)
+"""Where somebody is to be found dead. A process that sees its store silent for three times as long ends itself."""
 
 
 class StoreCity:
@@ -23,6 +27,7 @@ class StoreCity:
     def __init__(self):
         self.hosted = StoreServer("127.0.0.1")
         self.fleets = []
+        at_end(self.close)
 
     def join(self, role, index=0, info=None):
         self.fleets.append(Fleet.join(self.hosted.address, role, index, SECRET, info or {}, QUICK))
@@ -54,7 +59,7 @@ def city(request):
 
 
 def until(ready):
-    with waiting("the fleet", "a change", deadline_s=10) as wait:
+    with waiting("the fleet", "a change", deadline_s=PATIENCE_S) as wait:
         return wait.until(ready)
 
 
@@ -66,7 +71,7 @@ def test_members_see_each_other_by_role_and_index(city):
     hub = city.join("hub")
     city.join("rollout", 1, {"unit": "here"})
     city.join("rollout", 0)
-    assert [m.name for m in hub.wait_for("rollout", 2, 5)] == ["rollout-0", "rollout-1"]
+    assert [m.name for m in hub.wait_for("rollout", 2, PATIENCE_S)] == ["rollout-0", "rollout-1"]
     assert hub.name == "hub"
     assert hub.members("rollout")[1].info == {"unit": "here"}
 
@@ -87,13 +92,13 @@ def test_several_nearest_members_are_dealt_out_by_index(city):
     rollouts = [city.join("rollout", index) for index in range(4)]
     for index in range(2):
         city.join("relay", index)
-    rollouts[-1].wait_for("relay", 2, 5)
+    rollouts[-1].wait_for("relay", 2, PATIENCE_S)
     assert until(lambda: [r.nearest("relay").index for r in rollouts] == [0, 1, 0, 1])
 
 
 def test_a_member_that_left_is_no_member(city):
     hub, relay = city.join("hub"), city.join("relay")
-    hub.wait_for("relay", 1, 5)
+    hub.wait_for("relay", 1, PATIENCE_S)
     relay.leave()
     relay.leave()
     assert until(lambda: names(hub) == ["hub"])
@@ -118,7 +123,7 @@ def test_leaving_delivers_what_was_sent_and_leaves_no_thread():
         mailbox.send("hub", CountRows())
     relay.leave()
     assert set(threading.enumerate()) == before
-    assert all(hub.receive(5) is not None for _ in range(100))
+    assert all(hub.receive(PATIENCE_S) is not None for _ in range(100))
     city.close()
 
 
@@ -127,13 +132,13 @@ def test_links_are_opened_by_name(city):
 
     relay, rollout = city.join("relay"), city.join("rollout")
     ends = {}
-    other = threading.Thread(target=lambda: ends.setdefault(1, rollout.open_link("weights", 1, 5)))
+    other = threading.Thread(target=lambda: ends.setdefault(1, rollout.open_link("weights", 1, PATIENCE_S)))
     other.start()
-    ends[0] = relay.open_link("weights", 0, 5)
+    ends[0] = relay.open_link("weights", 0, PATIENCE_S)
     other.join()
     received = np.zeros(3, np.uint8)
-    ends[0].send(np.arange(3, dtype=np.uint8), 5)
-    ends[1].receive(received, 5)
+    ends[0].send(np.arange(3, dtype=np.uint8), PATIENCE_S)
+    ends[1].receive(received, PATIENCE_S)
     assert received.tolist() == [0, 1, 2]
     for link in ends.values():
         link.close()
@@ -155,12 +160,12 @@ MEMBER = """
 import sys, time
 from headrace.comm.fleet import Fleet
 from headrace.comm.settings import CommSettings
-fleet = Fleet.join(sys.argv[1], "rollout", 3, b"s", {}, CommSettings(heartbeat_s=0.02, expiry_s=0.5))
+fleet = Fleet.join(sys.argv[1], "rollout", 3, b"s", {}, CommSettings(heartbeat_s=0.02, expiry_s=float(sys.argv[3])))
 print("joined", flush=True)
 sys.stdin.readline()
 if sys.argv[2] == "leave":
     fleet.leave()
-time.sleep(60 if sys.argv[2] == "stay" else 0)
+time.sleep(600 if sys.argv[2] == "stay" else 0)
 """
 
 
@@ -169,7 +174,8 @@ class Processes:
 
     def __init__(self):
         self.started = []
-        self.store = self.start("-m", "headrace.comm.store", "--silence-s", "1")
+        at_end(self.close)
+        self.store = self.start("-m", "headrace.comm.store", "--silence-s", "4")
         self.address = self.store.stdout.readline().split()[1]
 
     def start(self, *arguments):
@@ -179,8 +185,8 @@ class Processes:
         )
         return self.started[-1]
 
-    def member(self, ending):
-        member = self.start("-c", MEMBER, self.address, ending)
+    def member(self, ending, expiry_s=PATIENCE_S):
+        member = self.start("-c", MEMBER, self.address, ending, str(expiry_s))
         assert member.stdout.readline() == "joined\n"
         return member
 
@@ -200,14 +206,14 @@ def processes():
 def test_a_process_whose_store_dies_ends_with_a_named_error(processes):
     member = processes.member("stay")
     processes.store.kill()
-    assert member.wait(10) == STORE_GONE_EXIT
+    assert member.wait(PATIENCE_S) == STORE_GONE_EXIT
     assert "StoreGone: rollout-3: the fleet's store at 127.0.0.1:" in member.stderr.read()
 
 
 def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
-    member = processes.member("stay")
+    member = processes.member("stay", expiry_s=1.0)
     os.kill(processes.store.pid, signal.SIGSTOP)
-    assert member.wait(10) == STORE_GONE_EXIT
+    assert member.wait(PATIENCE_S) == STORE_GONE_EXIT
     assert "has not answered" in member.stderr.read()
 
 
@@ -215,31 +221,32 @@ def test_the_store_ends_in_silence_after_the_last_member_left(processes):
     member = processes.member("leave")
     member.stdin.write("\n")
     member.stdin.flush()
-    assert member.wait(10) == 0
-    assert processes.store.wait(10) == 0
+    assert member.wait(PATIENCE_S) == 0
+    assert processes.store.wait(PATIENCE_S) == 0
     assert processes.store.stderr.read() == member.stderr.read() == ""
 
 
 def test_the_store_does_not_wait_for_the_dead_and_ignores_ctrl_c(processes):
     member = processes.member("stay")
     processes.store.send_signal(signal.SIGINT)
-    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, QUICK)
-    hub.wait_for("rollout", 1, 5)
+    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
+    hub.wait_for("rollout", 1, PATIENCE_S)
     member.kill()
     assert until(lambda: not hub.members("rollout")[0].alive)
     hub.leave()
-    assert processes.store.wait(10) == 0
+    assert processes.store.wait(PATIENCE_S) == 0
 
 
 def test_a_store_told_to_end_ends(processes):
     processes.store.terminate()
-    assert processes.store.wait(10) == 0
+    assert processes.store.wait(PATIENCE_S) == 0
 
 
 def test_the_watchdog_tells_its_owner_once():
     told = []
     hosted = StoreServer("127.0.0.1")
     fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append)
+    at_end(fleet.leave)
     del hosted.store
     assert until(lambda: told)
     assert "relay-0" in str(told[0])

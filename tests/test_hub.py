@@ -71,7 +71,7 @@ class Scene:
 
     def heard(self, name: str) -> list[Message]:
         letters = []
-        while (letter := self.boxes[name].receive(0.05)) is not None:
+        while (letter := self.boxes[name].receive(0)) is not None:
             letters.append(letter.message)
         return letters
 

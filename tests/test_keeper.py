@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from closing import at_end
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.settings import SEGMENT_FD, CommSettings
@@ -14,6 +15,7 @@ from headrace.relay.layout import Layout
 from headrace.relay.publisher import WeightPublisher
 from headrace.relay.reader import WeightReader
 
+PATIENCE_S = 240.0
 RELAY = """
 import os, sys
 from headrace.comm.fleet import Fleet
@@ -21,7 +23,7 @@ from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
 from headrace.relay.keeper import WeightKeeper
 segment = Segment.inherited()
-settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=0.5)
+settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)
 fleet = Fleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
 keeper = WeightKeeper(fleet, segment, settings)
 print("ready", flush=True)
@@ -36,9 +38,10 @@ class Processes:
 
     def __init__(self, link):
         self.hosted = StoreServer("127.0.0.1")
-        self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=0.5, deadline_s=20)
+        self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
         self.layout = Layout.of(weights(0), "float32")
         self.relays, self.segments, self.open = [], [], []
+        at_end(self.close)
 
     def relay(self, index):
         if index == len(self.segments):
@@ -72,12 +75,13 @@ class Processes:
         return reader
 
     def close(self):
-        for close in reversed(self.open):
-            close()
+        while self.open:
+            self.open.pop()()
         for relay in self.relays:
-            relay.communicate("\n", timeout=20)
-        for fd in self.segments:
-            os.close(fd)
+            if relay.poll() is None:
+                relay.communicate("\n", timeout=PATIENCE_S)
+        while self.segments:
+            os.close(self.segments.pop())
 
 
 def weights(version):
@@ -86,19 +90,17 @@ def weights(version):
 
 
 def pulled(processes, reader, version):
-    with waiting("the relays", f"version {version}", 20) as wait:
+    with waiting("the relays", f"version {version}", PATIENCE_S) as wait:
         wait.until(lambda: reader.newest() == version)
     into = np.zeros(processes.layout.num_bytes, np.uint8)
-    receipt = reader.pull(into, 10)
+    receipt = reader.pull(into, PATIENCE_S)
     assert all(torch.equal(processes.layout.views(into)[name], tensor) for name, tensor in weights(version).items())
     return receipt.version
 
 
 @pytest.fixture(params=["auto", "tcp"])
 def processes(request):
-    processes = Processes(request.param)
-    yield processes
-    processes.close()
+    return Processes(request.param)
 
 
 def test_versions_travel_between_processes_over_each_kind_of_link(processes):
@@ -123,4 +125,3 @@ def test_versions_outlive_the_relays_process_and_its_heir_takes_the_next():
     publisher.publish(2, weights(2))
     processes.relay(0)
     assert pulled(processes, reader, 2) == 2
-    processes.close()

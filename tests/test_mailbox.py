@@ -10,6 +10,7 @@ from headrace.comm.messages import CountRows, Interrupt, Stop
 from headrace.comm.store import StoreServer, connect_store
 
 SECRET = b"a secret of the run"
+PATIENCE_S = 60.0
 
 
 class Town:
@@ -48,14 +49,14 @@ def test_letters_of_one_sender_arrive_in_order(post):
     hub, relay = post.open("hub"), post.open("relay-0")
     for count in range(200):
         relay.send("hub", Interrupt(signal=count))
-    letters = [hub.receive(5) for _ in range(200)]
+    letters = [hub.receive(PATIENCE_S) for _ in range(200)]
     assert [letter.message.signal for letter in letters] == list(range(200))
     assert {letter.sender for letter in letters} == {"relay-0"}
 
 
 def test_a_letter_may_be_sent_before_its_inbox_is_open(post):
     post.open("hub").send("rollout-0", Stop(reason="done"))
-    assert post.open("rollout-0").receive(5).message == Stop(reason="done")
+    assert post.open("rollout-0").receive(PATIENCE_S).message == Stop(reason="done")
 
 
 def test_polling_an_empty_inbox_returns_at_once(post):
@@ -69,7 +70,7 @@ def test_what_was_sent_before_the_close_is_delivered(town):
         relay.send("hub", Interrupt(signal=count))
     sender.close()
     hub = town.post().open("hub")
-    assert [hub.receive(5).message.signal for _ in range(500)] == list(range(500))
+    assert [hub.receive(PATIENCE_S).message.signal for _ in range(500)] == list(range(500))
 
 
 def test_closing_twice_is_allowed_and_leaves_no_thread(town):
@@ -89,23 +90,23 @@ def test_a_reopened_name_is_believed_and_its_letters_survive(town):
     first.open("rollout-0").send("hub", Interrupt(signal=1))
     first.close()
     town.post().open("rollout-0").send("hub", Interrupt(signal=2))
-    assert [hub.receive(5).message.signal for _ in range(2)] == [1, 2]
+    assert [hub.receive(PATIENCE_S).message.signal for _ in range(2)] == [1, 2]
     assert hub.refused == 0
 
 
 def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(town):
     hub, relay = town.post().open("hub"), town.post().open("relay-0")
     town.post(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
-    raw = connect_store(town.hosted.address, 5)
+    raw = connect_store(town.hosted.address, PATIENCE_S)
     sealer = Sealer(SECRET)
     for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.seal("relay-1", "relay-0", 9, CountRows())):
         raw.queue_push("inbox/hub", letter)
     raw.queue_push("inbox/hub", sealer.seal("relay-9", "hub", 1, CountRows()).replace(b"CountRows", b"CountLies"))
     raw.add("confirmed", 1)
     relay.send("hub", CountRows())
-    letter = hub.receive(5)
+    letter = hub.receive(PATIENCE_S)
     while letter.sender == "relay-9":
-        letter = hub.receive(5)
+        letter = hub.receive(PATIENCE_S)
     assert letter.sender == "relay-0"
     assert hub.receive(0.2) is None
     assert hub.refused == 6
@@ -114,10 +115,10 @@ def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(town)
 def test_a_letter_is_believed_once(town):
     hub = town.post().open("hub")
     letter = Sealer(SECRET).seal("relay-0", "hub", 1, CountRows())
-    raw = connect_store(town.hosted.address, 5)
+    raw = connect_store(town.hosted.address, PATIENCE_S)
     raw.queue_push("inbox/hub", letter)
     raw.queue_push("inbox/hub", letter)
-    assert hub.receive(5).message == CountRows()
+    assert hub.receive(PATIENCE_S).message == CountRows()
     assert hub.receive(0.2) is None
     assert hub.refused == 1
 
@@ -137,5 +138,5 @@ def test_a_mailbox_whose_store_is_gone_says_so():
     store.wait()
     store.stdout.close()
     with pytest.raises(StoreGone, match="hub cannot read"):
-        hub.receive(5)
+        hub.receive(PATIENCE_S)
     post.close()

@@ -254,7 +254,7 @@ class Play:
         self.hub.on_process_death(actor.name, "dead")
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, "it never came to that"
             self.turn()
@@ -286,7 +286,7 @@ Stage = Callable[..., Play]
 @pytest.fixture
 def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     plays: list[Play] = []
-    monkeypatch.setattr(carriage, "LINK_S", 0.5)  # what a thread waits for a destination that refuses
+    monkeypatch.setattr(carriage, "LINK_S", 2.0)  # what a thread waits for a destination that refuses
 
     def make(hosts: tuple[str, ...] = ("here",) * 3, transfer: str = "pages") -> Play:
         folder = tmp_path / str(len(plays))
@@ -303,10 +303,11 @@ def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[RowId, float]:
     """The results of a run in which nothing moves."""
     play = Play(tmp_path_factory.mktemp("undisturbed"), llama, ("here",), "pages")
-    play.lease(play.actors[0])
-    results = play.finish()
-    play.close()
-    return results
+    try:
+        play.lease(play.actors[0])
+        return play.finish()
+    finally:
+        play.close()
 
 
 @pytest.mark.parametrize("hosts", [("here", "here"), ("here", "there")], ids=["shared memory", "link"])

@@ -72,14 +72,14 @@ from headrace.relay.publisher import WeightPublisher
 
 address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 tp = int(sys.argv[7])
-settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
+settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
 model = build()
 if size > 1:
-    store = dist.PrefixStore(f"actor/{size}", connect_store(address, 20))
+    store = dist.PrefixStore(f"actor/{size}", connect_store(address, 240))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     fully_shard(model)
 fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
-fleet.wait_for("relay", 1, 20)
+fleet.wait_for("relay", 1, 240)
 tensors = dict(model.state_dict())
 layout = Layout.of(tensors, dtype, tp, CUTS)
 publisher = WeightPublisher(fleet, layout, settings, Part.of(layout, tensors, rank, size))
@@ -98,7 +98,7 @@ if size > 1:
 def published_by(num_ranks, link, dtype, tp):
     """The digest of version 2 and the bytes that each rank of a replica has, when `num_ranks` actor ranks publish it."""
     hosted = StoreServer("127.0.0.1")
-    settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=20)
+    settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
@@ -109,12 +109,12 @@ def published_by(num_ranks, link, dtype, tp):
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
     try:
-        with waiting("the actors", "version 2", 60) as wait:
+        with waiting("the actors", "version 2", 240) as wait:
             wait.until(lambda: readers[0].newest() == 2)
         if link == "auto":
             readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
         taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
-        receipts = {reader.pull(into, 10) for reader, into in zip(readers, taken, strict=True)}
+        receipts = {reader.pull(into, 60) for reader, into in zip(readers, taken, strict=True)}
         assert len(receipts) == 1
         return receipts.pop().digest, taken
     finally:

@@ -28,7 +28,7 @@ from headrace.trainer.model import load_policy, load_tokenizer
 from headrace.trainer.shard import Shard
 
 
-def two_ranks(patience_s: float = 20) -> Callable[[int], Replica]:
+def two_ranks(patience_s: float = 240) -> Callable[[int], Replica]:
     """Gives each of two threads its end of a replica."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
@@ -134,7 +134,7 @@ def test_calls_survive_the_wire_whatever_their_length():
 
 
 def test_a_rank_that_is_gone_is_named():
-    end = two_ranks(patience_s=5)
+    end = two_ranks()
 
     def run(rank: int) -> None:
         replica = end(rank)

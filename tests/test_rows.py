@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -217,19 +218,19 @@ def test_a_reader_never_gets_bytes_of_the_row_that_took_a_dropped_ones_place(uni
             number += 1
         mine.close()
 
-    thread = threading.Thread(target=churn)
-    thread.start()
-    seen = 0
-    while seen < 100:
+    with ThreadPoolExecutor(1) as pool:
+        churning = pool.submit(churn)
+        seen = 0
         try:
-            read = client.get("churned")
-        except KeyError:
-            continue
-        which = [i for i, columns in written.items() if np.array_equal(columns["token_ids"], read["token_ids"])]
-        assert_same(read, written[which[0]])
-        seen += 1
-    stop.set()
-    thread.join()
+            while seen < 100 and not churning.done():
+                with contextlib.suppress(KeyError):
+                    read = client.get("churned")
+                    which = [i for i, row in written.items() if np.array_equal(row["token_ids"], read["token_ids"])]
+                    assert_same(read, written[which[0]])
+                    seen += 1
+        finally:
+            stop.set()
+        churning.result()
 
 
 def test_a_place_is_not_given_out_again_before_its_row_is_dropped(unit, client):

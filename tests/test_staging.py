@@ -22,7 +22,7 @@ from headrace.relay.settings import RelaySettings
 
 
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
-    hosted, settings = StoreServer("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=20)
+    hosted, settings = StoreServer("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=60)
     segment = Segment.create_anonymous()
     info = {"segment": segment.path, "staging": staging_of(RelaySettings(staging_device="cpu"))}
     fleets = [
@@ -37,9 +37,9 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     for version in (1, 2, 3):
         tensors["w"].mul_(1.5)
         publisher.publish(version, tensors)
-        with waiting("the relay", f"version {version}", 20) as wait:
+        with waiting("the relay", f"version {version}", 60) as wait:
             wait.until(lambda version=version: reader.newest() == version)
-        assert reader.pull(into, 10).version == version
+        assert reader.pull(into, 60).version == version
         assert torch.equal(layout.views(into)["w"], tensors["w"])
     way = publisher._way
     assert isinstance(way, LinkPush) and way._link.backend == "staged"
