@@ -7,7 +7,10 @@ _started = ExitStack()
 
 
 def at_end(close: Callable[[], object]) -> None:
-    """Call `close` after the test, the last one first. Whatever the test closes itself must allow a second close."""
+    """Call `close` after the test, the last one first. Whatever the test closes itself must allow a second close.
+
+    A store that this process hosts must live until its members have left: hand over a function that holds it.
+    """
     _started.callback(close)
 
 

@@ -1,6 +1,8 @@
 """What every test gets: folders of its own, and a look at what it leaves behind."""
 
+import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,7 +38,8 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a process, a thread, a shared-memory segment or a patched library behind.
 
     Its processes are known by a mark in the environment that they inherit, so orphans are found as well, and other tests
-    that run at the same time are left alone. What the test has handed to `at_end` is closed first.
+    that run at the same time are left alone. What the test has handed to `at_end` is closed first; a process that is left
+    after that is killed, so that it spoils no other test.
     """
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
@@ -46,6 +49,9 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     deadline = time.monotonic() + PATIENCE_S
     while (left := _left_over(mark, threads, segments)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    for pid, _ in marked_processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not left, f"the test left behind: {'; '.join(left)}"
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from closing import at_end
 from policies import tiny_policy
 
 from headrace.comm.errors import WrongDigest
@@ -75,10 +76,9 @@ def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_pa
     keeper = WeightKeeper(relay, segment, settings)
     policy = load_policy(run.start, "bfloat16")
     weights = RolloutWeights(MemoryFleet.enter(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
+    for thing in (segment, keeper, weights):
+        at_end(thing.close)
     assert weights.pull_version(5) == (5, run.digest)
     assert weights.version == 5
     expected = load_policy(run.dir / "checkpoints/step_5/hf", "bfloat16").weights()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights().items())
-    weights.close()
-    keeper.close()
-    segment.close()

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from closing import at_end
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ class Trained:
         self.keepers = [self.keeper(index, segment) for index, segment in enumerate(self.segments)]
         self.publisher = WeightPublisher(self.join("actor", 0, {}), self.layout, self.settings)
         self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
+        at_end(self.close)
 
     def join(self, role, index, info):
         return MemoryFleet.enter(self.town, role, index, info, self.settings)
@@ -95,7 +97,6 @@ def test_deltas_of_a_real_run_are_small_and_lossless_down_the_chain():
             total + (run.layout.num_bytes if d is None else d[1].nbytes) for total, d in zip(sent, deltas, strict=True)
         ]
     assert all(keeper.desk.delta_of(50) is not None for keeper in run.keepers)
-    run.close()
     assert max(sent) <= 0.25 * 50 * run.layout.num_bytes
 
 
@@ -104,7 +105,9 @@ def test_a_relay_without_the_base_is_sent_everything():
     run.step(1)
     run.step(2)
     late = Segment.create_anonymous()
+    at_end(late.close)
     keeper = run.keeper(2, late)
+    at_end(keeper.close)
     with waiting("the late relay", "version 2", 60) as wait:
         wait.until(lambda: keeper.newest == 2)
     assert keeper.desk.delta_of(2) is None
@@ -112,9 +115,6 @@ def test_a_relay_without_the_base_is_sent_everything():
     with waiting("the late relay", "version 3", 60) as wait:
         wait.until(lambda: keeper.newest == 3)
     assert keeper.desk.delta_of(3) is not None
-    keeper.close()
-    late.close()
-    run.close()
 
 
 class Sharded:
@@ -132,6 +132,7 @@ class Sharded:
             WeightPublisher(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
             for rank in range(2)
         ]
+        at_end(self.close)
 
     def join(self, role, index, info):
         return MemoryFleet.enter(self.town, role, index, info, self.settings)
@@ -180,4 +181,3 @@ def test_deltas_of_several_ranks_become_one_down_the_chain():
     run.tensors["w"][:4] += 1  # one rank's rows change everywhere: it sends them whole, and so do the relays
     run.publish(4)
     assert all(keeper.desk.delta_of(4) is None for keeper in run.keepers)
-    run.close()

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from closing import at_end
 from policies import tiny_policy
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
@@ -35,6 +36,8 @@ def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path
     layout = Layout.of(actor.weights(), "float32")
     publisher = WeightPublisher(MemoryFleet.enter(town, "actor", 0, {}, settings), layout, settings)
     weights = RolloutWeights(MemoryFleet.enter(town, "rollout", 0, {}, settings), rollout, settings)
+    for thing in (segment, keeper, publisher, weights):
+        at_end(thing.close)
     optimizer, before = torch.optim.AdamW(actor.parameters(), lr=1e-2), None
     for version in range(1, 4):
         actor.token_logprobs(actor.forward_packed(TOKENS, STARTS)[:-1], TOKENS[1:])[0].mean().backward()
@@ -47,5 +50,3 @@ def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path
         assert torch.equal(logits(rollout), logits(actor))
         assert before is None or not torch.equal(before, logits(rollout))
         before = logits(rollout)
-    for thing in (weights, publisher, keeper, segment):
-        thing.close()

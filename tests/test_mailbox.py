@@ -3,6 +3,7 @@ import sys
 import threading
 
 import pytest
+from closing import at_end
 
 from headrace.comm.errors import StoreGone
 from headrace.comm.mailbox import MemoryPost, Sealer, StorePost
@@ -130,6 +131,7 @@ def test_a_letter_too_large_for_the_store_is_refused_at_the_sender(post):
 
 def test_a_mailbox_whose_store_is_gone_says_so():
     store = subprocess.Popen([sys.executable, "-m", "headrace.comm.store"], stdout=subprocess.PIPE, text=True)
+    at_end(store.kill)
     assert store.stdout
     address = store.stdout.readline().split()[1]
     post = StorePost(address, SECRET)

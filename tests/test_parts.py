@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from closing import at_end
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -103,6 +104,9 @@ def published_by(num_ranks, link, dtype, tp):
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
     keeper = WeightKeeper(relay, segment, settings)
+    at_end(lambda: hosted)  # holds the store until its members have left
+    for close in (relay.leave, rollout.leave, segment.close, keeper.close):
+        at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
     readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
     here = __file__.rpartition("/")[0]
@@ -118,13 +122,9 @@ def published_by(num_ranks, link, dtype, tp):
         assert len(receipts) == 1
         return receipts.pop().digest, taken
     finally:
-        assert [actor.wait(60) for actor in actors] == [0] * num_ranks
+        assert [actor.wait(240) for actor in actors] == [0] * num_ranks
         for reader in readers:
             reader.close()
-        keeper.close()
-        segment.close()
-        rollout.leave()
-        relay.leave()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import torch
+from closing import at_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.launch.config import read_recipe
@@ -96,7 +97,10 @@ def test_the_quickstart_tells_a_mistake_like_the_program(capsys):
 
 def quickstart(folder: Path, *words: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "headrace.launch.quickstart", *words]
-    return subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
+    at_end(process.wait)
+    at_end(process.kill)
+    return process
 
 
 def metrics(run: Path) -> list[dict]:

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from closing import at_end
 from test_in_memory import System
 
 from headrace.comm.errors import LinkBroken, SettingError
@@ -33,6 +34,9 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     tensors = {"w": torch.randn(5_000_003)}  # several buckets, and a rest
     layout = Layout.of(tensors, "float32")
     publisher, reader = WeightPublisher(fleets[1], layout, settings), WeightReader(fleets[2], layout, settings)
+    at_end(lambda: hosted)  # holds the store until its members have left
+    for close in (*(fleet.leave for fleet in fleets), segment.close, keeper.close, publisher.close, reader.close):
+        at_end(close)
     into = np.zeros(layout.num_bytes, np.uint8)
     for version in (1, 2, 3):
         tensors["w"].mul_(1.5)
@@ -45,10 +49,6 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     assert isinstance(way, LinkPush) and way._link.backend == "staged"
     with pytest.raises(LinkBroken):  # nobody sends: a broadcast that is waited for ends at its deadline
         way._link.receive(np.zeros(100_000, np.uint8), 0.2)
-    for thing in (reader, publisher, keeper, segment):
-        thing.close()
-    for fleet in fleets[::-1]:
-        fleet.leave()
 
 
 def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):
