@@ -7,6 +7,7 @@ supersedes an older one that has not arrived whole; a version that comes again g
 
 import logging
 import threading
+import time
 
 import numpy as np
 
@@ -16,16 +17,19 @@ from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
 from .delta import decode
 from .frames import ranges_of
-from .versions import Held, NothingReadable, Shelf
+from .versions import LEASE_S, Held, NothingReadable, Shelf
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 1e-3  # the kernel tells no one that a reader has given its lease back
 
 
 class Desk:
     """The incoming and outgoing versions of one segment; any thread may call."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, lease_s: float = LEASE_S) -> None:
+        """`lease_s` bounds the wait for readers when they lease all slots that may be written."""
         self.shelf = Shelf(segment)
+        self._lease_s = lease_s
         self.num_resumed = 0
         """Parts that went on in their middle, over another link than the one on which they had begun."""
         # Bytes come far more often than versions: who waits for a version is not woken by every chunk.
@@ -48,16 +52,21 @@ class Desk:
 
         Raises `WrongDigest` for another layout than that of the versions held, `LinkBroken` when the desk is closed.
         """
+        forced_at = time.monotonic() + self._lease_s
         with self._changed:
-            if self._closed:
-                raise LinkBroken("this relay ends")
-            newest, arrival = self.shelf.newest(), self._arrival
-            if newest is not None and newest >= offer.version:
-                return None
-            if arrival is not None and arrival.state is State.ARRIVING and arrival.offer.version > offer.version:
-                return None
-            if arrival is None or arrival.state is not State.ARRIVING or arrival.offer.identity != offer.identity:
-                arrival = self._begin(offer, State.ARRIVING)
+            while True:
+                if self._closed:
+                    raise LinkBroken("this relay ends")
+                newest, arrival = self.shelf.newest(), self._arrival
+                if newest is not None and newest >= offer.version:
+                    return None
+                if arrival is not None and arrival.state is State.ARRIVING:
+                    if arrival.offer.version > offer.version:
+                        return None
+                    if arrival.offer.identity == offer.identity:
+                        break
+                if (arrival := self._begin(offer, State.ARRIVING, forced_at)) is not None:
+                    break
             at = arrival.take_over(offer, upstream)
             self.num_resumed += at > 0
             self._notify()
@@ -65,12 +74,15 @@ class Desk:
 
     def reserve(self, offer: Offer) -> Arrival | None:
         """A slot for an actor to write the next version into ahead of its number; None while a version arrives."""
+        forced_at = time.monotonic() + self._lease_s
         with self._changed:
-            if self._closed or (self._arrival is not None and self._arrival.state is State.ARRIVING):
-                return None
-            if self._arrival is None or self._arrival.state is not State.RESERVED:
-                self._begin(offer, State.RESERVED)
-            return self._arrival
+            while not self._closed:
+                arrival = self._arrival
+                if arrival is not None and arrival.is_open:
+                    return arrival if arrival.state is State.RESERVED else None
+                if (arrival := self._begin(offer, State.RESERVED, forced_at)) is not None:
+                    return arrival
+            return None
 
     def bind(self, offer: Offer, upstream: str, generation: int) -> Arrival | None:
         """The arrival in the slot of this generation, bound to the offered version if it was reserved; None if there is none."""
@@ -173,10 +185,15 @@ class Desk:
         self._changed.notify_all()
         self._advanced.notify_all()
 
-    def _begin(self, offer: Offer, state: State) -> Arrival:
+    def _begin(self, offer: Offer, state: State, forced_at: float) -> Arrival | None:
+        """A slot for what is offered. None after a moment without the lock while readers lease all slots: look again."""
         self.shelf.prepare(offer.num_bytes, offer.fingerprint)
         self._abandon()
-        self._arrival = Arrival(offer, self.shelf.begin(offer.version), state)
+        slot = self.shelf.begin(offer.version, force=time.monotonic() >= forced_at)
+        if slot is None:
+            self._changed.wait(_LOOK_S)
+            return None
+        self._arrival = Arrival(offer, slot, state)
         return self._arrival
 
     def _abandon(self) -> None:

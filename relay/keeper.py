@@ -85,7 +85,7 @@ class WeightKeeper:
     def _answer(self, sender: str, message: Message) -> None:
         match message:
             case SlotWanted():
-                self._grant(sender, message)
+                self._start("grant", lambda: self._grant(sender, message))
             case PartFilled():
                 self._start("check", lambda: self._check(sender, message))
             case LinkOffered(link=name, backend=backend):

@@ -8,7 +8,6 @@ whose copy the generation then gives away.
 Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, digest (two words).
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -22,6 +21,7 @@ T = TypeVar("T")
 
 NUM_SLOTS = 3
 LEASE_S = 2.0
+"""How long a writer waits for readers that lease all slots."""
 _LAYOUT, _NEWEST = 0, 1
 _FIRST_SLOT, _SLOT_WORDS = 8, 8
 _GENERATION, _VERSION, _DIGEST = 0, 1, 2
@@ -88,12 +88,25 @@ class Shelf:
 
     # -------------------------------------------------------------------------------------------- the writer's side
 
-    def begin(self, version: int) -> Arriving:
-        """A slot to write `version` into; waits at most `LEASE_S` for readers when all slots are leased."""
-        until = time.monotonic() + LEASE_S
-        while (arriving := self._try_begin(version, is_forced=time.monotonic() >= until)) is None:
-            time.sleep(0.001)
-        return arriving
+    def begin(self, version: int, *, force: bool = False) -> Arriving | None:
+        """A slot to write `version` into, without waiting; None while readers lease all that may be written.
+
+        With `force` the oldest of those is taken: a reader finds its copy torn, and reads again.
+        """
+        newest = self.newest_held()
+        held = [self._held(i) for i in range(NUM_SLOTS)]
+        owned = [self.segment.take(i, Hold.OWN) for i in range(NUM_SLOTS)]
+        slot = choose_slot(held, newest.slot if newest else None, [not own for own in owned])
+        for i, own in enumerate(owned):
+            if own and i != slot:
+                self.segment.give_back(i, Hold.OWN)
+        if slot is None and force:
+            slot = choose_slot(held, newest.slot if newest else None, [False] * NUM_SLOTS)
+        if slot is None:
+            return None
+        words = self._slot(slot)
+        words[_GENERATION] += 1 + words[_GENERATION] % 2
+        return Arriving(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
 
     def complete(self, arriving: Arriving, digest: str) -> None:
         """Make the version readable, and the newest if it is newer than the newest."""
@@ -113,22 +126,6 @@ class Shelf:
         if self._slot(arriving.slot)[_GENERATION] == arriving.generation:
             self._slot(arriving.slot)[_VERSION] = -1
             self._let_go(arriving)
-
-    def _try_begin(self, version: int, *, is_forced: bool) -> Arriving | None:
-        newest = self.newest_held()
-        held = [self._held(i) for i in range(NUM_SLOTS)]
-        owned = [self.segment.take(i, Hold.OWN) for i in range(NUM_SLOTS)]
-        slot = choose_slot(held, newest.slot if newest else None, [not own for own in owned])
-        for i, own in enumerate(owned):
-            if own and i != slot:
-                self.segment.give_back(i, Hold.OWN)
-        if slot is None and is_forced:
-            slot = choose_slot(held, newest.slot if newest else None, [False] * NUM_SLOTS)
-        if slot is None:
-            return None
-        words = self._slot(slot)
-        words[_GENERATION] += 1 + words[_GENERATION] % 2
-        return Arriving(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
 
     def _let_go(self, arriving: Arriving) -> None:
         if arriving.owns_lock:

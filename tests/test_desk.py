@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -6,8 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from headrace.comm.errors import LinkBroken
 from headrace.comm.offer import Offer
-from headrace.comm.segment import Segment
+from headrace.comm.segment import Hold, Segment
 from headrace.relay.arrival import State, watermark
 from headrace.relay.desk import Desk
 from headrace.relay.digests import GRID_BYTES, digest, digest_of_ranges
@@ -159,6 +161,62 @@ def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(desk):
     assert desk.advance(arrival, 0, "actor", NUM_BYTES)
     assert desk.finish(arrival, 0, digest(content(7)))
     assert desk.shelf.newest() == 7
+
+
+def brought(desk, version):
+    arrival, _ = desk.open(Offer(version, NUM_BYTES, 5), "a")
+    arrival.buffer[:] = content(version)
+    desk.advance(arrival, 0, "a", NUM_BYTES)
+    assert desk.finish(arrival, 0, digest(content(version)))
+
+
+@pytest.fixture
+def patient():
+    """A desk whose readers hold every slot that may be written; it would wait for them for an hour."""
+    segment = Segment.create_anonymous()
+    desk, reader = Desk(segment, lease_s=3600), Segment.open(segment.path)
+    for version in (1, 2, 3):
+        brought(desk, version)
+    slots = [held.slot for held in desk.shelf.held() if held.version < 3]
+    assert all(reader.take(slot, Hold.LEASE) for slot in slots)
+    yield desk, reader, slots
+    desk.close()
+    reader.close()
+    segment.close()
+
+
+@pytest.mark.parametrize("begin", [lambda d, o: d.open(o, "a")[0], lambda d, o: d.reserve(o)], ids=["open", "reserve"])
+def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
+    desk, reader, slots = patient
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(begin, desk, Offer(4, NUM_BYTES, 5))
+        for _ in range(100):  # some of these come while it waits
+            assert desk.wait_newer(3, 0.002) is None
+            assert desk.wait_newer(2, 0.0) == 3
+            assert desk.delta_of(3) is None
+        assert not beginning.done()
+        reader.give_back(slots[1], Hold.LEASE)
+        assert beginning.result(10).slot.slot == slots[1]
+
+
+def test_a_desk_that_closes_does_not_wait_for_readers(patient):
+    desk, _, _ = patient
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(desk.open, Offer(4, NUM_BYTES, 5), "a")
+        desk.close()
+        with pytest.raises(LinkBroken):
+            beginning.result(10)
+
+
+def test_a_version_that_waited_for_readers_is_not_wanted_once_a_newer_one_arrives(patient):
+    desk, reader, slots = patient
+    with ThreadPoolExecutor(2) as pool:
+        newer = pool.submit(desk.open, Offer(5, NUM_BYTES, 5), "b")
+        older = pool.submit(desk.open, Offer(4, NUM_BYTES, 5), "a")
+        reader.give_back(slots[0], Hold.LEASE)
+        arrival, _ = newer.result(10)
+        assert arrival.state is State.ARRIVING and arrival.offer.version == 5
+        assert older.result(10) is None or older.result()[0].state is State.ABANDONED
 
 
 def test_what_arrives_can_leave_before_it_is_whole(desk):
