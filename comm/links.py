@@ -50,7 +50,7 @@ def open_link(
     """
     assert end in (0, 1), end
     if backend not in ("tcp", "nccl", "staged"):
-        raise SettingError(f"comm.link: {backend!r} is no back end of a link between processes: tcp, nccl")
+        raise SettingError(f"comm.link: {backend!r} is not a back end of a link between processes; use tcp or nccl")
     if backend == "nccl" and not torch.cuda.is_available():
         raise SettingError("comm.link: nccl needs a GPU at both ends, and here is none")
     try:

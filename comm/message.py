@@ -54,5 +54,5 @@ class RowId(msgspec.Struct, frozen=True, order=True):
 
 
 def trajectory_group(number: int) -> int:
-    """What the numbers of all samples of one group have in common; `number` is a `RowId.number`."""
+    """The bits that the numbers of all samples of one group share; `number` is a `RowId.number`."""
     return number >> _SAMPLE_BITS

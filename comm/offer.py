@@ -27,5 +27,5 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """What the offers of all parts of one version have in common."""
+        """The fields that the offers of all parts of one version share."""
         return self.version, self.num_bytes, self.fingerprint, self.num_parts

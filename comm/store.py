@@ -74,7 +74,7 @@ def connect_store(address: str, deadline_s: float) -> Store:
     """A client of the store at "host:port"; one thread may use it, others `clone()` it. Raises `StoreGone`."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        raise SettingError(f"{address!r} is no store address: HOST:PORT is expected (HEADRACE_STORE)")
+        raise SettingError(f"{address!r} is not a store address: HOST:PORT is expected (HEADRACE_STORE)")
     with waiting(f"store {address}", "a connection", deadline_s):
         try:
             client = TCPStore(

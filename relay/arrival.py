@@ -11,8 +11,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from ..comm.offer import Delta, Offer
-from .delta import encode_at
+from ..comm.offer import Offer
+from .delta import DeltaCodec
 from .digests import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
 from .frames import ranges_of
 from .parts import Ranges
@@ -45,10 +45,7 @@ class Arrival:
         self.slot = slot
         self.state = state
         self.digest = ""
-        self.deltas: dict[int, Delta] = {}
-        """The parts that come as differences to a version that is held."""
-        self.changed: dict[int, np.ndarray] = {}
-        """The places of the elements that those parts changed."""
+        self.deltas = DeltaCodec()
         self.right_parts: set[int] = set()
         self._ranges: dict[int, Ranges] = {}
         self._done: dict[int, int] = {}
@@ -74,16 +71,7 @@ class Arrival:
     @property
     def is_delta(self) -> bool:
         """All that is known to come comes as differences: it is sent on as one, once it is complete."""
-        return bool(self.deltas) and self.deltas.keys() == self._upstreams.keys()
-
-    def delta(self) -> tuple[Delta, np.ndarray] | None:
-        """The whole version as one difference, if all parts came as differences to the same version."""
-        kinds = {(delta.base, delta.width) for delta in self.deltas.values()}
-        if len(self.changed) < self.offer.num_parts or len(kinds) != 1:
-            return None
-        base, width = kinds.pop()
-        changes = encode_at(self.buffer, np.sort(np.concatenate(list(self.changed.values()))), width)
-        return Delta(base, changes.nbytes, width), changes
+        return self.deltas.covers(self._upstreams.keys())
 
     def bind(self, offer: Offer) -> None:
         """Say which version a reserved slot is for."""
@@ -94,8 +82,7 @@ class Arrival:
         """`upstream` brings the offered part from now on; returns the offset to go on from."""
         self._ranges[offer.part] = ranges_of(offer)
         self._upstreams[offer.part] = upstream
-        self.deltas.pop(offer.part, None)
-        self.changed.pop(offer.part, None)
+        self.deltas.forget(offer.part)
         return self._done.setdefault(offer.part, 0)
 
     def advance(self, part: int, upstream: str, done: int) -> bool:

@@ -37,7 +37,7 @@ def take_versions(
             send_frame(link, Answer(-1), SILENCE_S)
             continue
         arrival, at = opened
-        takes_delta = at == 0 and desk.expect_delta(arrival, offer)
+        takes_delta = at == 0 and arrival.deltas.accept(offer, desk.shelf)
         send_frame(link, Answer(at, takes_delta), SILENCE_S)
         if takes_delta and offer.delta is not None:
             at = _take_delta(link, desk, arrival, offer, offer.delta, upstream)
@@ -54,9 +54,11 @@ def _take_delta(link: Link, desk: Desk, arrival: Arrival, offer: Offer, delta: D
             raise LinkBroken(f"{upstream} offered a delta and sent something else")
         link.receive(changes[at : at + num_bytes], SILENCE_S)
         at += num_bytes
-    if not desk.apply_delta(arrival, offer, delta, changes, upstream):
+    done = ranges_of(offer).num_bytes
+    is_applied = arrival.deltas.apply(offer, delta, changes, arrival.buffer, desk.shelf)
+    if not is_applied or not desk.advance(arrival, offer.part, upstream, done):
         raise LinkBroken(f"the delta of version {offer.version} from {upstream} does not fit")
-    return ranges_of(offer).num_bytes
+    return done
 
 
 def _take(link: Link, desk: Desk, arrival: Arrival, offer: Offer, at: int, upstream: str) -> bool:

@@ -12,12 +12,11 @@ import time
 import numpy as np
 
 from ..comm.errors import LinkBroken
-from ..comm.offer import Delta, Offer
+from ..comm.offer import Offer
 from ..comm.segment import Hold, Segment
 from .arrival import Arrival, State
-from .delta import decode
-from .frames import ranges_of
-from .versions import LEASE_S, Held, NothingReadable, Shelf
+from .delta import DeltaCodec, Difference
+from .versions import LEASE_S, Held, Shelf
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1e-3  # the kernel tells no one that a reader has given its lease back
@@ -37,7 +36,8 @@ class Desk:
         self._changed = threading.Condition(lock)
         self._advanced = threading.Condition(lock)
         self._arrival: Arrival | None = None
-        self._delta: tuple[int, Delta, np.ndarray] | None = None
+        self._differences: dict[int, Difference] = {}
+        """The newest version as a difference, if it came as one."""
         self._closed = False
 
     @property
@@ -99,38 +99,10 @@ class Desk:
             arrival.take_over(offer, upstream)
             return arrival
 
-    def expect_delta(self, arrival: Arrival, offer: Offer) -> bool:
-        """Whether a part is to come as the difference that is offered: only if its base is held."""
-        with self._changed:
-            if offer.delta is None or self.shelf.find(offer.delta.base) is None:
-                return False
-            arrival.deltas[offer.part] = offer.delta
-            return True
-
-    def apply_delta(self, arrival: Arrival, offer: Offer, delta: Delta, changes: np.ndarray, upstream: str) -> bool:
-        """Make a part of its base and the changes; False if the base is gone or they are no delta of it."""
-        ranges, buffer = ranges_of(offer), arrival.buffer
-
-        def copy(base: np.ndarray) -> None:
-            for _, start, end in ranges.pieces(0, ranges.num_bytes):
-                np.copyto(buffer[start:end], base[start:end])
-
-        try:
-            self.shelf.read_by(copy, delta.base)
-            elements, values = decode(changes, delta.width, ranges.num_bytes // delta.width)
-        except (NothingReadable, ValueError) as error:
-            _log.warning("version %d: %s", offer.version, str(error))
-            return False
-        places = ranges.places(elements, delta.width)
-        buffer.view(values.dtype)[places] = values
-        with self._changed:
-            arrival.changed[offer.part] = places
-        return self.advance(arrival, offer.part, upstream, ranges.num_bytes)
-
-    def delta_of(self, version: int) -> tuple[Delta, np.ndarray] | None:
+    def delta_of(self, version: int) -> Difference | None:
         """The difference as which the newest version came, if it did."""
         with self._changed:
-            return self._delta[1:] if self._delta is not None and self._delta[0] == version else None
+            return self._differences.get(version)
 
     def advance(self, arrival: Arrival, part: int, upstream: str, done: int) -> bool:
         """`upstream` has brought a part up to `done`; False if it is not its to bring any more."""
@@ -156,11 +128,11 @@ class Desk:
             arrival.right_parts.add(part)
             if len(arrival.right_parts) < arrival.offer.num_parts:
                 return True
-        digest, delta = arrival.whole_digest(), arrival.delta()
+        digest, difference = arrival.whole_digest(), arrival.deltas.encode(arrival.buffer, arrival.offer.num_parts)
         with self._changed:
             if arrival.state is State.ARRIVING:
-                self._delta = None if delta is None else (arrival.offer.version, *delta)
-                arrival.changed.clear()
+                self._differences = {} if difference is None else {arrival.offer.version: difference}
+                arrival.deltas = DeltaCodec()
                 arrival.digest, arrival.state = digest, State.COMPLETE
                 self.shelf.complete(arrival.slot, digest)
                 self._notify()
@@ -257,12 +229,12 @@ class SlotCargo:
         self._is_leased = False
         self._held_digest = found.digest
         if isinstance(found, Arrival):
-            self.delta = None
+            self.difference = None
             self._arrival, self._slot = found, found.slot.slot
             self._generations = (found.slot.generation, found.slot.generation + 1)
             self.offer = Offer(found.offer.version, found.offer.num_bytes, found.offer.fingerprint)
         else:
-            self.delta = desk.delta_of(found.version)
+            self.difference = desk.delta_of(found.version)
             self._arrival, self._slot, self._generations = None, found.slot, (found.generation,)
             self.offer = Offer(found.version, segment.slot_bytes, desk.shelf.fingerprint)
         self._buffer = segment.slot(self._slot)

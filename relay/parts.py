@@ -46,12 +46,6 @@ class Ranges:
         start, end = self.spans[index]
         return start + at - self.starts[index], end
 
-    def places(self, elements: np.ndarray, width: int) -> np.ndarray:
-        """Where in the buffer elements of the stream lie, int64; both counted in elements of `width` bytes."""
-        starts = np.array(self.starts[:-1], np.int64) // width
-        shifts = np.array([start for start, _ in self.spans], np.int64) // width - starts
-        return elements + shifts[np.searchsorted(starts, elements, "right") - 1]
-
     def pieces(self, at: int, most: int) -> Iterator[tuple[int, int, int]]:
         """From byte `at` of the stream on: (at, start, end) of pieces of at most `most` bytes, each within one range."""
         while at < self.num_bytes:

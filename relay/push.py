@@ -17,13 +17,13 @@ from ..comm.errors import PeerGone, SettingError
 from ..comm.fleet import Fleet, Member
 from ..comm.mailbox import Mailbox
 from ..comm.messages import PartFilled, PushEnded, SlotGranted, SlotWanted
-from ..comm.offer import Delta, Offer
+from ..comm.offer import Offer
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import dial
 from .chunks import Cutter
-from .delta import encode
+from .delta import DeltaSource, Difference
 from .frames import ranges_of
 from .parts import Part
 from .settings import RelaySettings
@@ -49,7 +49,7 @@ class Publication:
     is_in_slot: bool = False
     """True if `buffer` is that slot; else it is still to be copied there."""
     computed: str = ""
-    delta: tuple[Delta, np.ndarray] | None = None
+    difference: Difference | None = None
 
     def moved(self) -> "Publication":
         """The publication without its slot, in memory of this process."""
@@ -176,8 +176,7 @@ class LinkPush:
 
     def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, backend: str) -> None:
         self.relay = relay
-        self._uses_deltas = settings.delta
-        self._last: Publication | None = None
+        self._deltas = DeltaSource() if settings.delta else None
         self._fleet = fleet
         self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
@@ -195,30 +194,16 @@ class LinkPush:
 
     def push(self, publication: Publication) -> None:
         """Send a publication; returns when the relay has checked the bytes. Raises `LinkBroken`."""
-        publication.delta = self._delta(publication) if self._uses_deltas else None
+        version, buffer = publication.offer.version, publication.buffer
+        if self._deltas is not None:
+            publication.difference = self._deltas.offer(version, buffer, publication.part.layout.element_bytes)
         started, num_nodes = time.monotonic(), 1 + len(self._fleet.living("relay"))
         if send_cargo(
             self._link, publication, SILENCE_S, self._cutter.chunk_bytes(num_nodes, publication.part.num_bytes)
         ):
             self._cutter.took(publication.part.num_bytes, time.monotonic() - started)
-        if self._uses_deltas:
-            self._last = Publication(publication.offer, publication.part, publication.buffer.copy())
-
-    def _delta(self, publication: Publication) -> tuple[Delta, np.ndarray] | None:
-        """The publication as a difference to the last one, where that is less than half of it."""
-        last, num_bytes = self._last, publication.part.num_bytes
-        if last is None or last.offer.version >= publication.offer.version:
-            return None
-        started = time.monotonic()
-        width = publication.part.layout.element_bytes
-        changes = encode(last.buffer, publication.buffer, width)
-        is_worth_it = 2 * changes.nbytes < num_bytes
-        _log.info(
-            "version %d: a delta has %.1f %% of the bytes and took %.3f s to make; %s",
-            publication.offer.version, 100 * changes.nbytes / num_bytes, time.monotonic() - started,
-            "sent as a delta" if is_worth_it else "sent whole",
-        )  # fmt: skip
-        return (Delta(last.offer.version, changes.nbytes, width), changes) if is_worth_it else None
+        if self._deltas is not None:
+            self._deltas.remember(version, buffer)
 
     def keep_alive(self) -> None:
         """Show the relay that this end is there. Raises `LinkBroken`."""
@@ -248,7 +233,7 @@ def staging_of(settings: RelaySettings) -> str:
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
     """Whether the relay's segment is to be used by a process of this host. Raises `SettingError`."""
     if settings.link not in ("auto", "shm", "tcp", "nccl"):
-        raise SettingError(f"comm.link: {settings.link!r} is none of auto, shm, tcp, nccl")
+        raise SettingError(f"comm.link: {settings.link!r} must be auto, shm, tcp or nccl")
     is_here = relay.host == fleet.me.host
     if settings.link == "shm" and not is_here:
         raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host} from {fleet.me.host}; use auto")

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..comm.errors import LinkBroken
 from ..comm.links import Link
-from ..comm.offer import Delta, Offer
+from ..comm.offer import Offer
+from .delta import Difference
 from .frames import Answer, Frame, Kind, Trailer, Verdict, ranges_of
 
 IDLE_S = 1.0
@@ -38,7 +39,7 @@ class Cargo(Protocol):
     """A version to be sent, which may still be arriving."""
 
     offer: Offer
-    delta: tuple[Delta, np.ndarray] | None
+    difference: Difference | None
     """The same as a difference to an older version, for a receiver that has that one."""
 
     def view(self, at: int, start: int, end: int) -> np.ndarray:
@@ -64,13 +65,14 @@ def send_cargo(link: Link, cargo: Cargo, deadline_s: float, piece_bytes: int = P
     Raises `LinkBroken`; `deadline_s` bounds each piece.
     """
     for attempt in range(_MAX_ATTEMPTS):
-        delta = cargo.delta if attempt == 0 else None
-        send_frame(link, msgspec.structs.replace(cargo.offer, delta=delta[0] if delta else None), deadline_s)
+        difference = cargo.difference if attempt == 0 else None
+        delta = None if difference is None else difference.delta
+        send_frame(link, msgspec.structs.replace(cargo.offer, delta=delta), deadline_s)
         answer = receive_frame(link, Answer, deadline_s)
         if answer.offset < 0:
             return True
-        if delta is not None and answer.takes_delta:
-            _send_delta(link, delta[1], deadline_s)
+        if difference is not None and answer.takes_delta:
+            _send_changes(link, difference.changes, deadline_s)
         elif not _send_bytes(link, cargo, answer.offset, deadline_s, piece_bytes):
             return False
         while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
@@ -97,9 +99,9 @@ def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float, piece_byte
     return True
 
 
-def _send_delta(link: Link, delta: np.ndarray, deadline_s: float) -> None:
-    for start in range(0, delta.nbytes, PIECE_BYTES):
-        piece = delta[start : start + PIECE_BYTES]
+def _send_changes(link: Link, changes: np.ndarray, deadline_s: float) -> None:
+    for start in range(0, changes.nbytes, PIECE_BYTES):
+        piece = changes[start : start + PIECE_BYTES]
         _send_header(link, Kind.DATA, piece.nbytes, deadline_s)
         link.send(piece, deadline_s)
 

@@ -10,7 +10,7 @@ from headrace.comm.rows import Columns
 
 
 class MemoryRows:
-    """The twin within one process. What is put and what is read are copies, so that nobody sees what is still written."""
+    """The rows of one process. Both `put` and `get` copy, so a column never changes under its reader."""
 
     address = "memory"
 

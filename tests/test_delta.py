@@ -6,15 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.offer import Delta, Offer
 from headrace.comm.segment import Segment
 from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
-from headrace.relay.delta import decode, encode
+from headrace.relay.delta import DeltaCodec, DeltaSource, decode, encode
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Cut, Layout
 from headrace.relay.parts import Part, Run
 from headrace.relay.publisher import WeightPublisher
 from headrace.relay.reader import WeightReader
+from headrace.relay.versions import Shelf
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([2, 4]), st.integers(1, 200_000))
@@ -41,6 +43,33 @@ def test_what_is_no_delta_of_the_base_is_refused():
         decode(np.zeros(7, np.uint8), 2, 5)
     with pytest.raises(ValueError, match="no delta"):
         decode(encode(np.zeros(100, np.uint8), np.ones(100, np.uint8), 2), 2, 5)
+
+
+def test_a_version_is_offered_as_a_difference_only_where_that_is_less_than_half_of_it():
+    source, old, new = DeltaSource(), np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+    assert source.offer(1, old, 2) is None
+    source.remember(1, old)
+    new[:100] = 1
+    difference = source.offer(2, new, 2)
+    assert difference is not None and difference.delta.base == 1
+    assert source.offer(1, new, 2) is None
+    assert source.offer(2, new + 1, 2) is None
+
+
+def test_a_part_whose_base_is_not_held_or_that_comes_again_comes_whole():
+    segment, codec = Segment.create_anonymous(), DeltaCodec()
+    shelf = Shelf(segment)
+    shelf.prepare(1000, 5)
+    offer = Offer(2, 1000, 5, delta=Delta(1, 8, 2))
+    assert not codec.accept(offer, shelf)
+    slot = shelf.begin(1)
+    assert slot is not None
+    shelf.complete(slot, "0" * 32)
+    assert codec.accept(offer, shelf) and codec.covers([0])
+    codec.forget(0)
+    assert not codec.covers([0])
+    del slot
+    segment.close()
 
 
 class Trained:
