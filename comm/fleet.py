@@ -85,13 +85,14 @@ class Fleet(ABC):
     def leave(self) -> None:
         """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
 
-    def host_rows(self) -> RowUnit:
-        """A storage unit in this process, open to whoever knows the run's secret."""
-        return RowUnit(self.settings.interface, self._secret)
+    def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> RowUnit:
+        """A storage unit in this process, open to every process of the run."""
+        return RowUnit(self.settings.interface, self._secret, on_client_lost=on_client_lost)
 
     def open_rows(self, address: str) -> RowClient:
         """A client of the unit at an address; raises `PeerGone`."""
-        return RowClient(address, self._secret, self.settings.deadline_s)
+        me = {"member": self.name, "incarnation": self.incarnation}
+        return RowClient(address, self._secret, self.settings.deadline_s, **me)
 
     def living(self, role: str, having: str = "") -> list[Member]:
         """Members of a role that beat, and that have announced `having`, by index."""

@@ -106,6 +106,13 @@ class ActorDone(Message, frozen=True):
     facts: dict[str, float | int | str]
 
 
+class ConnectionLost(Message, frozen=True):
+    """A relay reports that the connection of a process to its storage unit ended without a goodbye: the process is dead."""
+
+    member: str
+    incarnation: int
+
+
 class UnitRows(Message, frozen=True):
     """A relay's answer to `CountRows`: keys of the rows that its unit holds."""
 
@@ -222,7 +229,7 @@ class FetchVersion(Message, frozen=True):
 
 MESSAGES: Sequence[type[Message]] = (
     LeaseRequest, LeaseReturn, RowDone, Load, Claim, MoveEnded, Holding, VersionComplete, Pulled, TakeRows, ColumnsDone, StepTrained, CheckpointWritten,
-    ActorDone, RowsMissing, UnitRows, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
+    ActorDone, RowsMissing, ConnectionLost, UnitRows, Failed, Interrupt, LeaseGrant, MoveOrder, ParcelOffered, ParcelRefused, Claimed, RowsGone, HandOut, DropRows, CountRows, Stop,
     SlotWanted, SlotGranted, PartFilled, PushEnded, LinkOffered, SubscribeVersions, FetchVersion,
 )  # fmt: skip
 

@@ -27,6 +27,17 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum(column.num_bytes for column in self.columns)
 
 
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Client to unit, first of all: the fleet's member that it works for; the name is empty for a client outside a fleet."""
+
+    member: str
+    incarnation: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """Client to unit, last of all: the connection ends in order. There is no answer."""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Unit to client: whoever finds `token` at the head of the file at `path` may read and write there."""
 
@@ -119,9 +130,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     is_full: bool
 
 
-Request = Reserve | Commit | Put | Locate | Drop | List | Count
+Request = Reserve | Commit | Put | Locate | Drop | List | Count | Goodbye
 Answer = Reserved | Located | Listing | Done | Absent | Refused
 
 REQUESTS = msgspec.msgpack.Decoder(Request)
 ANSWERS = msgspec.msgpack.Decoder(Answer)
+ATTACHMENTS = msgspec.msgpack.Decoder(Attach)
 WELCOMES = msgspec.msgpack.Decoder(Welcome)

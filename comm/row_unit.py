@@ -3,13 +3,16 @@
 A client on this host writes and reads the arena itself and tells the unit only what lies where; from another host the
 bytes come and go on its connection. A block is written before it is committed, so no row ever shows bytes that are not
 there yet. A place is given out again once its row was dropped, even while somebody still reads it: the reader's digest tells.
+
+The kernel closes the connections of a process that dies, so a connection that ends without a goodbye is a sign of death. The
+unit reports it, unless the same incarnation of the process has another connection, or opens one within `REATTACH_S`.
 """
 
 import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -18,14 +21,17 @@ from .arena import Arena, physical_bytes
 from .errors import LinkBroken, UnitFull
 from .handshake import prove
 from .row_messages import (
+    ATTACHMENTS,
     REQUESTS,
     Absent,
     Answer,
+    Attach,
     Block,
     Commit,
     Count,
     Done,
     Drop,
+    Goodbye,
     List,
     Locate,
     Located,
@@ -44,19 +50,31 @@ log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 _TRANSFER_S = 60.0
+REATTACH_S = 0.2
 _IDLE_S = 1e9  # a client may be silent as long as it likes; its end closes the connection
 
 
 class RowUnit:
-    """A storage unit in this process, on one interface; `address` is "host:port". It ends with `close`."""
+    """A storage unit in this process, on one interface; `address` is "host:port". It ends with `close`.
 
-    def __init__(self, interface: str, secret: bytes = b"", capacity_bytes: int | None = None) -> None:
+    `on_client_lost` is called, from any thread, with the name and incarnation of a process whose connection broke.
+    """
+
+    def __init__(
+        self,
+        interface: str,
+        secret: bytes = b"",
+        capacity_bytes: int | None = None,
+        on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None,
+    ) -> None:
+        self._on_client_lost = on_client_lost
+        self._closing = threading.Event()
         self.arena = Arena(capacity_bytes or physical_bytes())
         self._table = RowTable()
         self._secret = secret
         self._serial = 0
         self._lock = threading.Lock()
-        self._links: set[TcpLink] = set()
+        self._links: dict[TcpLink, Attach | None] = {}
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((interface, 0), backlog=1024)
         self.address = f"{interface}:{self._listener.getsockname()[1]}"
@@ -75,6 +93,7 @@ class RowUnit:
 
     def close(self) -> None:
         """Forget all rows, turn clients away and end the threads."""
+        self._closing.set()
         with contextlib.suppress(OSError):  # already shut down
             self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -96,7 +115,7 @@ class RowUnit:
                 return
             link = TcpLink(connection)
             with self._lock:
-                self._links.add(link)
+                self._links[link] = None
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(threading.Thread(target=self._serve, args=(link,), name="row client", daemon=True))
             self._threads[-1].start()
@@ -104,23 +123,38 @@ class RowUnit:
     def _serve(self, link: TcpLink) -> None:
         """Answer one client until it is gone; what it reserved and never committed is free then."""
         reserved: dict[int, Span] = {}
+        is_broken = False
         try:
             prove(link, LINK_NAME, 0, self._secret, _HANDSHAKE_S)
+            client = receive_frame(link, ATTACHMENTS, _HANDSHAKE_S)
+            with self._lock:
+                self._links[link] = client
             send_frame(link, Welcome(self.arena.path, self.arena.token), _TRANSFER_S)
-            while True:
-                request = receive_frame(link, REQUESTS, _IDLE_S)
+            while not isinstance(request := receive_frame(link, REQUESTS, _IDLE_S), Goodbye):
                 send_frame(link, answer := self._answer(link, request, reserved), _TRANSFER_S)
                 if isinstance(request, Locate) and request.bytes_too and isinstance(answer, Located):
                     self._send_bytes(link, answer)
         except LinkBroken as error:
+            is_broken = True
             log.debug("a client of unit %s has gone: %s", self.address, error)
         except msgspec.DecodeError as error:
             log.warning("unit %s ends a connection that speaks something else: %s", self.address, error)
         finally:
             with self._lock:
-                self._links.discard(link)
+                client = self._links.pop(link)
                 self._free(list(reserved.values()))
             link.close()
+        if is_broken and client is not None and client.member:
+            self._report_lost(client)
+
+    def _report_lost(self, client: Attach) -> None:
+        """Report a process as lost. Waits until it may have attached again; woken by `close`."""
+        if self._closing.wait(REATTACH_S):
+            return
+        with self._lock:
+            is_attached = client in self._links.values()
+        if not is_attached:
+            self._on_client_lost(client.member, client.incarnation)
 
     def _answer(self, link: TcpLink, request: Request, reserved: dict[int, Span]) -> Answer:
         try:

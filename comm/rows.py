@@ -5,6 +5,7 @@ columns later leaves the others as they are. On the unit's host the bytes go str
 from elsewhere over a connection; either way they are checked against their writer's digest when they are read.
 """
 
+import contextlib
 import socket
 import threading
 import weakref
@@ -21,12 +22,14 @@ from .row_messages import (
     WELCOMES,
     Absent,
     Answer,
+    Attach,
     Block,
     Column,
     Commit,
     Count,
     Done,
     Drop,
+    Goodbye,
     List,
     Listing,
     Locate,
@@ -44,6 +47,7 @@ from .waits import waiting
 T = TypeVar("T")
 
 _ALIGN = 64
+_GOODBYE_S = 1.0
 Columns = Mapping[str, np.ndarray]
 
 
@@ -93,11 +97,18 @@ class Rows(Protocol):
 class RowClient:
     """One unit's client. Any thread may use it, one at a time. Raises `PeerGone` when the unit is gone.
 
-    `through_memory=False` sends the bytes over the connection even on the unit's own host.
+    `through_memory=False` sends the bytes over the connection even on the unit's own host. `member` and `incarnation` name the
+    process: the unit reports it as lost if the connection ends without `close`.
     """
 
     def __init__(
-        self, address: str, secret: bytes = b"", deadline_s: float = 30.0, through_memory: bool = True
+        self,
+        address: str,
+        secret: bytes = b"",
+        deadline_s: float = 30.0,
+        through_memory: bool = True,
+        member: str = "",
+        incarnation: int = 0,
     ) -> None:
         self.address = address
         self._deadline_s = deadline_s
@@ -108,6 +119,7 @@ class RowClient:
             with waiting(f"unit {address}", "a connection", deadline_s):
                 self._link = TcpLink(socket.create_connection((host, int(port)), deadline_s))
                 prove(self._link, LINK_NAME, 1, secret, deadline_s)
+                send_frame(self._link, Attach(member, incarnation), deadline_s)
                 welcome = receive_frame(self._link, WELCOMES, deadline_s)
         except (OSError, LinkBroken) as error:
             raise PeerGone(f"unit {address} is gone: {error}") from error
@@ -253,6 +265,8 @@ def _stretches(pieces: list[_Piece]) -> list[tuple[_Piece, _Piece]]:
 
 
 def _close(link: TcpLink, arena: ArenaFile | None) -> None:
+    with contextlib.suppress(LinkBroken):  # the unit may be gone already
+        send_frame(link, Goodbye(), _GOODBYE_S)
     link.close()
     if arena is not None:
         arena.close()

@@ -48,7 +48,7 @@ class CommSettings:
     heartbeat_s: float = 0.3
     """Seconds between two heartbeats of a process."""
     expiry_s: float = 10.0
-    """Seconds without a heartbeat after which a process counts as dead."""
+    """Seconds without a heartbeat after which a process counts as dead, unless the end of its connection told before."""
     deadline_s: float = 300.0
     """Seconds that a blocking wait may take before it ends the run with a message that names both sides."""
     link: str = "auto"

@@ -103,7 +103,8 @@ class GeneratorService:
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
         self._leases = Leases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, cycle)
-        self._courier = Courier(self._mailbox, Units(fleet))
+        self._rows = Units(fleet)
+        self._courier = Courier(self._mailbox, self._rows)
         self._layout = _layout(_structure(recipe), recipe)
         self._buffer = host_buffer(self._layout.num_bytes)
         self._reader = WeightReader(fleet, self._layout, recipe.comm)
@@ -123,6 +124,7 @@ class GeneratorService:
         with waiting("relay", "a version", self._deadline_s) as wait:
             wait.until(lambda: self._reader.newest() is not None)
             receipt = self._reader.pull(self._buffer, wait.remaining_s)
+        self._rows.attach()
         self.version = receipt.version
         self._mailbox.send("hub", Pulled(receipt.version, receipt.digest))
         self._leases.begin_version()

@@ -1,7 +1,8 @@
 """The hub's process: owns the journal, watches the fleet, ends the run.
 
-Consumes its mailbox; waits for letters only, at most `WATCH_S`; woken by anybody. Between letters it looks whether a process
-died or came back as another incarnation: its leases return, and its rows are read elsewhere or generated again.
+Consumes its mailbox; waits for letters only, at most `WATCH_S`; woken by anybody. A process is dead when a relay reports that its
+connection ended, or, at the latest, when its heartbeat stands still or another incarnation has joined: its leases return, and its
+rows are read elsewhere or generated again.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import Protocol
 from ..comm.clock import Clock
 from ..comm.errors import HeadraceError, SettingError
 from ..comm.fleet import Fleet, Member
-from ..comm.messages import ActorDone, Failed, Interrupt
+from ..comm.messages import ActorDone, ConnectionLost, Failed, Interrupt
 from ..comm.settings import CommSettings, EmulatedSettings, RunSettings
 from . import events as ev
 from .dataset import open_rows
@@ -77,6 +78,7 @@ class Watch:
         self.hub = hub
         self.fleet = fleet
         self._known: dict[str, Member] = {}
+        self._lost: dict[str, int] = {}
         self._shown: set[str] = set()
         self._looked = 0.0
 
@@ -95,6 +97,9 @@ class Watch:
                 return End("failed", error, exit_code, gone=letter.sender)
             case Interrupt(signal=number):
                 return End("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
+            case ConnectionLost(member=name, incarnation=incarnation):
+                self._on_connection_lost(name, incarnation)
+                return None
         if not self.hub.handle(letter):
             log.warning("no rule for %s from %s", type(letter.message).__name__, letter.sender)
         return None
@@ -105,13 +110,26 @@ class Watch:
         for name, known in list(self._known.items()):
             now = living.get(name)
             if now is None or now.incarnation != known.incarnation:
-                self._bury(known, f"incarnation {known.incarnation} is gone")
+                if now is None or self._lost.get(name) != known.incarnation:
+                    self._bury(known, f"incarnation {known.incarnation} is gone")
                 del self._known[name]
         self._known |= living
         for member in living.values():
             if (chosen := member.info.get("generator", "")) not in self._shown | {""}:
                 self._shown.add(chosen)
                 print(f"generator: {chosen}", flush=True)
+
+    def _on_connection_lost(self, name: str, incarnation: int) -> None:
+        """Act on the first report about a process that is still in the fleet.
+
+        `_look` does nothing when the next incarnation joins, since that may hold leases already. It acts again when the heartbeat
+        stops: a report in error is possible, and such a process goes on working.
+        """
+        self._look()
+        known = self._known.get(name)
+        if known is not None and known.incarnation == incarnation and self._lost.get(name) != incarnation:
+            self._lost[name] = incarnation
+            self._bury(known, f"the connection of incarnation {incarnation} ended")
 
     def _bury(self, dead: Member, reason: str) -> None:
         if dead.role == "relay":

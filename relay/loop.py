@@ -8,7 +8,7 @@ import time
 from typing import Protocol
 
 from ..comm.fleet import Fleet
-from ..comm.messages import CountRows, DropRows, Load, Stop, UnitRows
+from ..comm.messages import ConnectionLost, CountRows, DropRows, Load, Stop, UnitRows
 from ..comm.segment import Segment
 from ..comm.settings import CommSettings
 from .keeper import WeightKeeper
@@ -28,7 +28,7 @@ class RelayRecipe(Protocol):
 def run(fleet: Fleet, recipe: RelayRecipe) -> None:
     """The relay's process, until the hub's `Stop`."""
     mailbox = fleet.post.open(fleet.name)
-    unit = fleet.host_rows()
+    unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
     segment = Segment.inherited()
     keeper = WeightKeeper(fleet, segment, recipe.comm)
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))

@@ -44,6 +44,18 @@ class Units:
         self._gone: set[str] = set()
         self._lock = threading.Lock()
 
+    def attach(self) -> None:
+        """Connect to a unit, if there is one: the hub then learns of this process's death from the connection's end."""
+        if not self._fleet.living("relay", having="unit"):
+            return
+        for unit in self._nearest_first():
+            try:
+                self._client(unit)
+            except PeerGone as error:
+                self._note(unit, error)
+            else:
+                return
+
     def store(self, key: str, columns: Columns) -> list[str]:
         """Write a new row to two units where there are two, the nearest first; returns those that have it.
 

@@ -67,7 +67,9 @@ class Rollout:
         self.leases = Leases(self.mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self.cycle)
         self.rewards = open_rewards(recipe.rollout.engine, recipe.reward)
         fleet.nearest("relay", having="unit")  # nothing can begin without a storage unit
-        self.courier = Courier(self.mailbox, Units(fleet))
+        units = Units(fleet)
+        units.attach()
+        self.courier = Courier(self.mailbox, units)
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(Path(recipe.run.dir), fleet.name, self.clock)
         self.migration = Migration(

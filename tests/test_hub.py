@@ -8,6 +8,7 @@ import pytest
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.mailbox import Letter
 from headrace.comm.messages import (
+    ConnectionLost,
     DropRows,
     HandOut,
     LeaseGrant,
@@ -229,6 +230,65 @@ def test_a_relay_that_was_started_again_is_idle_for_its_own_time_only(scene: Mak
         watch.turn()
         assert 0 <= s.hub.telemetry.metrics(s.hub.state).get("idle/relay", 0) <= 1
     assert s.hub.telemetry.metrics(s.hub.state)["idle/relay"] == 4.5 / 6
+
+
+def returned(s: Scene) -> list[str]:
+    return [event.reason for _, event in read_events(s.path) if isinstance(event, ev.Returned)]
+
+
+def test_a_process_whose_connection_is_lost_gives_its_leases_back_once(scene: MakeScene):
+    s = scene()
+    watch, dead = Watch(s.hub, MemoryFleet.enter(s.town, "hub")), MemoryFleet.enter(s.town, "rollout")
+    old = s.lease()
+    for _ in range(2):  # two relays may see it
+        s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
+        watch.turn()
+    assert returned(s) == ["the connection of incarnation 1 ended"]
+    new = s.lease("rollout-1")
+    assert new.leases[0].group == old.leases[0].group
+    dead.vanish()
+    watch.turn()
+    assert len(returned(s)) == 1, "the heartbeat that stops later is of no consequence"
+
+
+def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):
+    s = scene()
+    watch = Watch(s.hub, MemoryFleet.enter(s.town, "hub"))
+    MemoryFleet.enter(s.town, "rollout")
+    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
+    watch.turn()
+    s.lease(request=1)
+    MemoryFleet.enter(s.town, "rollout")
+    watch.turn()
+    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
+    watch.turn()
+    assert returned(s) == []
+    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 2))
+    watch.turn()
+    assert len(returned(s)) == 1
+
+
+def test_a_process_that_was_reported_in_error_still_dies_when_its_heartbeat_stops(scene: MakeScene):
+    s = scene()
+    watch, alive = Watch(s.hub, MemoryFleet.enter(s.town, "hub")), MemoryFleet.enter(s.town, "rollout")
+    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
+    watch.turn()
+    s.lease()
+    watch.turn()
+    assert returned(s) == []
+    alive.vanish()
+    watch.turn()
+    assert returned(s) == ["incarnation 1 is gone"]
+
+
+def test_a_process_that_left_or_never_joined_cannot_lose_its_connection(scene: MakeScene):
+    s = scene()
+    watch, left = Watch(s.hub, MemoryFleet.enter(s.town, "hub")), MemoryFleet.enter(s.town, "rollout")
+    left.leave()
+    for name in ("rollout-0", "rollout-7"):
+        s.boxes["relay-0"].send("hub", ConnectionLost(name, 1))
+        assert watch.turn() is None
+    assert returned(s) == []
 
 
 def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(scene: MakeScene):

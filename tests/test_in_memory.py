@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +14,15 @@ from closing import at_end
 from policies import tiny_policy
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
-from headrace.comm.messages import DropRows, Interrupt, Stop
+from headrace.comm.handshake import prove
+from headrace.comm.messages import DropRows, Holding, Interrupt, LeaseGrant, LeaseRequest, Stop
+from headrace.comm.row_messages import Attach
+from headrace.comm.row_wire import LINK_NAME, send_frame
+from headrace.comm.tcp_link import TcpLink
 from headrace.launch.config import Recipe, read_recipe
 from headrace.relay import hub_loop, task_loop
 from headrace.relay import loop as relay_loop
-from headrace.relay.events import Event, RowReady, TaskHanded, Trained
+from headrace.relay.events import Event, Leased, Returned, RowReady, TaskHanded, Trained
 from headrace.relay.journal import account_of, read_events, replay
 from headrace.relay.settings import TaskSettings
 from headrace.rollout import loop as rollout_loop
@@ -226,6 +231,40 @@ def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
     events = [event for _, event in read_events(system.dir / "journal.jsonl")]
     copies = [len(event.units) for event in events if isinstance(event, RowReady)]
     assert copies[:4] == [2] * 4
+
+
+def test_a_rollout_whose_connection_ends_gives_its_leases_back_while_its_heartbeat_goes_on(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000, "queue.max_staleness": 1})
+    system.start("rollout", mortal_rollout, 7)
+    system.start_all()
+    system.wait_for_event("Returned")
+    system.town.post.open("teller").send("hub", Interrupt(2))
+    assert system.wait()["accounting"]["holds"] is True
+    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    leased = {
+        (event.group, event.attempt) for event in events if isinstance(event, Leased) and event.holder == "rollout-7"
+    }
+    lost = {
+        (event.group, event.attempt) for event in events if isinstance(event, Returned) and "connection" in event.reason
+    }
+    assert leased == lost
+
+
+def mortal_rollout(fleet: MemoryFleet, recipe: Recipe) -> None:
+    """Takes a lease, and then its connection to the storage unit ends as if it had been killed; its heartbeat does not."""
+    address = fleet.nearest("relay", having="unit").info["unit"]
+    link = TcpLink(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
+    prove(link, LINK_NAME, 1, b"", PATIENCE_S)
+    send_frame(link, Attach(fleet.name, fleet.incarnation), PATIENCE_S)
+    mailbox = fleet.post.open(fleet.name)
+    mailbox.send("hub", LeaseRequest(1, 0, 1))
+    letter = mailbox.receive(PATIENCE_S)
+    assert letter is not None and isinstance(letter.message, LeaseGrant)
+    link.close()
+    letter = mailbox.receive(PATIENCE_S)
+    assert letter is not None and isinstance(letter.message, Stop)
+    mailbox.send("hub", Holding([], []))
+    mailbox.close()
 
 
 def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
