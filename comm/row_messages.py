@@ -35,7 +35,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """Client to unit, last of all: the connection ends in order. There is no answer."""
+    """Client to unit, last of all: the connection ends in order. The unit does not answer."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
