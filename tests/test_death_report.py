@@ -12,7 +12,7 @@ import pytest
 from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Stop
 from headrace.comm.settings import CommSettings
-from headrace.comm.store import host_store
+from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
 from headrace.relay.admission import Admission
@@ -51,7 +51,7 @@ class Town:
     """A store, a hub, a relay's own loop as a thread, and a rollout in a process of its own that takes two leases."""
 
     def __init__(self, folder: Path) -> None:
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(heartbeat_s=0.02, expiry_s=NEVER_S, deadline_s=PATIENCE_S)
         self.fleets = {role: self.join(role) for role in ("hub", "relay")}
         recipe = SimpleNamespace(comm=self.settings, relay=RelaySettings())
