@@ -17,7 +17,7 @@ class Trace:
     def __init__(self, run_dir: Path, name: str, clock: Clock) -> None:
         folder = run_dir / "trace"
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (folder / f"{name}.jsonl").open("a", encoding="utf-8")
+        self._file: IO[str] = (folder / f"{name}.jsonl").open("a", encoding="utf-8", buffering=1)
         self._clock = clock
         self._state = ""
         self._facts: dict[str, float | int | str] = {}
@@ -42,7 +42,6 @@ class Trace:
     def sample(self, **values: float) -> None:
         """Numbers as they are now."""
         self._write({"t": self._clock.now(), "values": values})
-        self._file.flush()
 
     def close(self) -> None:
         """Write the last state."""

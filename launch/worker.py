@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..comm.errors import SettingError
 from ..comm.plugin import ProcessFunction, resolve_engine
@@ -177,5 +177,15 @@ def main(argv: list[str]) -> int:
     return run_role(arguments.role, arguments.index, recipe, address, interruption)
 
 
+def end_process(code: int) -> NoReturn:
+    """End the process. A role that failed leaves threads behind, and one of them inside torch aborts the interpreter's exit."""
+    if code == 0:
+        sys.exit(0)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
