@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ..comm.errors import SettingError
-from ..comm.measure import Row, write_json
+from .bench.harness import Row, write_json
 from .check import is_emulated
 from .children import say
 from .config import Recipe, read_recipe

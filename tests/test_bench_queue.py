@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.relay.bench import main
-from headrace.relay.bench_load import load
+from headrace.launch.bench.__main__ import main
+from headrace.launch.bench.storage_load import load
 
 
 @pytest.mark.slow

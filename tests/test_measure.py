@@ -4,8 +4,9 @@ import sys
 import numpy as np
 from timed_link import Clock, TimedLink
 
-from headrace.comm.measure import Row, best_seconds, line, read_json, run, write_json
-from headrace.relay.bench_weights_hosts import Hosts
+from headrace.comm.timed_link import Clock, TimedLink
+from headrace.launch.bench.harness import Row, best_seconds, line, read_json, run, write_json
+from headrace.launch.bench.relay_cluster import Hosts
 
 ROWS = [Row("tcp-link", "raw socket", 4.0, "GB/s", 0.95), Row("actor-stall-6-relays", "1 relay", 3.0, "ms", 1.02)]
 
@@ -38,8 +39,8 @@ def test_the_best_of_several_timings_counts_and_works_take_turns():
 
 def test_the_benchmark_of_links_writes_its_rows(tmp_path):
     path = tmp_path / "rows.json"
-    command = ["-m", "headrace.comm.bench", "--only", "tcp-link", "--megabytes", "4", "--json", str(path)]
-    subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, timeout=240)
+    command = ["-m", "headrace.launch.bench.links", "--only", "tcp-link", "--megabytes", "4", "--json", str(path)]
+    subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, timeout=60)
     (row,) = read_json(path)
     assert row.workload == "tcp-link" and row.ratio > 0
 

@@ -1,6 +1,6 @@
 """Rows of `relay.bench` about the hub: events a second through its mailbox and journal, and how fast a journal is folded.
 
-python -m headrace.relay.bench_hub FOLDER STORE_ADDRESS      (the hub's process)
+python -m headrace.launch.bench.hub FOLDER STORE_ADDRESS      (the hub's process)
 """
 
 import contextlib
@@ -15,10 +15,9 @@ from typing import TypeVar
 
 import msgspec
 
-from ..comm.fleet import Fleet
-from ..comm.mailbox import Mailbox
-from ..comm.measure import Row
-from ..comm.messages import (
+from ...comm.fleet import Fleet
+from ...comm.mailbox import Mailbox
+from ...comm.messages import (
     ActorDone,
     GroupId,
     HandOut,
@@ -30,13 +29,14 @@ from ..comm.messages import (
     Stop,
     TakeRows,
 )
-from ..comm.settings import CommSettings, EmulatedSettings, RunSettings
-from ..comm.waits import waiting
-from . import events as ev
-from .hub_loop import run
-from .journal import Journal, replay
-from .settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
-from .state import HubState, apply
+from ...comm.settings import CommSettings, EmulatedSettings, RunSettings
+from ...comm.waits import waiting
+from ...relay import events as ev
+from ...relay.hub_loop import run
+from ...relay.journal import Journal, replay
+from ...relay.settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
+from ...relay.state import HubState, apply
+from .harness import Row
 
 M = TypeVar("M", bound=Message)
 
@@ -72,7 +72,7 @@ def hub_events() -> list[Row]:
         assert store.stdout is not None
         address = store.stdout.readline().split()[1]
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
-        hub = subprocess.Popen([sys.executable, "-m", "headrace.relay.bench_hub", folder, address])
+        hub = subprocess.Popen([sys.executable, "-m", "headrace.launch.bench.hub", folder, address])
         fleet = Fleet.join(address, "actor", 0, _SECRET, {}, CommSettings())
         started = time.monotonic()
         _play(fleet.post.open("rollout-0"), fleet.post.open("actor-0"))

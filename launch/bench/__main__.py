@@ -1,6 +1,6 @@
 """The benchmark of the experience queue: storage units, load, the hub with its journal.
 
-    python -m headrace.relay.bench [--peer-python PATH] [--seconds N] [--only WORKLOAD ...] [--json FILE]
+    python -m headrace.launch.bench [--peer-python PATH] [--seconds N] [--only WORKLOAD ...] [--json FILE]
 
 `units` needs an interpreter with TransferQueue (`--peer-python`, e.g. of a virtual environment into which
 `pip install TransferQueue` went); without one it is left out.
@@ -11,15 +11,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..comm.measure import HEADING, Row, line, write_json
-from .bench_hub import hub_events, journal_replay
-from .bench_load import load
-from .bench_rows import beside_peer
+from .harness import HEADING, Row, line, write_json
+from .hub import hub_events, journal_replay
+from .storage import beside_peer
+from .storage_load import load
 
 
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m headrace.relay.bench")
+    parser = argparse.ArgumentParser(prog="python -m headrace.launch.bench")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long `load` lasts")

@@ -1,4 +1,4 @@
-"""`python -m headrace.rollout.bench [--json FILE] [--workload NAME ...]`: this engine beside transformers' two.
+"""`python -m headrace.launch.bench.generator [--json FILE] [--workload NAME ...]`: this engine beside transformers' two.
 
 Random weights; prompts and response lengths are drawn once per workload (lengths log-normal, sigma 0.9, cut at 256), and
 every contender must produce exactly the tokens asked for, with log-probabilities. On the CPU one thread and tokens per second
@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ..trainer.attention_exact import attend_pages
-from ..trainer.decoder import Head, LeanDecoder
-from .engine import Engine
-from .sampler import SamplingParams
+from ...rollout.engine import Engine
+from ...rollout.sampler import SamplingParams
+from ...trainer.attention_exact import attend_pages
+from ...trainer.decoder import Head, LeanDecoder
 
 SLOTS = 32
 FLOOR_CONTEXT = 192
@@ -261,7 +261,7 @@ def measure(workload: Workload, folder: Path, rounds: int) -> list[Row]:
 
 def main() -> None:
     """Run the workloads and print the table."""
-    parser = argparse.ArgumentParser(prog="headrace.rollout.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="headrace.launch.bench.generator", description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--workload", nargs="*", choices=[w.name for w in WORKLOADS], help="only these")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of every contender")

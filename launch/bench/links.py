@@ -1,8 +1,8 @@
 """The benchmark of this floor and, in a process of its own, of the weights that travel on it.
 
-    python -m headrace.comm.bench [--json FILE] [--only WORKLOAD ...] [--megabytes N]
+    python -m headrace.launch.bench.links [--json FILE] [--only WORKLOAD ...] [--megabytes N]
 
-The weights' own workloads are those of `python -m headrace.relay.bench_weights`, which this floor must not import.
+The weights' own workloads are those of `python -m headrace.launch.bench.weights`, which this floor must not import.
 """
 
 import socket
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .links import Link, open_link
-from .measure import HEADING, Row, Workload, best_seconds, parse, read_json, run, write_json
-from .store import StoreServer
+from ...comm.links import Link, open_link
+from ...comm.store import StoreServer
+from .harness import HEADING, Row, Workload, best_seconds, parse, read_json, run, write_json
 
 _PIECE = 1 << 20
 _REPEATS = 12
 _CHILD = """
 import sys, numpy as np
-from headrace.comm.bench import echo_link, echo_socket
+from headrace.launch.bench.links import echo_link, echo_socket
 (echo_link if sys.argv[1] == "link" else echo_socket)(sys.argv[2], int(sys.argv[3]))
 """
 
@@ -91,7 +91,7 @@ def _weights(arguments: list[str]) -> list[Row]:
         command = [
             sys.executable,
             "-m",
-            "headrace.relay.bench_weights",
+            "headrace.launch.bench.weights",
             "--no-heading",
             *arguments,
             "--json",
@@ -104,7 +104,7 @@ def _weights(arguments: list[str]) -> list[Row]:
 
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
-    arguments = parse("headrace.comm.bench", argv, [*WORKLOADS, "those of headrace.relay.bench_weights"])
+    arguments = parse("headrace.launch.bench.links", argv, [*WORKLOADS, "those of headrace.launch.bench.weights"])
     is_all = not arguments.only
     print(HEADING, flush=True)
     rows = run(WORKLOADS, [n for n in WORKLOADS if is_all or n in arguments.only], arguments.megabytes << 20)

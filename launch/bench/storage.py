@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..comm.measure import Row
-from ..comm.rows import Columns, RowClient
-from ..comm.waits import waiting
-from .bench_load import UnitProcess
+from ...comm.rows import Columns, RowClient
+from ...comm.waits import waiting
+from .harness import Row
+from .storage_load import UnitProcess
 
 NUM_ROWS, NUM_COLUMNS, NUM_TOKENS = 1024, 9, 8192
 _ROUNDS = 8
@@ -23,7 +23,7 @@ class Peer:
 
     def __init__(self, python: str) -> None:
         sizes = [str(size) for size in (NUM_ROWS, NUM_COLUMNS, NUM_TOKENS)]
-        script = str(Path(__file__).with_name("bench_peer.py"))
+        script = str(Path(__file__).with_name("transferqueue_peer.py"))
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
             [python, script, *sizes],

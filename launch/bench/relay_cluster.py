@@ -1,6 +1,6 @@
 """The emulated cluster of the benchmark: relays in processes of their own, and an actor here.
 
-    python -m headrace.relay.bench_weights_hosts STORE INDEX LINK PACE INTERFACE CHUNK_BYTES
+    python -m headrace.launch.bench.relay_cluster STORE INDEX LINK PACE INTERFACE CHUNK_BYTES
 
 is one relay; it prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that it holds whole.
 """
@@ -18,15 +18,15 @@ from typing import Self
 
 import torch
 
-from ..comm.fleet import Fleet
-from ..comm.segment import Segment
-from ..comm.settings import LARGE_COPIES, CommSettings
-from ..comm.store import StoreServer
-from ..comm.waits import waiting
-from .keeper import WeightKeeper
-from .layout import Layout
-from .publisher import WeightPublisher
-from .reader import WeightReader
+from ...comm.fleet import Fleet
+from ...comm.segment import Segment
+from ...comm.settings import LARGE_COPIES, CommSettings
+from ...comm.store import StoreServer
+from ...comm.waits import waiting
+from ...relay.keeper import WeightKeeper
+from ...relay.layout import Layout
+from ...relay.publisher import WeightPublisher
+from ...relay.reader import WeightReader
 
 ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Of the benchmark's processes: copies as a seat's children make them, and no word on hosts without a name."""
@@ -122,7 +122,7 @@ class Hosts:
         enter, interface = self._places[index]
         s = self._settings
         words = [self._hosted.address, str(index), s.link, str(s.pace or 0.0), interface, str(s.chunk_bytes or 0)]
-        command = [*enter, sys.executable, "-m", "headrace.relay.bench_weights_hosts", *words]
+        command = [*enter, sys.executable, "-m", "headrace.launch.bench.relay_cluster", *words]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT})
         self._listeners.append(threading.Thread(target=self._listen, args=(index, relay), daemon=True))
         self._listeners[-1].start()

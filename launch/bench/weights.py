@@ -1,6 +1,6 @@
 """The benchmark of the weights: same-host copies, the actor's stall, the chain, its repair.
 
-    python -m headrace.relay.bench_weights [--json FILE] [--only WORKLOAD ...] [--megabytes N]
+    python -m headrace.launch.bench.weights [--json FILE] [--only WORKLOAD ...] [--megabytes N]
 
 Hosts are processes on this machine, their links held to a pace where the network is what is measured. Every figure is set
 against a peer measured in the same run.
@@ -15,10 +15,10 @@ import time
 
 import numpy as np
 
-from ..comm.measure import HEADING, Row, Workload, best_seconds, parse, run, write_json
-from .bench_weights_hosts import ENVIRONMENT, Hosts
-from .bench_weights_network import Network, can_shape, chain_seconds, gloo_seconds
-from .chunks import START_S, best_num_chunks, push_seconds
+from ...relay.chunks import START_S, best_num_chunks, push_seconds
+from .harness import HEADING, Row, Workload, best_seconds, parse, run, write_json
+from .network_namespaces import Network, can_shape, chain_seconds, gloo_seconds
+from .relay_cluster import ENVIRONMENT, Hosts
 
 _PACE = 40e6
 _PACED_BYTES = 64 << 20
@@ -157,9 +157,9 @@ WORKLOADS: dict[str, Workload] = {
 def main(argv: list[str]) -> None:
     """Run the workloads asked for, print the table."""
     if ENVIRONMENT.items() - os.environ.items():
-        again = [sys.executable, "-m", "headrace.relay.bench_weights", *argv]
+        again = [sys.executable, "-m", "headrace.launch.bench.weights", *argv]
         sys.exit(subprocess.run(again, env={**os.environ, **ENVIRONMENT}, check=False).returncode)
-    arguments = parse("headrace.relay.bench_weights", argv, list(WORKLOADS))
+    arguments = parse("headrace.launch.bench.weights", argv, list(WORKLOADS))
     if not arguments.no_heading:
         print(HEADING, flush=True)
     rows = run(WORKLOADS, arguments.only or list(WORKLOADS), arguments.megabytes << 20)

@@ -1,6 +1,6 @@
 """Rows of `relay.bench`: a storage unit under many writers and readers for a minute.
 
-    python -m headrace.relay.bench_load ADDRESS FIRST_WRITER NUM_WRITERS SECONDS      (one process of writers)
+    python -m headrace.launch.bench.storage_load ADDRESS FIRST_WRITER NUM_WRITERS SECONDS      (one process of writers)
 
 Each writer puts one row after the other and never has more than a few that nobody has consumed; readers look what there is,
 check every byte, and drop it.
@@ -15,9 +15,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ..comm.measure import Row
-from ..comm.rows import RowClient
-from ..comm.waits import waiting
+from ...comm.rows import RowClient
+from ...comm.waits import waiting
+from .harness import Row
 
 NUM_WRITERS, NUM_PROCESSES, NUM_READERS = 64, 4, 8
 _NUM_TOKENS = 8192
@@ -142,7 +142,9 @@ def load(seconds: float) -> list[Row]:
         started = time.monotonic()
         writers = [
             subprocess.Popen(
-                [sys.executable, "-m", "headrace.relay.bench_load", *command], stdout=subprocess.PIPE, text=True
+                [sys.executable, "-m", "headrace.launch.bench.storage_load", *command],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for command in commands
         ]

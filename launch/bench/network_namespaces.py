@@ -1,7 +1,7 @@
 """A cluster in network namespaces: one shaped link per host, both ways, on one switch. Needs root and iproute2.
 
-    python -m headrace.relay.bench_weights_network chain PREFIX NUM_HOSTS NUM_BYTES
-    python -m headrace.relay.bench_weights_network gloo PREFIX RANK NUM_HOSTS STORE NUM_BYTES
+    python -m headrace.launch.bench.network_namespaces chain PREFIX NUM_HOSTS NUM_BYTES
+    python -m headrace.launch.bench.network_namespaces gloo PREFIX RANK NUM_HOSTS STORE NUM_BYTES
 
 run inside the namespaces: the first on host 0, the second on each host.
 """
@@ -19,8 +19,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ..comm.store import StoreServer, connect_store
-from .bench_weights_hosts import Hosts
+from ...comm.store import StoreServer, connect_store
+from .relay_cluster import Hosts
 
 _REPEATS = 2
 
@@ -91,7 +91,7 @@ def gloo_seconds(network: Network, num_hosts: int, num_bytes: int) -> float:
 
 
 def _command(prefix: str, host: int, kind: str, *arguments: object) -> list[str]:
-    words = [sys.executable, "-m", "headrace.relay.bench_weights_network", kind, prefix, *map(str, arguments)]
+    words = [sys.executable, "-m", "headrace.launch.bench.network_namespaces", kind, prefix, *map(str, arguments)]
     return [*enter(prefix, host), *words]
 
 

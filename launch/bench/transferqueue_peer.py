@@ -1,6 +1,6 @@
 """The other side of `relay.bench`: the same rows in TransferQueue's simple storage, timed in its own interpreter.
 
-    PEER_PYTHON relay/bench_peer.py NUM_ROWS NUM_COLUMNS NUM_TOKENS
+    PEER_PYTHON launch/bench/transferqueue_peer.py NUM_ROWS NUM_COLUMNS NUM_TOKENS
 
 Run by path, since that interpreter has TransferQueue, Ray and torch but not this project. Once it is ready it prints a line;
 for each line on stdin it then puts, lists, gets and clears all rows once and prints the seconds of each as JSON.

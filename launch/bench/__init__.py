@@ -1,0 +1,1 @@
+"""The benchmarks of every part, in one command."""
