@@ -61,6 +61,18 @@ def test_a_pair_needs_no_chunks_and_chunks_stay_within_what_links_carry_well():
     assert chunk_bytes(128, 1 << 20, 1e-9, 1e-6) == 64 << 10
 
 
+def test_a_timed_link_carries_one_piece_after_the_other():
+    near, far = Clock(1.0), Clock()
+    link = TimedLink(near, far, start_s=0.5, byte_s=0.1)
+    for value in (3, 4):
+        link.send(np.full(10, value, np.uint8))
+    piece = np.zeros(10, np.uint8)
+    link.receive(piece)
+    assert piece[0] == 3 and far.now == 2.5
+    link.receive(piece)
+    assert piece[0] == 4 and far.now == 4.0 and near.now == 1.0
+
+
 def seconds_down_the_line(num_nodes, num_bytes, num_chunks, byte_s, start_s):
     """Seconds until the last of the nodes has everything, each sending on what it received; bytes checked at the end."""
     clocks = [Clock() for _ in range(num_nodes)]

@@ -66,7 +66,7 @@ def test_rows_compare_with_the_peer_of_the_same_run():
         "repack-off": outcome(100, kv_util=0.4),
         "repack-on": outcome(120, kv_util=0.5),
     }
-    ratios = {row.workload: row.ratio for row in rows_of(outcomes)}
+    ratios = {row.name: row.ratio for row in rows_of(outcomes)}
     assert ratios == pytest.approx(
         {
             "sync-colocated": 1.0,
@@ -180,7 +180,7 @@ def test_two_schedules_are_run_compared_and_kept(tmp_path: Path, capsys: pytest.
         "headrace", "--json", str(tmp_path / "rows.json"),
     ]  # fmt: skip
     assert compare.main(words) == 0
-    rows = {row["workload"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert rows["sync-colocated"]["ratio"] == 1.0 and rows["headrace"]["value"] > 0
     capsys.readouterr()
     assert compare.main(words) == 0, "finished runs are read again"

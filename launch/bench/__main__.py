@@ -1,50 +1,132 @@
-"""The benchmark of the experience queue: storage units, load, the hub with its journal.
+"""One command for all benchmarks.
 
-    python -m headrace.launch.bench [--peer-python PATH] [--seconds N] [--only WORKLOAD ...] [--json FILE]
+    python -m headrace.launch.bench [WORKLOAD ...] [--list] [--runs N] [--json FILE]
 
-`units` needs an interpreter with TransferQueue (`--peer-python`, e.g. of a virtual environment into which
-`pip install TransferQueue` went); without one it is left out.
+WORKLOAD is a name that `--list` shows: a workload, a group of workloads, or a row. Rows that are measured together come
+together. Without a name all workloads run.
 """
 
 import argparse
+import difflib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
-from .harness import HEADING, Row, line, write_json
-from .hub import hub_events, journal_replay
-from .storage import beside_peer
-from .storage_load import load
+from .harness import ENVIRONMENT, HEADING, Options, Row, Work, line, medians, write_json
 
 
-def main(argv: list[str]) -> None:
-    """Run the workloads asked for, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m headrace.launch.bench")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
-    parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long `load` lasts")
-    parser.add_argument("--events", type=int, default=1_000_000, help="events of the journal that is replayed")
-    parser.add_argument("--only", nargs="+", default=[], choices=["units", "load", "hub-events", "journal-replay"])
-    arguments = parser.parse_args(argv)
-    workloads: dict[str, Callable[[], list[Row]]] = {
-        "units": lambda: beside_peer(arguments.peer_python),
-        "load": lambda: load(arguments.seconds),
-        "hub-events": hub_events,
-        "journal-replay": lambda: journal_replay(arguments.events),
-    }
-    names = arguments.only or list(workloads)
-    if "units" in names and arguments.peer_python is None:
-        print("units: left out, for --peer-python names no interpreter that has TransferQueue")
-        names.remove("units")
-    print(HEADING, flush=True)
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """An entry of the list; the module, which may be slow to import, is loaded when it runs."""
+
+    name: str
+    group: str
+    module: str
+    measures: str
+    rows: tuple[str, ...] = ()
+    """Names of its rows, where they differ from its own."""
+
+    @property
+    def names(self) -> set[str]:
+        """The names that select it."""
+        return {self.name, self.group, *self.rows}
+
+    def load(self) -> Work:
+        """Import the function that runs it once."""
+        return import_module(f".{self.module}", __package__).WORKLOADS[self.name]
+
+
+_CHUNK_ROWS = tuple(f"chunks-{size}" for size in ("64-KiB", "256-KiB", "512-KiB", "1024-KiB", "4096-KiB", "chosen"))
+_PEERS = "tokens/s over transformers"
+CATALOGUE = (
+    Workload("5m-fp32", "generator", "generator", f"5M policy, 128 short requests: {_PEERS}, and a step over its kernels"),
+    Workload("5m-bf16", "generator", "generator", "the same in bfloat16"),
+    Workload("5m-fp32-groups", "generator", "generator", f"5M policy, 8 groups of 8 with long prompts: {_PEERS}"),
+    Workload("100m-bf16", "generator", "generator", f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
+    Workload("0.5b-bf16-gpu", "generator", "generator", f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
+    Workload("1.5b-bf16-gpu", "generator", "generator", f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
+    Workload("tcp-link", "weights", "links", "GB/s of a tcp link over a raw loopback socket"),
+    Workload("shm-copies", "weights", "weights", "GB/s of push, pull and digest on one host over numpy.copyto",
+             ("shm-push", "shm-pull", "digest")),
+    Workload("actor-stall-6-relays", "weights", "weights", "the actor's stall with 6 relays over that with 1"),
+    Workload("step-p99-relay-stopped", "weights", "weights", "the slowest step over the median while a relay is stopped"),
+    Workload("chain-12-hosts", "weights", "weights", "a push to 12 hosts over one to 2, and over the model's time"),
+    Workload("chunk-sizes", "weights", "weights", "a push in chunks of several sizes over the model's time", _CHUNK_ROWS),
+    Workload("push-with-relay-killed", "weights", "weights", "a push in which a relay is killed over an unbroken one"),
+    Workload("gloo-broadcast-12-hosts", "weights", "weights", "Gloo's broadcast over our chain, in shaped network namespaces",
+             ("chain-12-namespaces",)),
+    Workload("units", "queue", "storage", "put, get, list, clear of a storage unit over TransferQueue (--peer-python)",
+             ("put", "get", "list", "clear")),
+    Workload("load", "queue", "storage_load", "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
+             ("load-rows", "load-bytes", "load-memory")),
+    Workload("hub-events", "hub", "hub", "events/s through the hub's mailbox and journal"),
+    Workload("journal-replay", "hub", "hub", "seconds to fold a journal of many events"),
+)  # fmt: skip
+"""All workloads, in the order in which they run."""
+
+
+def choose(words: Sequence[str]) -> list[Workload]:
+    """The workloads that the words name, all without words; raises KeyError with a message for an unknown word."""
+    known = {name for workload in CATALOGUE for name in workload.names}
+    for word in words:
+        if word not in known:
+            near = sorted({name for name in known if word in name} | {*difflib.get_close_matches(word, known, 5)})
+            raise KeyError(f"no workload {word!r}; " + (f"near it: {', '.join(near)}" if near else "see --list"))
+    return [workload for workload in CATALOGUE if not words or workload.names & {*words}]
+
+
+def describe(workload: Workload) -> str:
+    """Its line of `--list`."""
+    rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
+    return f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}\n"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the chosen workloads, print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="WORKLOAD", help="a workload, a group, or a row; default: all")
+    parser.add_argument("--list", action="store_true", help="print the workloads and what they measure")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="run each N times; the table shows medians")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
+    defaults = Options()
+    parser.add_argument(
+        "--megabytes", type=int, default=defaults.megabytes, help="size of a version (tcp-link, shm-copies)"
+    )
+    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="duration of `load`")
+    parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
+    given = parser.parse_intermixed_args(words)
+    try:
+        chosen = choose(given.names)
+    except KeyError as error:
+        parser.error(error.args[0])
+    if given.runs < 1:
+        parser.error("--runs: at least 1")
+    if given.list:
+        sys.stdout.writelines(map(describe, chosen))
+        return 0
+    run(chosen, Options(given.megabytes, given.seconds, given.events, given.peer_python), given.runs, given.json)
+    return 0
+
+
+def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Path | None) -> None:
+    """Run the workloads, print their rows and write those so far to `path`."""
     rows: list[Row] = []
-    for name in names:
-        for row in workloads[name]():
-            rows.append(row)
-            print(line(row), flush=True)
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    print(HEADING, flush=True)
+    for workload in workloads:
+        work = workload.load()
+        found = medians([work(options) for _ in range(num_runs)])
+        print("".join(f"{line(row)}\n" for row in found), end="", flush=True)
+        rows += found
+        if path is not None:
+            write_json(rows, path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    wanted = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
+    if wanted != dict(os.environ):  # the C library reads its tunables when a process starts
+        os.execve(sys.executable, [sys.executable, "-m", str(__package__), *sys.argv[1:]], wanted)
+    sys.exit(main(sys.argv[1:]))

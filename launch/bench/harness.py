@@ -1,80 +1,152 @@
-"""Rows of a benchmark: measured, printed as a table, written as JSON."""
+"""The parts that all benchmarks share: options, rows of results, timing, and child processes."""
 
-import argparse
-import json
+import os
+import select
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from ...comm.settings import LARGE_COPIES
+from ...comm.waits import waiting
+
+ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Environment of all processes of a benchmark: large copies as in a run, and no warnings about hosts without a name."""
+PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line: `value` in `unit` of `workload`, and its `ratio` to `peer` measured in the same run."""
+class Options:
+    """The sizes that a user can choose."""
 
-    workload: str
+    megabytes: int = 256
+    """Size of a version, where memory or loopback is the limit."""
+    seconds: float = 60.0
+    """Duration of `load`."""
+    events: int = 1_000_000
+    """Length of the journal that `journal-replay` reads."""
+    peer_python: str | None = None
+    """An interpreter that has TransferQueue."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One figure: `value` in `unit`, and its `ratio` to `peer`; medians where `runs` holds (value, ratio) of several runs."""
+
+    name: str
     peer: str
     value: float
     unit: str
     ratio: float
+    runs: tuple[tuple[float, float], ...] = ()
 
 
-Workload = Callable[[int], list[Row]]
-"""Takes the bytes of a version, for what memory or loopback bounds; returns its rows."""
+Work = Callable[[Options], list[Row]]
+"""Runs a workload once."""
 
-
-def best_seconds(
-    *works: Callable[[], object], repeats: int = 10, now: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """The shortest timing of each of several works, taken in turns, so that whatever else the machine does meets all alike."""
-    best = [float("inf")] * len(works)
-    for _ in range(repeats):
-        for index, work in enumerate(works):
-            started = now()
-            work()
-            best[index] = min(best[index], now() - started)
-    return best
-
-
-HEADING = f"{'workload':<28} {'value':>10} {'unit':<6} {'ratio':>7}  to"
+HEADING = f"{'workload':<24} {'value':>10} {'min..max':>16} {'unit':<8} {'ratio':>7} {'min..max':>14}  to"
 
 
 def line(row: Row) -> str:
-    """A row for reading, under `HEADING`."""
-    return f"{row.workload:<28} {row.value:>10.3f} {row.unit:<6} {row.ratio:>7.3f}  {row.peer}"
+    """A row of the table under `HEADING`."""
+    value_span, ratio_span = map(_span, zip(*row.runs, strict=True)) if len(row.runs) > 1 else ("", "")
+    figures = f"{_short(row.value):>10} {value_span:>16} {row.unit:<8} {_short(row.ratio):>7} {ratio_span:>14}"
+    return f"{row.name:<24} {figures}  {row.peer}"
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{_short(min(values))}..{_short(max(values))}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def medians(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """One row for each figure, from several runs of one workload."""
+    rows: list[Row] = []
+    for same in zip(*runs, strict=True):
+        values, ratios = [row.value for row in same], [row.ratio for row in same]
+        pairs = tuple(zip(values, ratios, strict=True))
+        row = msgspec.structs.replace(
+            same[0], value=statistics.median(values), ratio=statistics.median(ratios), runs=pairs
+        )
+        rows.append(row)
+    return rows
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """The rows for machines."""
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    """Write rows for machines."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
 
 
-def read_json(path: Path) -> list[Row]:
-    """What `write_json` wrote."""
-    return [Row(**row) for row in json.loads(path.read_text())]
+def best_seconds(
+    *works: Callable[[], object], repeats: int = 10, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """The shortest time of each of several works. They take turns, so that other load on the machine affects all alike."""
+    best = [float("inf")] * len(works)
+    for _ in range(repeats):
+        for index, work in enumerate(works):
+            started = clock()
+            work()
+            best[index] = min(best[index], clock() - started)
+    return best
 
 
-def parse(prog: str, argv: Sequence[str], workloads: Sequence[str]) -> argparse.Namespace:
-    """The arguments that every benchmark takes."""
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
-    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", default=[], help=", ".join(workloads))
-    parser.add_argument("--no-heading", action="store_true", help="leave out the table's first line")
-    parser.add_argument(
-        "--megabytes", type=int, default=256, help="bytes of a version for what memory or loopback bounds"
-    )
-    return parser.parse_args(argv)
+def command(module: str, *words: object) -> list[str]:
+    """The command that runs a module of this folder as a process of its own."""
+    return [sys.executable, "-m", f"{__package__}.{module}", *map(str, words)]
 
 
-def run(workloads: Mapping[str, Workload], names: Sequence[str], num_bytes: int) -> list[Row]:
-    """Run workloads by name and print their rows as they come; ends the process at a name that there is not."""
-    rows: list[Row] = []
-    if unknown := sorted(set(names) - set(workloads)):
-        raise SystemExit(f"--only: no workload {', '.join(unknown)}; there are {', '.join(workloads)}")
-    for name in names:
-        for row in workloads[name](num_bytes):
-            rows.append(row)
-            sys.stdout.write(line(row) + "\n")
-            sys.stdout.flush()
-    return rows
+class Child:
+    """A process that reports in lines. It ends when its standard input does, or by itself."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start it, with `environment` in place of this process's own."""
+        self.name = " ".join(words)
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # no byte may wait in a buffer that `select` does not see
+            env=environment or {**os.environ, **ENVIRONMENT},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            if kind is None:
+                self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+    def ask(self, start: str = "") -> str:
+        """Send an empty line; returns the answer, see `line`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        return self.line(start)
+
+    def line(self, start: str = "", deadline_s: float = PATIENCE_S) -> str:
+        """The next line of output that begins with `start`; raises RuntimeError if the process ends before it."""
+        output = self.process.stdout
+        assert output is not None
+        with waiting(self.name, "a line", deadline_s) as wait:
+            while True:
+                wait.check()
+                if select.select([output], [], [], wait.remaining_s)[0]:
+                    text = output.readline()
+                    if not text:
+                        raise RuntimeError(f"{self.name} has ended early; its messages are above")
+                    if text.startswith(start.encode()):
+                        return text.decode().strip()

@@ -1,15 +1,12 @@
-"""Rows of `relay.bench` about the hub: events a second through its mailbox and journal, and how fast a journal is folded.
+"""The hub: events per second through its mailbox and journal, and the time to read a journal again.
 
 python -m headrace.launch.bench.hub FOLDER STORE_ADDRESS      (the hub's process)
 """
 
-import contextlib
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,14 +26,16 @@ from ...comm.messages import (
     Stop,
     TakeRows,
 )
-from ...comm.settings import CommSettings, EmulatedSettings, RunSettings
+from ...comm.settings import CommSettings, RunSettings
+from ...comm.store import StoreServer
 from ...comm.waits import waiting
 from ...relay import events as ev
 from ...relay.hub_loop import run
 from ...relay.journal import Journal, replay
-from ...relay.settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
+from ...relay.settings import BatchSettings, DataSettings, QueueSettings
 from ...relay.state import HubState, apply
-from .harness import Row
+from ..config import Recipe
+from .harness import Child, Options, Row, command
 
 M = TypeVar("M", bound=Message)
 
@@ -45,43 +44,20 @@ _PROMPTS, _SAMPLES, _STEPS = 64, 8, 60
 _PATIENCE_S = 120.0
 
 
-@dataclass(slots=True)
-class _Loss:
-    kl_coef: float = 0.0
-
-
-@dataclass(slots=True)
-class HubSections:
-    """The sections of a recipe that the hub reads."""
-
-    run: RunSettings
-    data: DataSettings
-    batch: BatchSettings = field(default_factory=lambda: BatchSettings(_PROMPTS, _SAMPLES))
-    queue: QueueSettings = field(default_factory=lambda: QueueSettings(capacity=4 * _PROMPTS))
-    repack: RepackSettings = field(default_factory=RepackSettings)
-    comm: CommSettings = field(default_factory=CommSettings)
-    emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
-    algorithm: _Loss = field(default_factory=_Loss)
-
-
-def hub_events() -> list[Row]:
-    """Events a second of the hub's own process, its journal on, while one process plays all rollouts and the trainer."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "headrace.comm.store", "--end-with-parent"]
-        store = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        assert store.stdout is not None
-        address = store.stdout.readline().split()[1]
+def hub_events(options: Options) -> list[Row]:
+    """Events per second of the hub's own process, journal on, while one process plays all rollouts and the trainer."""
+    hosted = StoreServer("127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
-        hub = subprocess.Popen([sys.executable, "-m", "headrace.launch.bench.hub", folder, address])
-        fleet = Fleet.join(address, "actor", 0, _SECRET, {}, CommSettings())
-        started = time.monotonic()
-        _play(fleet.post.open("rollout-0"), fleet.post.open("actor-0"))
-        assert hub.wait(_PATIENCE_S) == 0
-        fleet.leave()
+        with Child(command("hub", folder, hosted.address)) as hub:
+            fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
+            _play(fleet.post.open("rollout-0"), fleet.post.open("actor-0"))
+            assert hub.process.wait(_PATIENCE_S) == 0
+            fleet.leave()
         journal = Path(folder) / "journal.jsonl"
         lines = [msgspec.json.decode(line) for line in journal.read_bytes().splitlines()]
         state = replay(journal)
-    assert state.step == _STEPS and state.holds, f"{time.monotonic() - started:.0f} s, step {state.step}"
+    assert state.step == _STEPS and state.holds, f"step {state.step}"
     # The first steps are those in which processes start and files are opened.
     measured = [line["t"] for line in lines if "t" in line][len(lines) // 5 : -1]
     rate = len(measured) / (measured[-1] - measured[0])
@@ -133,11 +109,11 @@ def _expect(mailbox: Mailbox, kind: type[M]) -> M | None:
                 return letter.message
 
 
-def journal_replay(num_events: int) -> list[Row]:
+def journal_replay(options: Options) -> list[Row]:
     """Seconds to recover a run of so many events."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.jsonl"
-        _write_journal(path, num_events)
+        _write_journal(path, options.events)
         started = time.perf_counter()
         replay(path)
         folded_s = time.perf_counter() - started
@@ -162,22 +138,27 @@ def _write_journal(path: Path, num_events: int) -> None:
             decide(ev.Leased(group=group, samples=samples, attempt=1, version=state.step, holder="rollout-0"))
         for group in groups:
             for sample in range(_SAMPLES):
-                row = group.row(sample)
-                decide(
-                    ev.RowReady(row=row, units=["relay-0"], version=state.step, num_tokens=8192, reward=float(sample))
-                )
+                row, reward = group.row(sample), float(sample)
+                decide(ev.RowReady(row=row, units=["relay-0"], version=state.step, num_tokens=8192, reward=reward))
             decide(ev.Handed(step=state.step, groups=[group]))
         decide(ev.Trained(step=state.step))
     journal.close()
 
 
-def main(folder: str, address: str) -> None:
+def _serve_hub(folder: str, address: str) -> None:
     """The hub's process, until its run ends."""
-    sections = HubSections(RunSettings(dir=folder, steps=_STEPS), DataSettings(path=str(Path(folder, "data.jsonl"))))
-    fleet = Fleet.join(address, "hub", 0, _SECRET, {}, sections.comm)
-    run(fleet, sections)
+    recipe = Recipe(
+        run=RunSettings(dir=folder, steps=_STEPS),
+        data=DataSettings(path=str(Path(folder, "data.jsonl"))),
+        batch=BatchSettings(_PROMPTS, _SAMPLES),
+        queue=QueueSettings(capacity=4 * _PROMPTS),
+    )
+    fleet = Fleet.join(address, "hub", 0, _SECRET, {}, recipe.comm)
+    run(fleet, recipe)
     fleet.leave()
 
 
+WORKLOADS = {"hub-events": hub_events, "journal-replay": journal_replay}
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    _serve_hub(*sys.argv[1:])

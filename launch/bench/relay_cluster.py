@@ -1,97 +1,83 @@
-"""The emulated cluster of the benchmark: relays in processes of their own, and an actor here.
+"""An emulated cluster: relays in processes of their own, an actor and readers in this one.
 
-    python -m headrace.launch.bench.relay_cluster STORE INDEX LINK PACE INTERFACE CHUNK_BYTES
+    python -m headrace.launch.bench.relay_cluster STORE INDEX SETTINGS      (one relay)
 
-is one relay; it prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that it holds whole.
+prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that the relay has completely received.
 """
 
-import os
-import signal
-import subprocess
+import select
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Self
 
+import msgspec
 import torch
 
 from ...comm.fleet import Fleet
 from ...comm.segment import Segment
-from ...comm.settings import LARGE_COPIES, CommSettings
+from ...comm.settings import CommSettings
 from ...comm.store import StoreServer
-from ...comm.waits import waiting
 from ...relay.keeper import WeightKeeper
 from ...relay.layout import Layout
 from ...relay.publisher import WeightPublisher
 from ...relay.reader import WeightReader
+from .harness import Child, command
 
-ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Of the benchmark's processes: copies as a seat's children make them, and no word on hosts without a name."""
 _SECRET = b"bench"
 
 
-def bench_settings(link: str, pace: float, interface: str, chunk_bytes: int = 0) -> CommSettings:
-    """Settings of a process of the cluster; pace 0 means none, `chunk_bytes` 0 leaves the choice to the program."""
-    settings = CommSettings(interface=interface, link=link, heartbeat_s=0.3, expiry_s=30.0, deadline_s=60.0)
-    return replace(settings, pace=pace or None, chunk_bytes=chunk_bytes or None)
-
-
-class Hosts:
-    """A store, relays in their own processes, an actor and a reader in this one."""
+class RelayCluster:
+    """A store, relays in their own processes, an actor and readers in this one."""
 
     def __init__(
         self,
         num_relays: int,
         num_bytes: int,
         link: str = "tcp",
-        pace: float = 0.0,
+        pace: float | None = None,
         *,
-        chunk_bytes: int = 0,
+        chunk_bytes: int | None = None,
         interface: str = "127.0.0.1",
         places: Sequence[tuple[list[str], str]] = (),
     ) -> None:
-        """`places` are, for each relay, the words that start a command where it is to run, and its interface there."""
-        self._settings = bench_settings(link, pace, interface, chunk_bytes)
-        self._hosted = StoreServer(interface)
+        """`places` has, for each relay, the words in front of its command that bring it to its host, and its interface there."""
+        self._settings = CommSettings(
+            interface=interface,
+            link=link,
+            heartbeat_s=0.3,
+            expiry_s=30.0,
+            deadline_s=60.0,
+            pace=pace,
+            chunk_bytes=chunk_bytes,
+        )
         self._places = places or [([], interface)] * num_relays
-        self._complete: dict[tuple[int, int], float] = {}
-        self._listeners: list[threading.Thread] = []
-        self.relays = [self._start(index) for index in range(num_relays)]
-        self._actor = self._join("actor")
-        self._actor.wait_for("relay", num_relays, 120, having="segment")
+        self._received = [(0, 0.0)] * num_relays
+        self._stack = ExitStack()
         self.tensors = {f"w{i}": torch.full((num_bytes // 32,), float(i)) for i in range(8)}
         self.layout = Layout.of(self.tensors, "float32")
-        self.publisher = WeightPublisher(self._actor, self.layout, self._settings)
-        self._readers: list[tuple[WeightReader, Fleet]] = []
         self.version = 0
 
     def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._hosted = StoreServer(self._settings.interface)
+            self.relays = [stack.enter_context(self._start(index)) for index in range(len(self._places))]
+            self._actor = self._join("actor", stack)
+            self._actor.wait_for("relay", len(self.relays), 120, having="segment")
+            self.publisher = WeightPublisher(self._actor, self.layout, self._settings)
+            stack.callback(self.publisher.close)
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for relay in self.relays:
-            relay.send_signal(signal.SIGCONT)
-        self.publisher.close()
-        for reader, fleet in self._readers:
-            reader.close()
-            fleet.leave()
-        self._actor.leave()
-        for relay in self.relays:
-            relay.terminate()
-            relay.wait(30)
-        for listener in self._listeners:
-            listener.join(10)
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # pyright: ignore[reportArgumentType]
 
     def reader(self) -> WeightReader:
         """A reader of the nearest relay."""
-        fleet = self._join("rollout")
-        self._readers.append((WeightReader(fleet, self.layout, self._settings), fleet))
-        return self._readers[-1][0]
+        reader = WeightReader(self._join("rollout", self._stack), self.layout, self._settings)
+        self._stack.callback(reader.close)
+        return reader
 
     def publish(self) -> float:
         """Publish the next version; returns the actor's stall in seconds."""
@@ -102,48 +88,38 @@ class Hosts:
         self.publisher.publish(self.version, self.tensors)
         return time.monotonic() - started
 
-    def push(self, without: frozenset[int] = frozenset()) -> float:
-        """Publish, and wait for all relays but some; returns the seconds until the last had the version."""
+    def push(self) -> float:
+        """Publish, and wait for all relays; returns the seconds until the last one has the version."""
         started = time.monotonic()
         self.publish()
-        return self.wait(without) - started
+        return self.wait() - started
 
     def wait(self, without: frozenset[int] = frozenset()) -> float:
-        """The moment at which the last relay (but some) held the newest version."""
-        wanted = [(index, self.version) for index in range(len(self.relays)) if index not in without]
-        with waiting("the relays", f"version {self.version}", 120) as wait:
-            wait.until(lambda: all(key in self._complete for key in wanted), 0.001)
-        return max(self._complete[key] for key in wanted)
+        """The moment at which the newest version has arrived at all relays except those in `without`."""
+        for index, relay in enumerate(self.relays):
+            while index not in without and self._received[index][0] < self.version:
+                version, moment = relay.line(deadline_s=120).split()
+                self._received[index] = int(version), float(moment)
+        return max(moment for index, (_, moment) in enumerate(self._received) if index not in without)
 
-    def _join(self, role: str) -> Fleet:
-        return Fleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+    def _join(self, role: str, stack: ExitStack) -> Fleet:
+        fleet = Fleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+        stack.callback(fleet.leave)
+        return fleet
 
-    def _start(self, index: int) -> "subprocess.Popen[str]":
+    def _start(self, index: int) -> Child:
         enter, interface = self._places[index]
-        s = self._settings
-        words = [self._hosted.address, str(index), s.link, str(s.pace or 0.0), interface, str(s.chunk_bytes or 0)]
-        command = [*enter, sys.executable, "-m", "headrace.launch.bench.relay_cluster", *words]
-        relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT})
-        self._listeners.append(threading.Thread(target=self._listen, args=(index, relay), daemon=True))
-        self._listeners[-1].start()
-        return relay
-
-    def _listen(self, index: int, relay: "subprocess.Popen[str]") -> None:
-        assert relay.stdout is not None
-        with relay.stdout as lines:
-            for line in lines:
-                version, seconds = line.split()
-                self._complete[index, int(version)] = float(seconds)
+        settings = msgspec.json.encode({**msgspec.to_builtins(self._settings), "interface": interface}).decode()
+        return Child([*enter, *command("relay_cluster", self._hosted.address, index, settings)])
 
 
 def _relay(address: str, index: int, settings: CommSettings) -> None:
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
     keeper = WeightKeeper(fleet, segment, settings)
     version = 0
-    while not ended.is_set():
+    while not select.select([sys.stdin], [], [], 0)[0]:
         if (newest := keeper.desk.wait_newer(version, 0.2)) is not None:
             version = newest
             print(version, time.monotonic(), flush=True)
@@ -152,5 +128,4 @@ def _relay(address: str, index: int, settings: CommSettings) -> None:
 
 
 if __name__ == "__main__":
-    _, store, number, link, pace, interface, chunk = sys.argv
-    _relay(store, int(number), bench_settings(link, float(pace), interface, int(chunk)))
+    _relay(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=CommSettings))

@@ -1,67 +1,67 @@
-"""Rows of `relay.bench`: a storage unit under many writers and readers for a minute.
+"""A storage unit under many writers and readers for a minute.
 
-    python -m headrace.launch.bench.storage_load ADDRESS FIRST_WRITER NUM_WRITERS SECONDS      (one process of writers)
+    python -m headrace.launch.bench.storage_load unit                                          (the unit)
+    python -m headrace.launch.bench.storage_load writers ADDRESS FIRST_WRITER NUM_WRITERS SECONDS
 
-Each writer puts one row after the other and never has more than a few that nobody has consumed; readers look what there is,
-check every byte, and drop it.
+Each writer puts one row after the other, at most a few ahead of the readers. A reader lists the rows, checks every byte, and
+drops them.
 """
 
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
+from ...comm.row_unit import RowUnit
 from ...comm.rows import RowClient
 from ...comm.waits import waiting
-from .harness import Row
+from .harness import Child, Options, Row, command
 
-NUM_WRITERS, NUM_PROCESSES, NUM_READERS = 64, 4, 8
+_NUM_WRITERS, _NUM_PROCESSES, _NUM_READERS = 64, 4, 8
 _NUM_TOKENS = 8192
 _AHEAD = 4
 _PATIENCE_S = 120.0
-_UNIT = """
-import sys
-from headrace.comm.row_unit import RowUnit
-unit = RowUnit("127.0.0.1")
-print(unit.address, flush=True)
-for _ in sys.stdin:
-    resident = int(open("/proc/self/statm").read().split()[1]) * 4096
-    print(unit.arena.num_bytes, unit.arena.held_bytes + resident, flush=True)
-unit.close()
-"""
 
 
-class UnitProcess:
-    """A storage unit in a process of its own."""
+def load(options: Options) -> list[Row]:
+    """Rows and bytes per second through a unit, and the memory of its process at the end against after a quarter.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _UNIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.address = self._line()
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes of rows held, and memory of the process with the arena's, which is never mapped."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        held, resident = self._line().split()
-        return int(held), int(resident)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+    Raises AssertionError if a row was lost or changed, or if a row is left in the unit.
+    """
+    per_process = _NUM_WRITERS // _NUM_PROCESSES
+    with ExitStack() as stack:
+        unit = stack.enter_context(Child(command("storage_load", "unit")))
+        address, ended = unit.line(), threading.Event()
+        pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="reader"))
+        stack.callback(ended.set)
+        reading = [pool.submit(_read, address, reader, ended) for reader in range(_NUM_READERS)]
+        started = time.monotonic()
+        writers = [
+            stack.enter_context(Child(command("storage_load", "writers", address, first, per_process, options.seconds)))
+            for first in range(0, _NUM_WRITERS, per_process)
+        ]
+        time.sleep(options.seconds / 4)
+        _, early = map(int, unit.ask().split())
+        num_written = sum(int(writer.line(deadline_s=options.seconds + _PATIENCE_S)) for writer in writers)
+        elapsed_s = time.monotonic() - started
+        ended.set()
+        num_read = sum(reader.result() for reader in reading)
+        held, late = map(int, unit.ask().split())
+    assert (num_read, held) == (num_written, 0), f"{num_written} written, {num_read} read, {held} B left"
+    num_bytes = sum(column.nbytes for column in row_of(0, 0).values())
+    return [
+        Row("load-rows", "rows written", num_written / elapsed_s, "1/s", num_read / num_written),
+        Row("load-bytes", "bytes written", num_written * num_bytes / elapsed_s / 1e6, "MB/s", 1.0),
+        Row("load-memory", "after a quarter", late / 1e6, "MB", late / early),
+    ]
 
 
 def row_of(writer: int, number: int) -> dict[str, np.ndarray]:
-    """The row that this writer writes as its `number`th: no two rows of a run are the same."""
+    """The row with this number of this writer: all rows of a run differ."""
     token_ids = np.arange(_NUM_TOKENS, dtype=np.int32) * (writer + 1) + number
     return {
         "token_ids": token_ids,
@@ -70,14 +70,31 @@ def row_of(writer: int, number: int) -> dict[str, np.ndarray]:
     }
 
 
-def write(address: str, writer: int, seconds: float) -> int:
-    """Put rows for so long; returns how many. Waits for its rows to be consumed."""
+def _read(address: str, reader: int, ended: threading.Event) -> int:
+    """Consume the rows of some writers until `ended`, and then the rest; returns their number."""
+    client, num_read, is_last = RowClient(address, deadline_s=_PATIENCE_S), 0, False
+    while not is_last:
+        is_last = ended.is_set()
+        mine = [key for key in client.listing() if int(key.partition(".")[0]) % _NUM_READERS == reader]
+        for key, columns in client.get_many(mine).items():
+            writer, number = map(int, key.split("."))
+            for name, column in row_of(writer, number).items():
+                assert np.array_equal(columns[name], column), f"column {name} of row {key} has other bytes"
+        num_read += client.drop(mine)
+        if not mine:
+            time.sleep(1e-3)
+    client.close()
+    return num_read
+
+
+def _write(address: str, writer: int, seconds: float) -> int:
+    """Put rows for so long, waiting for the readers; returns their number."""
     client, number, until = RowClient(address, deadline_s=_PATIENCE_S), 0, time.monotonic() + seconds
     while time.monotonic() < until:
         client.put(f"{writer}.{number}", row_of(writer, number))
         number += 1
-        with waiting("the readers", f"row {writer}.{number - _AHEAD}", _PATIENCE_S) as wait:
-            oldest = f"{writer}.{number - _AHEAD}"
+        oldest = f"{writer}.{number - _AHEAD}"
+        with waiting("the readers", f"row {oldest}", _PATIENCE_S) as wait:
             wait.until(lambda key=oldest: not _is_held(client, key), interval_s=0.02)
     client.close()
     return number
@@ -91,85 +108,24 @@ def _is_held(client: RowClient, key: str) -> bool:
     return True
 
 
-class Readers:
-    """Threads that consume what writers put, each the rows of some writers."""
-
-    def __init__(self, address: str) -> None:
-        self.num_read = 0
-        self._address = address
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
-        self._readers = [self._pool.submit(self._read, reader) for reader in range(NUM_READERS)]
-
-    def close(self) -> None:
-        """Consume what is left, then end. Raises what a reader raised."""
-        self._ended.set()
-        for reader in self._readers:
-            reader.result()
-        self._pool.shutdown()
-
-    def _read(self, reader: int) -> None:
-        client = RowClient(self._address, deadline_s=_PATIENCE_S)
-        while True:
-            is_last = self._ended.is_set()
-            mine = [key for key in client.listing() if int(key.partition(".")[0]) % NUM_READERS == reader]
-            for key, columns in client.get_many(mine).items():
-                writer, number = map(int, key.split("."))
-                for name, column in row_of(writer, number).items():
-                    assert np.array_equal(columns[name], column), f"column {name} of row {key} has other bytes"
-            with self._lock:
-                self.num_read += client.drop(mine)
-            if is_last:
-                break
-            if not mine:
-                time.sleep(1e-3)
-        client.close()
+def _serve_writers(address: str, first: str, count: str, seconds: str) -> None:
+    """A process of writers; prints the number of their rows."""
+    with ThreadPoolExecutor(int(count)) as pool:
+        writers = range(int(first), int(first) + int(count))
+        print(sum(pool.map(lambda writer: _write(address, writer, float(seconds)), writers)))
 
 
-def load(seconds: float) -> list[Row]:
-    """Rows and bytes a second that went through a unit, and what its process held at the end against after a quarter.
-
-    Raises AssertionError if a row was lost or changed, or if something is left in the unit.
-    """
-    with ExitStack() as stack:
-        unit = UnitProcess()
-        stack.callback(unit.close)
-        readers, per_process = Readers(unit.address), NUM_WRITERS // NUM_PROCESSES
-        commands = [
-            [unit.address, str(first), str(per_process), str(seconds)] for first in range(0, NUM_WRITERS, per_process)
-        ]
-        started = time.monotonic()
-        writers = [
-            subprocess.Popen(
-                [sys.executable, "-m", "headrace.launch.bench.storage_load", *command],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for command in commands
-        ]
-        time.sleep(seconds / 4)
-        _, early = unit.memory()
-        num_written = sum(int(writer.communicate()[0]) for writer in writers)
-        elapsed_s = time.monotonic() - started
-        readers.close()
-        held, late = unit.memory()
-    assert (readers.num_read, held) == (num_written, 0), (
-        f"{num_written} written, {readers.num_read} read, {held} B left"
-    )
-    num_bytes = sum(column.nbytes for column in row_of(0, 0).values())
-    return [
-        Row("load-rows", "rows written", num_written / elapsed_s, "1/s", readers.num_read / num_written),
-        Row("load-bytes", "bytes written", num_written * num_bytes / elapsed_s / 1e6, "MB/s", 1.0),
-        Row("load-memory", "after a quarter", late / 1e6, "MB", late / early),
-    ]
+def _serve_unit() -> None:
+    """A unit's process; prints its address, and for each line on stdin the bytes of its rows and of its memory."""
+    unit = RowUnit("127.0.0.1")
+    print(unit.address, flush=True)
+    for _ in sys.stdin:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        print(unit.arena.num_bytes, unit.arena.held_bytes + resident, flush=True)  # the arena is never mapped
+    unit.close()
 
 
-def main(address: str, first: int, count: int, seconds: float) -> None:
-    """One process of writers: prints how many rows they wrote."""
-    with ThreadPoolExecutor(count) as pool:
-        print(sum(pool.map(lambda writer: write(address, writer, seconds), range(first, first + count))))
-
+WORKLOADS = {"load": load}
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    {"unit": _serve_unit, "writers": _serve_writers}[sys.argv[1]](*sys.argv[2:])

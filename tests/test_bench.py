@@ -1,0 +1,97 @@
+"""The benchmarks: one list, one table, one file of rows; nothing is lost under load."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.launch.bench.__main__ import CATALOGUE, choose, main
+from headrace.launch.bench.harness import Child, Options, Row, best_seconds, line, medians
+from headrace.launch.bench.relay_cluster import RelayCluster
+from headrace.launch.bench.storage_load import load
+
+
+def read_rows(path: Path) -> list[Row]:
+    return msgspec.json.decode(path.read_bytes(), type=list[Row])
+
+
+def test_the_list_has_a_line_for_each_workload_and_loads_no_torch():
+    code = "import sys; from headrace.launch.bench.__main__ import main; main(['--list']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines] == [workload.name for workload in CATALOGUE]
+    assert all(workload.measures in line for workload, line in zip(CATALOGUE, lines, strict=True))
+
+
+@pytest.mark.parametrize("workload", CATALOGUE, ids=lambda workload: workload.name)
+def test_each_workload_of_the_list_can_be_loaded(workload):
+    assert callable(workload.load())
+
+
+def test_a_workload_is_found_by_its_name_its_group_and_its_rows():
+    assert (
+        [w.name for w in choose(["shm-pull"])] == [w.name for w in choose(["shm-copies", "digest"])] == ["shm-copies"]
+    )
+    assert [w.name for w in choose(["hub", "put"])] == ["units", "hub-events", "journal-replay"]
+    assert choose([]) == list(CATALOGUE)
+
+
+def test_an_unknown_workload_is_refused_with_the_names_near_it(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as refused:
+        main(["shm-pul"])
+    assert refused.value.code == 2
+    assert "'shm-pul'" in (told := capsys.readouterr().err) and "shm-pull" in told and "tcp-link" not in told
+
+
+def test_several_runs_become_one_row_of_medians_with_their_span():
+    runs = [[Row("put", "peer", value, "ms", value / 2)] for value in (4.0, 9.0, 5.0)]
+    assert medians(runs) == [Row("put", "peer", 5.0, "ms", 2.5, ((4.0, 2.0), (9.0, 4.5), (5.0, 2.5)))]
+    shown = line(medians(runs)[0])
+    assert all(word in shown for word in ("put", "5.000", "4.000..9.000 ms", "2.500", "2.000..4.500", "peer"))
+
+
+def test_the_best_of_several_timings_counts_and_works_take_turns():
+    calls, ticks = [], iter([0, 3, 10, 12, 20, 21, 30, 35])
+    best = best_seconds(lambda: calls.append("a"), lambda: calls.append("b"), repeats=2, clock=lambda: next(ticks))
+    assert (best, calls) == ([1, 2], ["a", "b"] * 2)
+
+
+def test_a_child_that_ends_before_it_answers_is_named():
+    with (
+        Child([sys.executable, "-c", "print('noise', flush=True)"]) as child,
+        pytest.raises(RuntimeError, match="noise"),
+    ):
+        child.line("ready")
+
+
+def test_the_command_runs_a_workload_several_times_and_writes_its_rows(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    words = ["tcp-link", "--megabytes", "4", "--runs", "2", "--json", str(path)]
+    command = [sys.executable, "-m", "headrace.launch.bench", *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    (row,) = read_rows(path)
+    assert (row.name, row.peer, row.unit, len(row.runs)) == ("tcp-link", "raw socket", "GB/s", 2)
+    assert min(row.runs) <= (row.value, row.ratio) and "tcp-link" in done.stdout.splitlines()[1]
+
+
+def test_a_workload_without_its_peer_is_left_out_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["units", "journal-replay", "--events", "3000", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = read_rows(tmp_path / "rows.json")
+    assert {row.name: row.unit for row in rows} == {"journal-replay": "s", "journal-recover": "s"}
+    assert "units is left out" in capsys.readouterr().err
+
+
+def test_the_emulated_cluster_pushes_version_after_version_down_its_chain():
+    with RelayCluster(2, 1 << 20) as cluster:
+        assert cluster.push() > 0
+        assert cluster.push() > 0
+        assert cluster.version == 2
+
+
+@pytest.mark.slow
+def test_many_writers_and_readers_lose_nothing():
+    rows = {row.name: row for row in load(Options(seconds=8))}
+    assert rows["load-rows"].value > 0 and rows["load-rows"].ratio == 1
+    assert rows["load-memory"].ratio < 1.5
