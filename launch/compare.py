@@ -149,7 +149,7 @@ def tune(contest: Contest, names: Sequence[str], num_gpus: int, per_rollout: int
         while (better := max((best - 1, best, best + 1), key=tried)) != best:
             best = better
         found.setdefault(str(num_gpus), {})[name] = best
-        SPLITS.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        write_json(found, SPLITS)
 
 
 def splits() -> dict[str, dict[str, int]]:

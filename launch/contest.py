@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,13 +38,13 @@ class Outcome(msgspec.Struct, frozen=True):
         return Path(self.folder)
 
 
+@dataclass(frozen=True, slots=True)
 class Contest:
     """Runs of one recipe with different settings, each in a folder under `home`."""
 
-    def __init__(self, recipe: str, overrides: Sequence[str], home: Path) -> None:
-        self.recipe = recipe
-        self.overrides = overrides
-        self.home = home
+    recipe: str
+    overrides: Sequence[str]
+    home: Path
 
     def run(self, folder: str, settings: Mapping[str, object]) -> Outcome:
         """Run with these settings, or read what an earlier call with the same recipe has left; raises `SettingError`."""

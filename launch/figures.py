@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..relay.events import Leased, RowReady, Trained
+from ..relay.events import Leased, RowReady
 from ..relay.journal import read_events
 from .timeline import Span, Timeline
 
@@ -61,8 +61,6 @@ class Figures(msgspec.Struct, frozen=True):
     latency: Latency
     staleness: dict[str, float]
     """Share of the trajectories by (version in training when trained) - (version that began it)."""
-    staleness_at_end: dict[str, float]
-    """The same at the moment when the trajectory was finished."""
 
 
 def figures_of(run_dir: Path, prefill_s: float) -> Figures:
@@ -75,7 +73,6 @@ def figures_of(run_dir: Path, prefill_s: float) -> Figures:
     window = window_of(timeline, len(rows))
     inside = rows[window.first : window.last]
     rollouts = [name for name in timeline.spans if name.startswith("rollout")]
-    latency, at_end = _trajectories(run_dir, timeline.speed, window)
     trained: Counter[str] = Counter()
     for row in inside:
         trained.update(row["staleness/hist"])
@@ -88,9 +85,8 @@ def figures_of(run_dir: Path, prefill_s: float) -> Figures:
         kv_util=_mean_sample([timeline.samples[name] for name in rollouts], "kv_util", window),
         recompute_share=_growth([timeline.samples[name] for name in rollouts], "recomputed", window) * prefill_s,
         weight_wait_s=sum(waits) / len(waits) / len(inside),
-        latency=latency,
+        latency=_latency(run_dir, timeline.speed, window),
         staleness=_shares(trained),
-        staleness_at_end=_shares(at_end),
     )
 
 
@@ -139,25 +135,20 @@ def _growth(samples: Sequence[Sequence[Any]], name: str, window: Window) -> floa
     return grown / len(samples) / window.seconds
 
 
-def _trajectories(run_dir: Path, speed: float, window: Window) -> tuple[Latency, Counter[str]]:
-    """Latency and staleness of the trajectories that ended in the window, from the journal's times."""
+def _latency(run_dir: Path, speed: float, window: Window) -> Latency:
+    """Latency of the trajectories that ended in the window, from the journal's times."""
     begun: dict[tuple[int, int, int], float] = {}
     seconds: list[float] = []
-    staleness: Counter[str] = Counter()
-    version = 0
     for _, event in read_events(run_dir / "journal.jsonl"):
         match event:
             case Leased(group=group, samples=samples):
                 for sample in samples:
                     begun.setdefault((group.epoch, group.prompt, sample), event.t * speed)
-            case Trained(step=step):
-                version = step + 1
             case RowReady(row=row) if window.start <= event.t * speed < window.end:
                 seconds.append(event.t * speed - begun[row.epoch, row.prompt, row.sample])
-                staleness[str(version - event.version)] += 1
             case _:
                 pass
-    return Latency(sum(seconds) / max(len(seconds), 1), max(seconds, default=0.0)), staleness
+    return Latency(sum(seconds) / max(len(seconds), 1), max(seconds, default=0.0))
 
 
 def _shares(counts: Counter[str]) -> dict[str, float]:

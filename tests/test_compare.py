@@ -33,7 +33,6 @@ def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.
         weight_wait_s=weight_wait_s,
         latency=Latency(80.0, 300.0),
         staleness={"0": 0.5, "2": 0.5},
-        staleness_at_end={"0": 1.0},
     )
     return Outcome("runs/x", 8, 32, cpu, 0.2, figures)
 

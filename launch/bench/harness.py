@@ -80,9 +80,9 @@ def medians(runs: Sequence[Sequence[Row]]) -> list[Row]:
     return rows
 
 
-def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Write rows for machines."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
+def write_json(value: object, path: Path) -> None:
+    """Write rows, or another value, for machines and readable."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def best_seconds(
