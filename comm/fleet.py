@@ -23,9 +23,9 @@ from torch.distributed import DistError
 from .errors import StoreGone
 from .links import Link, MemoryLink, open_link, paced
 from .mailbox import MemoryPost, Post, StorePost
+from .recipe import CommSettings
 from .row_unit import RowUnit
 from .rows import RowClient
-from .settings import CommSettings
 from .store import ROSTER, Store, connect_store
 from .waits import waiting
 

@@ -17,8 +17,8 @@ from enum import Enum
 
 import numpy as np
 
+from .environment import SEGMENT_FD
 from .errors import PeerGone
-from .settings import SEGMENT_FD
 
 HEADER_BYTES = 4096
 _PAGE = 4096

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.errors import SettingError
+from ..comm.recipe import DataSettings, Recipe
 from ..relay.dataset import checked_prompts, open_rows
 from ..relay.pipeline import pipeline
 from ..relay.schedules import staleness_of
-from ..relay.settings import DataSettings
-from .config import Recipe
 from .policy_files import PolicyFiles
+from .roles import check_replicas
 
 _SPECIAL_TOKENS = 16
 """More than any tokenizer adds around a text."""
@@ -32,6 +32,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         raise SettingError(
             f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"
         )
+    check_replicas(recipe.roles, recipe.rollout.tp)
     check_run_folder(recipe)
     if is_emulated(recipe):
         check_data(recipe.data)

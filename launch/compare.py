@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from .bench.harness import Row, write_json
 from .check import is_emulated
 from .children import say
-from .config import Recipe, read_recipe
+from .config import read_recipe
 from .contest import Contest, Outcome
 from .pictures import draw_comparison, draw_gantt
 from .timeline import Timeline

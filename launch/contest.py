@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from .check import check_recipe
 from .children import say
-from .config import CONFIG_FILE, Recipe, read_recipe, recipe_yaml
+from .config import CONFIG_FILE, read_recipe, recipe_yaml
 from .figures import Figures, figures_of, window_of
 from .timeline import Timeline
 

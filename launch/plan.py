@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from ..relay.schedules import admission_of
-from .config import Recipe, recipe_yaml
+from .config import recipe_yaml
 from .policy_files import PolicyFiles
-from .roles import assign, count_gpus, visible_devices
+from .roles import assign, count_gpus, count_ranks, visible_devices
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _VERSIONS_IN_RELAY = 3
@@ -28,10 +29,9 @@ def plan(recipe: Recipe, ranks_per_host: int = 0) -> str:
 
 
 def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
-    roles = recipe.roles
-    world_size = roles.num_ranks
+    world_size = count_ranks(recipe.roles)
     num_gpus = count_gpus()
-    for rank, place in enumerate(assign(roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)):
+    for rank, place in enumerate(assign(recipe.roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)):
         device = visible_devices(place, num_gpus, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
         yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"

@@ -10,9 +10,10 @@ from pathlib import Path
 from random import Random
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from . import run
 from .children import say
-from .config import Recipe, read_recipe
+from .config import read_recipe
 from .recipes import sort_digits
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"

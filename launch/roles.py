@@ -5,8 +5,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import astuple
+
 from ..comm.errors import SettingError
-from .config import RoleSettings
+from ..comm.recipe import RoleSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,19 @@ class Place:
         return f"{self.role}-{self.index}"
 
 
+def count_ranks(roles: RoleSettings) -> int:
+    """Ranks of all roles."""
+    return sum(astuple(roles))
+
+
 def assign(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Place]:
     """The place of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
 
     Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, references and
     tasks, in rank order, so rank 0 is an actor. The first of each `tp` ranks of a replica is its `rollout`, the others are its `shard`s, all on one host.
     """
-    wanted = roles.num_ranks
+    check_replicas(roles, tp)
+    wanted = count_ranks(roles)
     if wanted != world_size:
         raise SettingError(
             f"roles.actor + roles.relay + roles.reference + roles.task + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
@@ -108,6 +116,12 @@ def visible_devices(place: Place, num_gpus: int, staging: str | None = None) -> 
     if place.slot is None:
         return "" if place.role == "task" or staging in (None, "cpu") else staging
     return str(place.slot % num_gpus) if num_gpus else ""
+
+
+def check_replicas(roles: RoleSettings, tp: int) -> None:
+    """Raise `SettingError` unless the generator's ranks make whole replicas."""
+    if roles.rollout % tp:
+        raise SettingError(f"roles.rollout={roles.rollout} ranks make no whole replicas of rollout.tp={tp} ranks")
 
 
 def check_staging(places: Sequence[Place], host: int, num_gpus: int, staging: str | None) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from .children import WATCHED, Child, block_signals, say
-from .config import CONFIG_FILE, Recipe, read_recipe, save_recipe
+from .config import CONFIG_FILE, read_recipe, save_recipe
 from .plan import plan
+from .roles import count_ranks
 from .seat import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, take_seat
 from .secret import create_secret
 
@@ -139,8 +141,7 @@ class Launch:
         return self._tell_end(code)
 
     def _command(self, own_files: Path) -> list[str]:
-        roles = self.recipe.roles
-        num_ranks = str(roles.num_ranks)
+        num_ranks = str(count_ranks(self.recipe.roles))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
         config = self.run_dir / CONFIG_FILE
         return [*torchrun, "--log-dir", str(own_files), "-m", "headrace.launch.run", str(config)]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ..comm.settings import LARGE_COPIES, SEGMENT_FD
+from ..comm.environment import LARGE_COPIES, SEGMENT_FD
+from ..comm.recipe import Recipe
 from .children import WATCHED, Child, block_signals, describe_end, end_with_parent, say
-from .config import Recipe
 from .roles import Place, assign, check_staging, count_gpus, started_again, visible_devices
 
 SHUTDOWN_S = 20.0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm.fleet import Fleet
 from ..comm.messages import ActorDone, Holding, LeaseGrant, Pulled, RowId, StepTrained, Stop
+from ..comm.recipe import Recipe
 from ..comm.waits import waiting
 from ..relay.layout import Layout, host_buffer
 from ..relay.pipeline import TRAIN
@@ -27,7 +28,6 @@ from ..rollout.cycle import Cycle
 from ..rollout.leases import Held, Leases
 from ..trainer.model import Policy, load_policy
 from ..trainer.shard import cuts_of
-from .config import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
-"""`--help`: how to call the program, and every setting with its type, default and meaning."""
+"""`--help`: how to call the program, and every setting with its default, its type with bounds or choices, and its meaning."""
 
 import ast
 import inspect
 import textwrap
-from dataclasses import fields
-from typing import Any, get_type_hints
 
-from .config import CHOICES, kind_name, sections
+from .config import describe, known_settings, sections, show_value
 
 _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
@@ -26,24 +24,20 @@ Settings (of the recipe file, or as KEY=VALUE):
 
 def usage() -> str:
     """The whole help page."""
-    lines = [_USAGE]
+    lines, known = [_USAGE], known_settings()
     for section, kind in sections():
-        hints, docs = get_type_hints(kind), field_docs(kind)
         title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
         lines.append(f"{section}: {title}")
-        for entry in fields(kind):
-            name = f"{section}.{entry.name}"
-            takes = ", ".join(CHOICES[name]) if name in CHOICES else kind_name(hints[entry.name])
-            lines.append(f"  {name}={_show(entry.default)}  ({takes})")
-            lines += textwrap.wrap(
-                docs.get(entry.name, ""), width=100, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+        for key, text in field_docs(kind).items():
+            entry = known[f"{section}.{key}"]
+            lines.append(f"  {section}.{key}={show_value(entry.default)}  ({describe(entry.type)})")
+            lines += textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     return "\n".join(lines)
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, read from its source."""
+    """The string under each field of a section, read from its source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -53,9 +47,3 @@ def field_docs(kind: type) -> dict[str, str]:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     docs[field_node.target.id] = " ".join(text.split())
     return docs
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

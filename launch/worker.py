@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..comm.errors import SettingError
 from ..comm.plugin import ProcessFunction, resolve_engine
+from ..comm.recipe import Recipe
 from ..comm.waits import set_identity
-from .config import CONFIG_FILE, Recipe, read_recipe
+from .config import CONFIG_FILE, read_recipe
 from .roles import started_again
 from .secret import read_secret
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable
 
 from ..comm.messages import GroupId
+from ..comm.recipe import BatchSettings, QueueSettings
 from .controller import item_of
 from .samplers import Room, Sampler
-from .settings import BatchSettings, QueueSettings
 from .state import Group, HubState, RowStatus
 
 

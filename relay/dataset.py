@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..comm.errors import SettingError
-from .settings import DataSettings
+from ..comm.recipe import DataSettings
 
 
 class Rows(Protocol):

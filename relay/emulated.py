@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..comm.settings import EmulatedSettings
+from ..comm.recipe import EmulatedSettings
 
 GLOBAL = ("sync", "one_step", "stream", "partial")
 """Schedules under which the trainer and all rollouts update together, by a broadcast that all take part in."""

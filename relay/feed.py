@@ -10,8 +10,8 @@ from ..comm.errors import HeadraceError, LinkBroken
 from ..comm.fleet import Fleet
 from ..comm.links import Link
 from ..comm.messages import FetchVersion, SubscribeVersions
+from ..comm.recipe import CommSettings
 from ..comm.segment import Segment
-from ..comm.settings import CommSettings
 from .carrier import take_one, take_versions
 from .desk import Desk
 from .push import remote_backend

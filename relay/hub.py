@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from ..comm.mailbox import Letter, Mailbox
 from ..comm.messages import CheckpointWritten, Load, Pulled, VersionComplete
+from ..comm.recipe import QueueSettings, RepackSettings
 from . import events as ev
 from .admission import Admission
 from .books import Books, Office, Rules
@@ -21,7 +22,6 @@ from .pipeline import TRAIN, controllers, open_sampler
 from .prompts import PromptPool
 from .repacking import Repacking
 from .results import Results
-from .settings import QueueSettings, RepackSettings
 from .state import HubState
 from .telemetry import Telemetry
 

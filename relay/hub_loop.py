@@ -9,22 +9,20 @@ import logging
 import signal
 import time
 from pathlib import Path
-from typing import Protocol
 
 from ..comm.clock import Clock
 from ..comm.errors import HeadraceError, SettingError
 from ..comm.fleet import Fleet, Member
 from ..comm.messages import ActorDone, ConnectionLost, Failed, Interrupt
-from ..comm.settings import CommSettings, EmulatedSettings, RunSettings
+from ..comm.recipe import Recipe
 from . import events as ev
 from .dataset import open_rows
 from .ending import End, Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
-from .pipeline import Objective, pipeline
+from .pipeline import pipeline
 from .prompts import PromptPool
 from .schedules import admission_of
-from .settings import BatchSettings, DataSettings, QueueSettings, RepackSettings
 from .state import HubState, apply
 from .units import unit_name
 
@@ -35,24 +33,7 @@ WATCH_S = 0.2
 ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
 
 
-class HubRecipe(Protocol):
-    """The sections of a recipe that the hub reads."""
-
-    run: RunSettings
-    data: DataSettings
-    batch: BatchSettings
-    queue: QueueSettings
-    emulated: EmulatedSettings
-    repack: RepackSettings
-    comm: CommSettings
-
-    @property
-    def algorithm(self) -> Objective:
-        """The loss, which decides about the tasks."""
-        ...
-
-
-def run(fleet: Fleet, recipe: HubRecipe) -> None:
+def run(fleet: Fleet, recipe: Recipe) -> None:
     """The hub's process, from the first letter to the summary."""
     run_dir = Path(recipe.run.dir)
     mailbox = fleet.post.open("hub")
@@ -137,7 +118,7 @@ class Watch:
         self.hub.on_process_death(dead.name, reason)
 
 
-def open_journal(run_dir: Path, recipe: HubRecipe) -> tuple[HubState, Journal]:
+def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
     """The journal of a run folder, new or continued from its newest checkpoint, with the state that it tells."""
     path = run_dir / "journal.jsonl"
     latest = run_dir / "checkpoints" / "latest"

@@ -24,8 +24,8 @@ from ..comm.messages import (
     VersionComplete,
 )  # fmt: skip
 from ..comm.offer import Offer
+from ..comm.recipe import CommSettings
 from ..comm.segment import Segment
-from ..comm.settings import CommSettings
 from .arrival import Arrival, State
 from .carrier import Feeder, take_versions
 from .chain import Chain

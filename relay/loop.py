@@ -5,27 +5,18 @@ come and go on threads and a store of their own, never through this loop.
 """
 
 import time
-from typing import Protocol
 
 from ..comm.fleet import Fleet
 from ..comm.messages import ConnectionLost, CountRows, DropRows, Load, Stop, UnitRows
+from ..comm.recipe import Recipe
 from ..comm.segment import Segment
-from ..comm.settings import CommSettings
 from .keeper import WeightKeeper
 from .push import staging_of
-from .settings import RelaySettings
 
 REPORT_S = 1.0
 
 
-class RelayRecipe(Protocol):
-    """The sections of a recipe that a relay reads."""
-
-    comm: CommSettings
-    relay: RelaySettings
-
-
-def run(fleet: Fleet, recipe: RelayRecipe) -> None:
+def run(fleet: Fleet, recipe: Recipe) -> None:
     """The relay's process, until the hub's `Stop`."""
     mailbox = fleet.post.open(fleet.name)
     unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))

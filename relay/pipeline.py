@@ -5,13 +5,12 @@ leaves the queue with it, so it waits for every column that any other task yield
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from ..comm.errors import SettingError
 from ..comm.plugin import load_plugin
+from ..comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from .controller import Controller, Task
 from .samplers import Sampler, TokenBalanced
-from .settings import QueueSettings, TaskSettings
 
 TRAIN = "train"
 REFERENCE = Task("reference", yields=("ref_logprobs",))
@@ -20,15 +19,9 @@ ROLLOUT_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions",
 """What a row begins with."""
 
 
-class Objective(Protocol):
-    """What of the loss decides about the tasks."""
-
-    kl_coef: float
-
-
-def pipeline(queue: QueueSettings, objective: Objective) -> dict[str, Task]:
+def pipeline(queue: QueueSettings, algorithm: AlgorithmSettings) -> dict[str, Task]:
     """The tasks by name. Raises `SettingError` for a task of the user's that cannot be."""
-    tasks = {task.name: task for task in (REFERENCE,) if objective.kl_coef > 0}
+    tasks = {task.name: task for task in (REFERENCE,) if algorithm.kl_coef > 0}
     known = {column for task in tasks.values() for column in task.yields}
     for settings in queue.tasks:
         task = _users_task(settings, known | set(ROLLOUT_COLUMNS))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm.errors import LinkBroken, PeerGone, WaitTimeout
 from ..comm.fleet import Fleet, Member
 from ..comm.offer import Offer
-from ..comm.settings import CommSettings
+from ..comm.recipe import CommSettings
 from .chain import chain_order
 from .layout import Layout, host_buffer
 from .parts import Part

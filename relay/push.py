@@ -18,15 +18,14 @@ from ..comm.fleet import Fleet, Member
 from ..comm.mailbox import Mailbox
 from ..comm.messages import PartFilled, PushEnded, SlotGranted, SlotWanted
 from ..comm.offer import Offer
+from ..comm.recipe import CommSettings, RelaySettings
 from ..comm.segment import Segment
-from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .chain import dial
 from .chunks import Cutter
 from .delta import DeltaSource, Difference
 from .frames import ranges_of
 from .parts import Part
-from .settings import RelaySettings
 from .versions import LEASE_S, Shelf
 from .wire import MAX_PIECE_BYTES, SILENCE_S, send_cargo, send_idle
 
@@ -232,8 +231,6 @@ def staging_of(settings: RelaySettings) -> str:
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
     """Whether the relay's segment is to be used by a process of this host. Raises `SettingError`."""
-    if settings.link not in ("auto", "shm", "tcp", "nccl"):
-        raise SettingError(f"comm.link: {settings.link!r} must be auto, shm, tcp or nccl")
     is_here = relay.host == fleet.me.host
     if settings.link == "shm" and not is_here:
         raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host} from {fleet.me.host}; use auto")

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..comm.errors import WrongDigest
 from ..comm.fleet import Fleet
+from ..comm.recipe import CommSettings
 from ..comm.segment import Segment
-from ..comm.settings import CommSettings
 from ..comm.waits import waiting
 from .archive import Archive
 from .feed import Feed, fetch

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from ..comm.messages import Load, RowId
 from ..comm.move_messages import Claim, Claimed, MoveEnded, MoveOrder, RowsGone
+from ..comm.recipe import RepackSettings
 from . import events as ev
 from .books import Books, Rules
 from .repack import Report, plan
-from .settings import RepackSettings
 from .state import Row, RowStatus
 from .telemetry import Telemetry
 

@@ -3,10 +3,10 @@
 import logging
 
 from ..comm.messages import DropRows, RowDone
+from ..comm.recipe import QueueSettings
 from . import events as ev
 from .books import Books, Rules
 from .hand_outs import evict
-from .settings import QueueSettings
 from .state import Group, RowStatus
 from .units import relay_of
 

@@ -10,8 +10,8 @@
 In the first three, batches do not overlap: all of one is generated before the next begins, which is a barrier for all rollouts.
 """
 
+from ..comm.recipe import BatchSettings, QueueSettings
 from .admission import Admission
-from .settings import BatchSettings, QueueSettings
 from .state import Group, HubState
 
 

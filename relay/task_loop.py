@@ -4,7 +4,6 @@ Consumes rows of `queue.tasks`; waits for the hub only; woken by its hand-outs. 
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -12,20 +11,14 @@ from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import Holding
 from ..comm.plugin import load_plugin
-from .settings import QueueSettings, TaskSettings
+from ..comm.recipe import Recipe, TaskSettings
 from .stream import Batch, ExperienceStream
 from .units import Units
 
 Columns = dict[str, list[np.ndarray]]
 
 
-class TaskRecipe(Protocol):
-    """The sections of a recipe that the tasks' process reads."""
-
-    queue: QueueSettings
-
-
-def run(fleet: Fleet, recipe: TaskRecipe) -> None:
+def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process, until the hub ends the run."""
     tasks = {task.name: task for task in recipe.queue.tasks}
     functions = {name: load_plugin("queue.tasks", task.function) for name, task in tasks.items()}

@@ -1,7 +1,7 @@
 """The rollout role: turns prompts and a weight version into trajectories.
 
 `Engine`, `SamplingParams` and `Completion` are the public API of the generator. They are imported on first use, so that
-reading a recipe (which needs `headrace.rollout.settings`) never loads torch.
+an emulated rollout loads no engine.
 """
 
 from typing import TYPE_CHECKING, Any

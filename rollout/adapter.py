@@ -9,26 +9,14 @@ from typing import Any, Protocol
 
 from ..comm.fleet import Fleet
 from ..comm.plugin import adapter_class
-from ..comm.settings import CommSettings, EmulatedSettings, ModelSettings, RunSettings
+from ..comm.recipe import Recipe, RewardSettings
 from ..relay.versions import Receipt
 from .reward import RewardPool, Scored
 from .sampler import SamplingParams
 from .sequence import Completion, Live, Parcel
-from .settings import GeneratorSettings, RewardSettings, RolloutSettings
 
 _ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated", "transformers": ".hugging_face"}
 """Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
-
-
-class GeneratorRecipe(Protocol):
-    """The sections of a recipe that an adapter reads."""
-
-    run: RunSettings
-    model: ModelSettings
-    generator: GeneratorSettings
-    rollout: RolloutSettings
-    emulated: EmulatedSettings
-    comm: CommSettings
 
 
 class Weights(Protocol):
@@ -129,7 +117,7 @@ class Rewards(Protocol):
         ...
 
 
-def open_generator(fleet: Fleet, recipe: GeneratorRecipe) -> Generator:
+def open_generator(fleet: Fleet, recipe: Recipe) -> Generator:
     """The generator that `rollout.engine` names: one of the project's, or a class of the user's with the same signature."""
     return adapter_class("rollout.engine", recipe.rollout.engine, _ADAPTERS, __package__)(fleet, recipe)
 

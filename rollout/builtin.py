@@ -3,9 +3,9 @@
 from typing import Any
 
 from ..comm.fleet import Fleet
+from ..comm.recipe import Recipe
 from ..relay.versions import Receipt
 from ..trainer.model import Policy, default_device, load_policy, load_tokenizer
-from .adapter import GeneratorRecipe
 from .engine import Engine
 from .lockstep import LeadEngine, end_together, follow, take_newest
 from .prompts import prompt_tokens
@@ -18,7 +18,7 @@ class Adapter(LeadEngine):
 
     can_migrate = True
 
-    def __init__(self, fleet: Fleet, recipe: GeneratorRecipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         replica = meet(fleet, recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
         policy, self.weights = load(fleet, recipe, replica)
@@ -50,7 +50,7 @@ class Adapter(LeadEngine):
         self.weights.close()
 
 
-def run(fleet: Fleet, recipe: GeneratorRecipe) -> None:
+def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process of a shard, rank 1 or later of a rollout: does what rank 0 does, and talks to nobody else."""
     replica = meet(fleet, recipe)
     policy, weights = load(fleet, recipe, replica)
@@ -58,12 +58,12 @@ def run(fleet: Fleet, recipe: GeneratorRecipe) -> None:
     weights.close()
 
 
-def meet(fleet: Fleet, recipe: GeneratorRecipe) -> Replica:
+def meet(fleet: Fleet, recipe: Recipe) -> Replica:
     """This rank among those of its rollout."""
     return Replica.join(fleet, recipe.rollout.tp, default_device(exact=recipe.generator.exact), recipe.comm.deadline_s)
 
 
-def load(fleet: Fleet, recipe: GeneratorRecipe, replica: Replica) -> tuple[Policy, RolloutWeights]:
+def load(fleet: Fleet, recipe: Recipe, replica: Replica) -> tuple[Policy, RolloutWeights]:
     """This rank's part of the policy, and the weights that fill it."""
     policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=recipe.generator.exact)
     return policy, RolloutWeights(
@@ -71,7 +71,7 @@ def load(fleet: Fleet, recipe: GeneratorRecipe, replica: Replica) -> tuple[Polic
     )
 
 
-def options(recipe: GeneratorRecipe) -> dict[str, Any]:
+def options(recipe: Recipe) -> dict[str, Any]:
     """What a recipe says of the engine."""
     g = recipe.generator
     return {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..comm.message import trajectory_group
-from ..comm.settings import EmulatedSettings
+from ..comm.recipe import EmulatedSettings
 
 MARGIN_TOKENS = 16
 """Room per running trajectory that is left when another one enters."""

@@ -8,11 +8,11 @@ import torch
 
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
+from ..comm.recipe import Recipe
 from ..relay.emulated import EmulatedTransfer, stand_in
 from ..relay.layout import Layout, host_buffer
 from ..relay.reader import WeightReader
 from ..relay.versions import Receipt
-from .adapter import GeneratorRecipe
 from .device import Device, Strand, response_length
 from .reward import Scored
 from .sampler import SamplingParams
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 class EmulatedWeights:
     """A small buffer that is really pulled; a version can be taken once it would have come down the chain."""
 
-    def __init__(self, fleet: Fleet, recipe: GeneratorRecipe, clock: Clock, chain_s: float) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock, chain_s: float) -> None:
         layout = Layout.of(stand_in(recipe.emulated), torch.float32)
         self.version = -1
         self._reader = WeightReader(fleet, layout, recipe.comm)
@@ -61,7 +61,7 @@ class Adapter:
 
     can_migrate = True
 
-    def __init__(self, fleet: Fleet, recipe: GeneratorRecipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         e = recipe.emulated
         self.settings = e
         self.seed = recipe.run.seed

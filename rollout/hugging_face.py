@@ -15,9 +15,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
+from ..comm.recipe import Recipe
 from ..relay.versions import Receipt
 from ..trainer.model import default_device, load_policy, load_tokenizer
-from .adapter import GeneratorRecipe
 from .prompts import prompt_tokens
 from .sampler import SamplingParams
 from .sequence import Completion, Live, Parcel
@@ -42,7 +42,7 @@ class Adapter:
     num_recomputed = 0
     kv_load = 0
 
-    def __init__(self, fleet: Fleet, recipe: GeneratorRecipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         if recipe.generator.exact or recipe.rollout.tp > 1:
             raise SettingError("rollout.engine=transformers has neither generator.exact nor rollout.tp")
         self.tokenizer = load_tokenizer(recipe.model.path)

@@ -18,9 +18,9 @@ from ..comm.fleet import Fleet, Member
 from ..comm.mailbox import Mailbox
 from ..comm.messages import Message, RowId
 from ..comm.move_messages import Claim, Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from ..comm.recipe import RepackSettings
 from ..comm.trace import Trace
 from ..relay.repack import Report, can_fit
-from ..relay.settings import RepackSettings
 from .adapter import Generator
 from .carriage import Consignment, Fetching
 from .freight import Traveller, pack, unpack

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.errors import SettingError
-from .settings import RewardSettings
+from ..comm.recipe import RewardSettings
 
 PATIENCE = 3
 MAX_BATCH = 64

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ..comm.fleet import Fleet
-from ..comm.settings import CommSettings
+from ..comm.recipe import CommSettings
 from ..relay.archive import Archive
 from ..relay.layout import Layout, host_buffer
 from ..relay.reader import WeightReader

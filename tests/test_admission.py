@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId, RowId
+from headrace.comm.recipe import BatchSettings, QueueSettings
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
-from headrace.relay.settings import BatchSettings, QueueSettings
 from headrace.relay.state import HubState, RowStatus, apply
 
 
@@ -15,7 +15,9 @@ class Toy:
 
     def __init__(self, bound: int | None, per_step: int, steps: int = 8, capacity: int | None = None) -> None:
         self.admission = Admission(
-            BatchSettings(per_step, 1), QueueSettings(capacity=capacity, max_staleness=bound), steps
+            BatchSettings(prompts_per_step=per_step, samples_per_prompt=1),
+            QueueSettings(capacity=capacity, max_staleness=bound),
+            steps,
         )
         self.state = HubState()
         apply(ev.Opened(epoch=1, samples_per_prompt=1), self.state)

@@ -8,8 +8,8 @@ from policies import tiny_policy
 
 from headrace.comm.errors import WrongDigest
 from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.relay.archive import Archive
 from headrace.relay.events import Checkpointed, Published
 from headrace.relay.journal import Journal

@@ -8,8 +8,8 @@ from closing import at_end
 from timed_link import Clock, TimedLink
 
 from headrace.comm.fleet import Member, MemoryFleet, MemoryTown
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
 from headrace.relay import carrier, chain, keeper, push
 from headrace.relay.chain import chain_order, successor_of

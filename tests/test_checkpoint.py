@@ -1,6 +1,5 @@
 """A checkpoint holds all that training needs to go on as if it had never stopped."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,28 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from headrace.comm.messages import GroupId, HandOut
 from headrace.comm.queue_messages import GroupRef
-from headrace.comm.settings import ModelSettings, RunSettings
+from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.stream import Batch
-from headrace.rollout.settings import GeneratorSettings, SamplingSettings
 from headrace.trainer.actor import Actor
 from headrace.trainer.checkpoint import Checkpoints
 from headrace.trainer.model import load_tokenizer, save_policy
 from headrace.trainer.parallel import ActorGroup
-from headrace.trainer.settings import AlgorithmSettings, CheckpointSettings, OptimizerSettings
 from headrace.trainer.tally import StepTally
 
 ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)
-
-
-@dataclass
-class ActorSections:
-    run: RunSettings = field(default_factory=RunSettings)
-    model: ModelSettings = field(default_factory=ModelSettings)
-    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
-    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-3, warmup_steps=3))
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    generator: GeneratorSettings = field(default_factory=GeneratorSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +28,8 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def actor_of(policy_dir: Path) -> Actor:
     torch.manual_seed(0)
-    return Actor(ActorSections(model=ModelSettings(path=str(policy_dir))), ALONE)
+    optimizer = OptimizerSettings(lr=1e-3, warmup_steps=3)
+    return Actor(Recipe(model=ModelSettings(path=str(policy_dir)), optimizer=optimizer), ALONE)
 
 
 def made_up_row(key: str) -> dict[str, np.ndarray]:

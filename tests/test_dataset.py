@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headrace.comm.errors import SettingError
+from headrace.comm.recipe import DataSettings
 from headrace.relay.dataset import checked_prompts, open_rows
-from headrace.relay.settings import DataSettings
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
 datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data sets need the `datasets` package")

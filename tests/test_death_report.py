@@ -11,7 +11,7 @@ import pytest
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Stop
-from headrace.comm.settings import CommSettings
+from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, RelaySettings, RepackSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
@@ -22,7 +22,6 @@ from headrace.relay.hub import Hub
 from headrace.relay.hub_loop import Watch
 from headrace.relay.journal import Journal, read_events
 from headrace.relay.prompts import PromptPool
-from headrace.relay.settings import BatchSettings, QueueSettings, RelaySettings, RepackSettings
 from headrace.relay.state import HubState
 
 E = TypeVar("E", bound=Event)
@@ -34,7 +33,7 @@ import sys
 from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Stop
 from headrace.comm.messages import LeaseRequest
-from headrace.comm.settings import CommSettings
+from headrace.comm.recipe import CommSettings
 from headrace.relay.units import Units
 fleet = Fleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings(heartbeat_s=0.02))
 fleet.nearest("relay", having="unit")
@@ -64,7 +63,7 @@ class Town:
             HubState(),
             Journal(folder / "journal.jsonl"),
             PromptPool(JsonLines(folder / "data.jsonl"), shuffle=False, seed=0),
-            Admission(BatchSettings(2, 2), queue, num_steps=10),
+            Admission(BatchSettings(prompts_per_step=2, samples_per_prompt=2), queue, num_steps=10),
             queue,
             RepackSettings(),
         )

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.offer import Delta, Offer
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
 from headrace.relay.delta import DeltaCodec, DeltaSource, decode, encode
 from headrace.relay.keeper import WeightKeeper

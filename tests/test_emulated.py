@@ -11,7 +11,7 @@ from test_in_memory import System
 
 from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
-from headrace.comm.settings import EmulatedSettings
+from headrace.comm.recipe import EmulatedSettings
 from headrace.launch.check import is_emulated
 from headrace.launch.config import read_recipe
 from headrace.relay.emulated import EmulatedTransfer

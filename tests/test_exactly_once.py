@@ -33,6 +33,7 @@ from headrace.comm.messages import (
 )
 from headrace.comm.move_messages import Claim, Claimed, RowsGone
 from headrace.comm.queue_messages import ColumnsDone, GroupRef
+from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
 from headrace.relay.dataset import JsonLines
@@ -40,16 +41,14 @@ from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, replay
 from headrace.relay.pipeline import pipeline
 from headrace.relay.prompts import PromptPool
-from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.state import HubState, RowStatus
 from headrace.relay.units import relay_of
-from headrace.trainer.settings import AlgorithmSettings
 
 ROLLOUTS = ("rollout-0", "rollout-1")
 REFERENCES = ("reference-0", "reference-1")
 RELAYS = ("relay-0", "relay-1")
 PER_STEP, SAMPLES = 2, 2
-BATCH = BatchSettings(PER_STEP, SAMPLES)
+BATCH = BatchSettings(prompts_per_step=PER_STEP, samples_per_prompt=SAMPLES)
 
 rollouts = st.sampled_from(ROLLOUTS)
 references = st.sampled_from(REFERENCES)

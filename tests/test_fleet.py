@@ -10,7 +10,7 @@ from closing import at_end
 from headrace.comm.errors import WaitTimeout
 from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemoryFleet, MemoryTown, StoreFleet, Table
 from headrace.comm.messages import CountRows
-from headrace.comm.settings import CommSettings
+from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 
@@ -159,7 +159,7 @@ def test_a_counter_that_stands_still_past_the_expiry_is_a_dead_member():
 MEMBER = """
 import sys, time
 from headrace.comm.fleet import Fleet
-from headrace.comm.settings import CommSettings
+from headrace.comm.recipe import CommSettings
 fleet = Fleet.join(sys.argv[1], "rollout", 3, b"s", {}, CommSettings(heartbeat_s=0.02, expiry_s=float(sys.argv[3])))
 print("joined", flush=True)
 sys.stdin.readline()

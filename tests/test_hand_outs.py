@@ -8,10 +8,9 @@ from test_hub import Scene
 
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import ColumnsDone, DropRows, HandOut, LeaseGrant, RowDone, RowId, StepTrained, TakeRows
+from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.journal import replay
 from headrace.relay.pipeline import pipeline
-from headrace.relay.settings import QueueSettings, TaskSettings
-from headrace.trainer.settings import AlgorithmSettings
 
 MakeScene = Callable[..., Scene]
 TASKS = pipeline(QueueSettings(), AlgorithmSettings(kl_coef=0.1))
@@ -166,15 +165,16 @@ def test_a_users_sampler_chooses_among_the_complete_groups(scene: MakeScene, tmp
 
 
 @pytest.mark.parametrize(
-    ("task", "problem"),
+    ("name", "needs", "yields", "problem"),
     [
-        (TaskSettings("reference", "f.py:f", [], ["x"]), "already"),
-        (TaskSettings("a", "f.py:f", ["nonsense"], ["x"]), "nonsense"),
-        (TaskSettings("a", "f.py:f", [], ["reward"]), "reward"),
-        (TaskSettings("a", "f.py:f", [], []), "no column"),
-        (TaskSettings("not a name", "f.py:f", [], ["x"]), "name"),
+        ("reference", (), ("x",), "already"),
+        ("a", ("nonsense",), ("x",), "nonsense"),
+        ("a", (), ("reward",), "reward"),
+        ("a", (), (), "no column"),
+        ("not a name", (), ("x",), "name"),
     ],
 )
-def test_a_task_that_cannot_be_is_told_by_its_setting(task: TaskSettings, problem: str):
+def test_a_task_that_cannot_be_is_told_by_its_setting(name, needs, yields, problem: str):
+    task = TaskSettings(name=name, function="f.py:f", needs=needs, yields=yields)
     with pytest.raises(SettingError, match=rf"queue\.tasks: .*{problem}"):
-        pipeline(QueueSettings(tasks=[task]), AlgorithmSettings(kl_coef=0.1))
+        pipeline(QueueSettings(tasks=(task,)), AlgorithmSettings(kl_coef=0.1))

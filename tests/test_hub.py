@@ -23,6 +23,7 @@ from headrace.comm.messages import (
     VersionComplete,
     encode,
 )
+from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay import events as ev
 from headrace.relay.admission import Admission
 from headrace.relay.controller import Task
@@ -31,7 +32,6 @@ from headrace.relay.hub import Hub
 from headrace.relay.hub_loop import Watch
 from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.prompts import PromptPool
-from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.state import HubState, RowStatus
 
 
@@ -53,7 +53,9 @@ class Scene:
         self.post = self.town.post
         self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
-        admission = Admission(BatchSettings(per_step, samples), settings, num_steps=10)
+        admission = Admission(
+            BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
+        )
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(
             self.post.open("hub"),

@@ -16,15 +16,15 @@ from policies import tiny_policy
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.handshake import prove
 from headrace.comm.messages import DropRows, Holding, Interrupt, LeaseGrant, LeaseRequest, Stop
+from headrace.comm.recipe import Recipe
 from headrace.comm.row_messages import Attach
 from headrace.comm.row_wire import LINK_NAME, send_frame
 from headrace.comm.tcp_link import TcpLink
-from headrace.launch.config import Recipe, read_recipe
+from headrace.launch.config import read_recipe
 from headrace.relay import hub_loop, task_loop
 from headrace.relay import loop as relay_loop
 from headrace.relay.events import Event, Leased, Returned, RowReady, TaskHanded, Trained
 from headrace.relay.journal import account_of, read_events, replay
-from headrace.relay.settings import TaskSettings
 from headrace.rollout import loop as rollout_loop
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer import reference_loop
@@ -332,14 +332,8 @@ def weigh(columns):
 
 def test_a_users_task_gives_each_row_a_column_before_it_is_trained(tmp_path: Path):
     (tmp_path / "tasks.py").write_text(TASK)
-    task = {
-        "name": "weigh",
-        "function": f"{tmp_path}/tasks.py:weigh",
-        "needs": ["response_ids"],
-        "yields": ["advantages"],
-    }
-    system = System(tmp_path, **{"roles.task": 1})
-    system.recipe.queue.tasks = [TaskSettings(**task)]  # pyright: ignore[reportArgumentType]
+    task = f"{{name: weigh, function: '{tmp_path}/tasks.py:weigh', needs: [response_ids], yields: [advantages]}}"
+    system = System(tmp_path, **{"roles.task": 1, "queue.tasks": f"[{task}]"})
     system.start("task", task_loop.run)
     summary = system.start_all().wait()
     assert summary["accounting"]["trained"] == 12 and summary["accounting"]["holds"] is True

@@ -7,8 +7,9 @@ import pytest
 import torch
 from closing import at_end
 
+from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.fleet import Fleet
-from headrace.comm.settings import SEGMENT_FD, CommSettings
+from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.layout import Layout
@@ -20,7 +21,6 @@ RELAY = """
 import os, sys
 from headrace.comm.fleet import Fleet
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.relay.keeper import WeightKeeper
 segment = Segment.inherited()
 settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)

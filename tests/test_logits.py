@@ -4,8 +4,8 @@ from closing import at_end
 from policies import tiny_policy
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
 from headrace.relay.layout import Layout

@@ -2,8 +2,8 @@
 
 import torch
 
+from headrace.comm.recipe import AlgorithmSettings
 from headrace.trainer.loss import group_advantages, grpo_loss
-from headrace.trainer.settings import AlgorithmSettings
 
 
 def terms(

@@ -16,6 +16,7 @@ from headrace.comm.errors import MessageRefused
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.messages import LeaseGrant, LeaseRequest, RowDone, RowId
 from headrace.comm.move_messages import Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.trace import Trace
 from headrace.launch.timeline import Timeline
 from headrace.relay import events as ev
@@ -24,7 +25,6 @@ from headrace.relay.dataset import JsonLines
 from headrace.relay.hub import Hub
 from headrace.relay.journal import Journal, read_events, replay
 from headrace.relay.prompts import PromptPool
-from headrace.relay.settings import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.state import HubState, RowStatus
 from headrace.relay.versions import Receipt
 from headrace.rollout import Engine, SamplingParams, carriage, migration
@@ -179,7 +179,7 @@ class Actor:
         self.mailbox = self.fleet.post.open(self.fleet.name)
         self.generator = Replica(path)
         self.leases = Leases(self.mailbox, self.fleet.incarnation, SAMPLES, Cycle.of("headrace", None, 8, 3))
-        settings, trace = RepackSettings(transfer=transfer), Trace(folder, self.fleet.name, Clock())
+        settings, trace = RepackSettings(transfer=transfer), Trace(folder, self.fleet.name, Clock())  # pyright: ignore[reportArgumentType]
         self.migration = Migration(self.fleet, self.mailbox, self.generator, self.leases, settings, 32, trace)
         self.migration.speeds = Speeds(16, 1e-4)
         self.loses: set[type] = set()
@@ -220,7 +220,7 @@ class Play:
         self.town = MemoryTown()
         pool = PromptPool(JsonLines(data), shuffle=False, seed=0)
         queue = QueueSettings(capacity=8)
-        admission = Admission(BatchSettings(8, SAMPLES), queue, num_steps=10)
+        admission = Admission(BatchSettings(prompts_per_step=8, samples_per_prompt=SAMPLES), queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
         self.hub = Hub(self.town.post.open("hub"), HubState(), journal, pool, admission, queue, RepackSettings())
         self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))

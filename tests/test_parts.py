@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headrace.comm.fleet import Fleet
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
@@ -65,7 +65,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from test_parts import CUTS, build
 from headrace.comm.fleet import Fleet
-from headrace.comm.settings import CommSettings
 from headrace.comm.store import connect_store
 from headrace.relay.layout import Layout
 from headrace.relay.parts import Part

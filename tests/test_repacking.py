@@ -10,9 +10,9 @@ from test_hub import Scene
 
 from headrace.comm.messages import Holding, LeaseGrant, Load, Message, RowDone, RowId, VersionComplete
 from headrace.comm.move_messages import Claim, Claimed, MoveEnded, MoveOrder, RowsGone
+from headrace.comm.recipe import RepackSettings
 from headrace.relay.ending import Ending
 from headrace.relay.journal import replay
-from headrace.relay.settings import RepackSettings
 from headrace.relay.state import RowStatus
 
 PERIOD_S = 5.0

@@ -16,8 +16,9 @@ from test_end_to_end import MakeJob, assert_account_adds_up, child_of, job  # no
 from test_in_memory import System
 
 from headrace.comm.errors import PeerGone, SettingError
-from headrace.launch.check import check_tp
-from headrace.launch.config import RoleSettings, read_recipe
+from headrace.comm.recipe import RoleSettings
+from headrace.launch.check import check_recipe, check_tp
+from headrace.launch.config import read_recipe
 from headrace.launch.policy_files import PolicyFiles
 from headrace.launch.roles import assign
 from headrace.rollout import Engine, SamplingParams, builtin
@@ -161,13 +162,13 @@ def test_a_whole_system_runs_with_a_replica_of_two_ranks(tmp_path: Path):
 
 
 def test_ranks_are_dealt_out_replica_by_replica():
-    places = assign(RoleSettings(1, 1, 6), world_size=8, ranks_per_host=8, tp=3)
+    places = assign(RoleSettings(actor=1, relay=1, rollout=6), world_size=8, ranks_per_host=8, tp=3)
     names = ["actor-0", "rollout-0", "shard-0", "shard-1", "rollout-1", "shard-2", "shard-3", "relay-0"]
     assert [place.name for place in places] == names
     with pytest.raises(SettingError, match=r"rollout\.tp=2: the ranks of rollout-0 would lie on two hosts"):
-        assign(RoleSettings(1, 2, 4), world_size=7, ranks_per_host=3, tp=2)
+        assign(RoleSettings(actor=1, relay=2, rollout=4), world_size=7, ranks_per_host=3, tp=2)
     with pytest.raises(SettingError, match=r"roles\.rollout=3 ranks make no whole replicas of rollout\.tp=2 ranks"):
-        read_recipe(None, ["roles.rollout=3", "rollout.tp=2"])
+        check_recipe(read_recipe(None, ["roles.rollout=3", "rollout.tp=2"]))
 
 
 def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
@@ -175,7 +176,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
     check_tp(recipe, PolicyFiles.read(str(tiny_policy(tmp_path))))
     with pytest.raises(SettingError, match=r"rollout\.tp: model type 'gemma2' runs on one rank only"):
         check_tp(recipe, PolicyFiles.read(str(tiny_policy(tmp_path, "gemma2"))))
-    recipe.generator.exact = True
+    recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2", "generator.exact=true"])
     with pytest.raises(SettingError, match=r"rollout\.tp: not with generator\.exact"):
         check_tp(recipe, PolicyFiles.read(str(tmp_path / "llama")))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.comm.errors import SettingError
+from headrace.comm.recipe import RewardSettings
 from headrace.rollout.reward import RewardPool, Scored
-from headrace.rollout.settings import RewardSettings
 
 
 @pytest.fixture

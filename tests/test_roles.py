@@ -3,41 +3,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config import RoleSettings
+from headrace.comm.recipe import RoleSettings
 from headrace.launch.roles import assign, check_staging, visible_devices
 
 
 def test_one_host_seats_an_actor_first_and_the_relay_last():
-    names = [place.name for place in assign(RoleSettings(1, 1, 2), world_size=4, ranks_per_host=4)]
+    names = [place.name for place in assign(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)]
     assert names == ["actor-0", "rollout-0", "rollout-1", "relay-0"]
 
 
 def test_relays_are_spread_one_per_host_first():
-    places = assign(RoleSettings(4, 3, 9), world_size=16, ranks_per_host=8)
+    places = assign(RoleSettings(actor=4, relay=3, rollout=9), world_size=16, ranks_per_host=8)
     assert [(place.index, place.host) for place in places if place.role == "relay"] == [(2, 0), (0, 0), (1, 1)]
 
 
 def test_nine_ranks_on_eight_gpus_leave_none_to_the_relay():
-    places = assign(RoleSettings(4, 1, 4), world_size=9, ranks_per_host=9)
+    places = assign(RoleSettings(actor=4, relay=1, rollout=4), world_size=9, ranks_per_host=9)
     assert [visible_devices(place, 8) for place in places] == [*"01234567", ""]
 
 
 def test_fewer_gpus_than_ranks_are_shared_and_no_gpu_hides_all():
-    places = assign(RoleSettings(1, 1, 2), world_size=4, ranks_per_host=4)
+    places = assign(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
     assert [visible_devices(place, 1) for place in places] == ["0", "0", "0", ""]
     assert [visible_devices(place, 0) for place in places] == [""] * 4
 
 
 def test_a_wrong_number_of_ranks_names_both_settings():
     with pytest.raises(SettingError, match=r"roles\.rollout = 4.*started 3 ranks.*--nproc-per-node 4"):
-        assign(RoleSettings(1, 1, 2), world_size=3, ranks_per_host=3)
+        assign(RoleSettings(actor=1, relay=1, rollout=2), world_size=3, ranks_per_host=3)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 8))
 def test_every_rank_has_one_place_and_every_place_one_rank(
     actors: int, relays: int, rollouts: int, ranks_per_host: int
 ):
-    roles = RoleSettings(actors, relays, rollouts)
+    roles = RoleSettings(actor=actors, relay=relays, rollout=rollouts)
     places = assign(roles, actors + relays + rollouts, ranks_per_host)
     for role, count in (("actor", actors), ("relay", relays), ("rollout", rollouts)):
         assert sorted(place.index for place in places if place.role == role) == list(range(count))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_in_memory import System
 
 from headrace.comm.messages import GroupId
+from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
 from headrace.launch.check import check_recipe
 from headrace.launch.config import SettingError, read_recipe
 from headrace.relay import events as ev
 from headrace.relay.journal import read_events
 from headrace.relay.schedules import SCHEDULES, admission_of
-from headrace.relay.settings import BatchSettings, QueueSettings
 from headrace.relay.state import HubState, RowStatus, apply
 from headrace.rollout.cycle import Cycle
 from headrace.trainer.rowlog import SavedStep
@@ -29,7 +29,9 @@ class Run:
     """A run of one-sample groups under a schedule, moved by choices; `log` is what happened, in order."""
 
     def __init__(self, schedule: str, per_step: int) -> None:
-        self.admission = admission_of(schedule, BatchSettings(per_step, 1), QueueSettings(), STEPS)
+        self.admission = admission_of(
+            schedule, BatchSettings(prompts_per_step=per_step, samples_per_prompt=1), QueueSettings(), STEPS
+        )
         self.state = HubState()
         self.log: list[ev.Event] = []
         self.do(ev.Opened(epoch=1, samples_per_prompt=1))
@@ -128,9 +130,7 @@ def test_whole_batches_are_handed_out_at_once(schedule: str, per_step: int, seed
 
 
 def test_every_schedule_of_the_recipe_has_its_rules():
-    from headrace.launch.config import CHOICES as WORDS
-
-    assert set(WORDS["run.schedule"]) == set(SCHEDULES)
+    assert get_args(ScheduleName) == tuple(SCHEDULES)
 
 
 def test_where_a_batch_is_a_barrier_each_rollout_takes_its_share_at_once():

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pytest
 
-from headrace.comm.settings import LARGE_COPIES
-from headrace.launch.config import RoleSettings
+from headrace.comm.environment import LARGE_COPIES
+from headrace.comm.recipe import RoleSettings
 from headrace.launch.roles import started_again
 from headrace.launch.seat import MAX_RESTARTS, RESTART_WINDOW_S, Verdict, judge
 

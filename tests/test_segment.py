@@ -5,9 +5,9 @@ import sys
 import numpy as np
 import pytest
 
+from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.errors import PeerGone
 from headrace.comm.segment import Hold, Segment
-from headrace.comm.settings import SEGMENT_FD
 
 
 @pytest.fixture

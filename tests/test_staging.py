@@ -8,8 +8,8 @@ from test_in_memory import System
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.fleet import Fleet, MemoryFleet, MemoryTown
+from headrace.comm.recipe import CommSettings, RelaySettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.launch.check import check_recipe
@@ -19,7 +19,6 @@ from headrace.relay.layout import Layout
 from headrace.relay.publisher import WeightPublisher
 from headrace.relay.push import LinkPush, open_push, staging_of
 from headrace.relay.reader import WeightReader
-from headrace.relay.settings import RelaySettings
 
 
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():

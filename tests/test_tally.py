@@ -8,11 +8,11 @@ import torch
 
 from headrace.comm.messages import GroupId, HandOut
 from headrace.comm.queue_messages import GroupRef
+from headrace.comm.recipe import AlgorithmSettings
 from headrace.relay.stream import Batch
 from headrace.trainer.batch import Trajectory, pack
 from headrace.trainer.loss import grpo_loss
 from headrace.trainer.parallel import ActorGroup
-from headrace.trainer.settings import AlgorithmSettings
 from headrace.trainer.tally import StepTally
 
 VERSION = 5

@@ -10,8 +10,8 @@ import torch
 from closing import at_end
 
 from headrace.comm.fleet import Fleet
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
-from headrace.comm.settings import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper

@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from ..comm.recipe import Recipe
 from ..relay.stream import Batch
 from .batch import DUMMY, Trajectory, pack
 from .checkpoint import TrainingState
@@ -11,14 +12,13 @@ from .logprobs import packed_logprobs
 from .loss import group_advantages, grpo_loss
 from .model import Policy, load_policy
 from .parallel import ActorGroup, whole
-from .recipe import ActorRecipe
 from .tally import StepTally
 
 
 class Actor:
     """fp32 master weights (sharded where there are several ranks), AdamW, gradients accumulated as groups stream in."""
 
-    def __init__(self, recipe: ActorRecipe, group: ActorGroup) -> None:
+    def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
         self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)

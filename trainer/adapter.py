@@ -6,9 +6,9 @@ import numpy as np
 
 from ..comm.fleet import Fleet
 from ..comm.plugin import adapter_class
+from ..comm.recipe import Recipe
 from ..relay.stream import Batch
 from .parallel import ActorGroup
-from .recipe import TrainerRecipe
 from .tally import StepTally
 
 _ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
@@ -61,6 +61,6 @@ class Learner(Protocol):
         ...
 
 
-def open_learner(fleet: Fleet, recipe: TrainerRecipe) -> Learner:
+def open_learner(fleet: Fleet, recipe: Recipe) -> Learner:
     """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
     return adapter_class("trainer.engine", recipe.trainer.engine, _ADAPTERS, __package__)(fleet, recipe)

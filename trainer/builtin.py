@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ..comm.fleet import Fleet
+from ..comm.recipe import Recipe
 from ..relay.layout import Layout
 from ..relay.parts import Part
 from ..relay.publisher import WeightPublisher
@@ -15,14 +16,13 @@ from .checkpoint import Checkpoints
 from .logprobs import response_logprobs
 from .model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from .parallel import ActorGroup, whole
-from .recipe import TrainerRecipe
 from .shard import cuts_of
 
 
 class Adapter(Actor):
     """An actor with its checkpoints and the publisher of its part of the weights."""
 
-    def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         device = default_device(exact=recipe.generator.exact)
         torch.manual_seed(recipe.run.seed)
         super().__init__(recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s))

@@ -8,12 +8,12 @@ import torch
 
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
+from ..comm.recipe import Recipe
 from ..relay.emulated import EmulatedTransfer, stand_in
 from ..relay.layout import Layout
 from ..relay.publisher import WeightPublisher
 from ..relay.stream import Batch
 from .parallel import ActorGroup
-from .recipe import TrainerRecipe
 from .tally import StepTally
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class Adapter:
     """Counts tokens, and sleeps as long as devices would need for them."""
 
-    def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         e = recipe.emulated
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0

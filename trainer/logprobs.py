@@ -4,22 +4,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.recipe import Recipe
 from ..relay.stream import Batch
 from .batch import DUMMY, PackedBatch, Trajectory, pack
 from .model import Policy
-from .recipe import ActorRecipe
 
 NEEDED = ("prompt_ids", "response_ids")
 
 
-def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: ActorRecipe) -> tuple[Tensor, Tensor]:
+def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Log-probability of each drawn token and the entropy it was drawn with, [R] each, tempered as in the loss."""
     with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
 
 
-def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe: ActorRecipe) -> list[np.ndarray]:
+def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe: Recipe) -> list[np.ndarray]:
     """[R] float32 for each row of this rank's, in the order of `batch.rows`, tempered as in the loss.
 
     A collective of the ranks over which the policy is sharded.

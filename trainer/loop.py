@@ -13,6 +13,7 @@ from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
 from ..comm.messages import ActorDone, CheckpointWritten, StepTrained
+from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
 from ..relay.pipeline import REFERENCE, TRAIN
@@ -20,7 +21,6 @@ from ..relay.stream import Batch, ExperienceStream, RunStopped
 from ..relay.units import Units
 from .adapter import open_learner
 from .metrics import MetricsLog, Value, console_line
-from .recipe import TrainerRecipe
 from .rowlog import StepLog
 from .tally import StepTally
 
@@ -28,7 +28,7 @@ from .tally import StepTally
 class Trainer:
     """One rank of the trainer with its wires. Rank 0 also talks to the hub and writes the run folder."""
 
-    def __init__(self, fleet: Fleet, recipe: TrainerRecipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
         self.units = Units(fleet)
@@ -163,13 +163,13 @@ class Record:
         self.mailbox.send("hub", ActorDone(num, facts))
 
 
-def tasks_of(recipe: TrainerRecipe) -> list[str]:
+def tasks_of(recipe: Recipe) -> list[str]:
     """Tasks that the trainer's ranks do besides training."""
     reference = recipe.algorithm.kl_coef > 0 and not recipe.roles.reference
     return [REFERENCE.name] if reference else []
 
 
-def run(fleet: Fleet, recipe: TrainerRecipe) -> None:
+def run(fleet: Fleet, recipe: Recipe) -> None:
     """The trainer's process."""
     Trainer(fleet, recipe).run()
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .settings import AlgorithmSettings
+from ..comm.recipe import AlgorithmSettings
 
 
 class LossTerms(NamedTuple):

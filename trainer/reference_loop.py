@@ -4,23 +4,17 @@ Consumes rows of the task `reference`; waits for the hub only; woken by its hand
 for itself, so the faster ones do more.
 """
 
-from typing import Protocol
-
 from ..comm.fleet import Fleet
 from ..comm.messages import Holding
+from ..comm.recipe import Recipe
 from ..relay.pipeline import REFERENCE
 from ..relay.stream import ExperienceStream
 from ..relay.units import Units
 from .logprobs import NEEDED, response_logprobs
 from .model import default_device, load_policy
-from .recipe import ActorRecipe
 
 
-class ReferenceRecipe(ActorRecipe, Protocol):
-    """The sections of a recipe that the reference reads."""
-
-
-def run(fleet: Fleet, recipe: ReferenceRecipe) -> None:
+def run(fleet: Fleet, recipe: Recipe) -> None:
     """The reference's process, until the hub ends the run."""
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)

@@ -17,17 +17,17 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from .actor import Actor
 from .model import default_device
 from .parallel import ActorGroup
-from .recipe import TrainerRecipe
 from .rowlog import SavedStep
 from .tally import StepTally
 
 COMPARED = ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "is/mean")
 
 
-def replay(recipe: TrainerRecipe) -> int:
+def replay(recipe: Recipe) -> int:
     """Train the steps of the run in `run.dir` again from its initial weights, one line per step; returns how many differ.
 
     Bit for bit on the machine of the run; elsewhere the differences are printed. Raises `SettingError` if a step's rows are
@@ -50,7 +50,7 @@ def replay(recipe: TrainerRecipe) -> int:
     return num_different
 
 
-def _check_ranks(recipe: TrainerRecipe, steps: list[int]) -> None:
+def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
     num_ranks = recipe.roles.actor
     for step in steps:
         saved = SavedStep(Path(recipe.run.dir), step)
@@ -64,7 +64,7 @@ def _check_ranks(recipe: TrainerRecipe, steps: list[int]) -> None:
 
 
 @contextmanager
-def _other_ranks(recipe: TrainerRecipe, steps: list[int], folder: str) -> Iterator[None]:
+def _other_ranks(recipe: Recipe, steps: list[int], folder: str) -> Iterator[None]:
     """Processes of ranks 1 and later, which end with the last step, or with the body if it fails."""
     processes = [
         multiprocessing.get_context("spawn").Process(target=_follow, args=(recipe, rank, steps, folder), daemon=True)
@@ -81,12 +81,12 @@ def _other_ranks(recipe: TrainerRecipe, steps: list[int], folder: str) -> Iterat
             process.kill()
 
 
-def _follow(recipe: TrainerRecipe, rank: int, steps: list[int], folder: str) -> None:
+def _follow(recipe: Recipe, rank: int, steps: list[int], folder: str) -> None:
     for _ in _train(recipe, rank, steps, folder):
         pass
 
 
-def _train(recipe: TrainerRecipe, rank: int, steps: list[int], folder: str) -> Iterator[dict[str, Any]]:
+def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator[dict[str, Any]]:
     """One rank of the replay: yields the metrics of each step. The ranks meet through a file in `folder`."""
     num_ranks, device = recipe.roles.actor, default_device(exact=recipe.generator.exact)
     group = ActorGroup(rank, num_ranks, device, recipe.comm.deadline_s)

@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 
-from ...comm.settings import LARGE_COPIES
+from ...comm.environment import LARGE_COPIES
 from ...comm.waits import waiting
 
 ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -26,15 +26,13 @@ from ...comm.messages import (
     Stop,
     TakeRows,
 )
-from ...comm.settings import CommSettings, RunSettings
+from ...comm.recipe import BatchSettings, CommSettings, DataSettings, QueueSettings, Recipe, RunSettings
 from ...comm.store import StoreServer
 from ...comm.waits import waiting
 from ...relay import events as ev
 from ...relay.hub_loop import run
 from ...relay.journal import Journal, replay
-from ...relay.settings import BatchSettings, DataSettings, QueueSettings
 from ...relay.state import HubState, apply
-from ..config import Recipe
 from .harness import Child, Options, Row, command
 
 M = TypeVar("M", bound=Message)
@@ -150,7 +148,7 @@ def _serve_hub(folder: str, address: str) -> None:
     recipe = Recipe(
         run=RunSettings(dir=folder, steps=_STEPS),
         data=DataSettings(path=str(Path(folder, "data.jsonl"))),
-        batch=BatchSettings(_PROMPTS, _SAMPLES),
+        batch=BatchSettings(prompts_per_step=_PROMPTS, samples_per_prompt=_SAMPLES),
         queue=QueueSettings(capacity=4 * _PROMPTS),
     )
     fleet = Fleet.join(address, "hub", 0, _SECRET, {}, recipe.comm)

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from ...comm.fleet import Fleet
+from ...comm.recipe import CommSettings
 from ...comm.segment import Segment
-from ...comm.settings import CommSettings
 from ...comm.store import StoreServer
 from ...relay.keeper import WeightKeeper
 from ...relay.layout import Layout
