@@ -10,7 +10,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import DataSettings, Recipe
 from ..relay.dataset import checked_prompts, open_rows
 from ..relay.pipeline import pipeline
-from ..relay.schedules import staleness_of
+from ..relay.schedules import SCHEDULES
 from .policy_files import PolicyFiles
 from .roles import check_replicas
 
@@ -28,7 +28,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
-    if staleness_of(recipe.run.schedule) is not None and recipe.queue.max_staleness is not None:
+    if SCHEDULES[recipe.run.schedule].staleness is not None and recipe.queue.max_staleness is not None:
         raise SettingError(
             f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"
         )
@@ -74,7 +74,7 @@ def is_emulated(recipe: Recipe) -> bool:
         )
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all of the trainer's GPUs, see emulated.train_gpus")
-    if recipe.emulated.colocated and recipe.run.schedule != "sync":
+    if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
         raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
     return bool(emulated)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
+from ..relay import schedules
 from .bench.harness import Row, write_json
 from .check import is_emulated
 from .children import say
@@ -26,7 +27,7 @@ from .timeline import Timeline
 
 SPLITS = Path(__file__).parent / "recipes" / "emulated-splits.json"
 """Rollouts of each entrant's best split by number of GPUs, as `--tune` found them."""
-SCHEDULES = ("sync-colocated", "sync", "one_step", "stream", "partial", "headrace")
+SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
 REPACK = ("repack-off", "repack-on")
 ABLATION = {"sync": "whole-batch barrier", "stream": "+ streaming", "headrace": "+ delayed update, no barrier"}
 """What each schedule adds to the one before it."""

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from ..relay.schedules import admission_of
+from ..relay.admission import Admission
+from ..relay.schedules import SCHEDULES
 from .config import recipe_yaml
 from .policy_files import PolicyFiles
 from .roles import assign, count_gpus, count_ranks, visible_devices
@@ -39,7 +40,7 @@ def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
 
 def _batch(recipe: Recipe) -> Iterator[str]:
     prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
-    admission = admission_of(recipe.run.schedule, recipe.batch, recipe.queue, recipe.run.steps)
+    admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
     capacity = admission.capacity
     longest = prompts * samples * recipe.sampling.max_new_tokens
     bound = "by the queue's capacity alone" if admission.bound is None else admission.bound

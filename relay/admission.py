@@ -13,20 +13,19 @@ from ..comm.messages import GroupId
 from ..comm.recipe import BatchSettings, QueueSettings
 from .controller import item_of
 from .samplers import Room, Sampler
+from .schedules import SCHEDULES, Schedule
 from .state import Group, HubState, RowStatus
 
 
 class Admission:
     """The rules of one run: places per step, capacity of the queue, staleness bound, number of steps."""
 
-    staleness: int | None = None
-    """The bound of a schedule that has one of its own."""
-    hands_out_whole_batches = False
-    """A step's groups go out together, once they are all complete."""
-
-    def __init__(self, batch: BatchSettings, queue: QueueSettings, num_steps: int) -> None:
+    def __init__(
+        self, batch: BatchSettings, queue: QueueSettings, num_steps: int, schedule: Schedule = SCHEDULES["headrace"]
+    ) -> None:
+        self.schedule = schedule
         self.per_step = batch.prompts_per_step
-        self.bound = queue.max_staleness if self.staleness is None else self.staleness
+        self.bound = queue.max_staleness if schedule.staleness is None else schedule.staleness
         # Without a bound of its own the queue holds one batch in the making and one ready.
         waves = 2 if self.bound is None else self.bound + 1
         self.capacity = queue.capacity or waves * self.per_step
@@ -60,6 +59,8 @@ class Admission:
         queued = [g for g in state.queued() if g is not group]
         if group is None and len(queued) >= min(self.capacity, self.needed(state)):
             return False
+        if group is None and self._waits_for_batch(state, version, len(queued)):
+            return False
         oldest = min(
             [version, *(row.version for row in group.rows if row.status is RowStatus.READY)] if group else [version]
         )
@@ -72,12 +73,12 @@ class Admission:
         """
         places, queued = self.places(state), state.queued()
         chosen = self._most_urgent(state)[:places]
-        if self.hands_out_whole_batches and len(chosen) < places:
+        if self.schedule.whole_batches and len(chosen) < places:
             return []
         taken: set[GroupId] = set()
         out: list[Group] = []
         num_tokens = 0
-        for together in [chosen] if self.hands_out_whole_batches else [[group] for group in chosen]:
+        for together in [chosen] if self.schedule.whole_batches else [[group] for group in chosen]:
             taken.update(group.id for group in together)
             if not self._feasible((g for g in queued if g.id not in taken), state, places - len(taken)):
                 break
@@ -87,6 +88,12 @@ class Admission:
                 if num_tokens >= max_tokens:
                     return out
         return out
+
+    def _waits_for_batch(self, state: HubState, version: int, num_queued: int) -> bool:
+        """Where a batch is a barrier, the next one begins on the newest version, once the batch before it is complete."""
+        places = self.places(state)
+        is_next = self.schedule.staleness is not None and num_queued >= places
+        return is_next and (len(self.ready(state)) < places or version != state.step)
 
     def _most_urgent(self, state: HubState) -> list[Group]:
         """What can be trained, in the order in which it is to be handed out."""

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from ..comm.recipe import EmulatedSettings
-
-GLOBAL = ("sync", "one_step", "stream", "partial")
-"""Schedules under which the trainer and all rollouts update together, by a broadcast that all take part in."""
+from .schedules import SCHEDULES
 
 
 class EmulatedTransfer:
@@ -16,7 +14,7 @@ class EmulatedTransfer:
         e = settings
         if e.colocated:
             self.push_s, self.chain_s, self.pull_s = 0.0, 0.0, e.weights_gb / e.reshard_gb_s
-        elif schedule in GLOBAL:
+        elif SCHEDULES[schedule].broadcasts:
             broadcast_s = e.weights_gb / e.broadcast_gb_s
             self.push_s, self.chain_s, self.pull_s = broadcast_s, 0.0, broadcast_s
         else:

@@ -16,13 +16,14 @@ from ..comm.fleet import Fleet, Member
 from ..comm.messages import ActorDone, ConnectionLost, Failed, Interrupt
 from ..comm.recipe import Recipe
 from . import events as ev
+from .admission import Admission
 from .dataset import open_rows
 from .ending import End, Ending, write_summary
 from .hub import Hub
 from .journal import Journal, cut_after_checkpoint, replay
 from .pipeline import pipeline
 from .prompts import PromptPool
-from .schedules import admission_of
+from .schedules import SCHEDULES
 from .state import HubState, apply
 from .units import unit_name
 
@@ -40,7 +41,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     tasks = pipeline(recipe.queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
-    admission = admission_of(recipe.run.schedule, recipe.batch, recipe.queue, recipe.run.steps)
+    admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
     hub = Hub(
         mailbox, state, journal, pool, admission, recipe.queue, recipe.repack, Clock(recipe.emulated.speed).now, tasks
     )

@@ -10,51 +10,37 @@
 In the first three, batches do not overlap: all of one is generated before the next begins, which is a barrier for all rollouts.
 """
 
-from ..comm.recipe import BatchSettings, QueueSettings
-from .admission import Admission
-from .state import Group, HubState
+from dataclasses import dataclass
+
+from ..comm.recipe import ScheduleName
 
 
-class Synchronous(Admission):
-    """Generate a batch, train it, update all: a bound of 0, and whole batches."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """All that differs from one schedule to another."""
 
-    staleness = 0
-    hands_out_whole_batches = True
-
-
-class Stream(Admission):
-    """Generation of the next batch overlaps training, which starts on the first complete group."""
-
-    staleness = 1
-
-    def may_lease(self, state: HubState, version: int, group: Group | None = None) -> bool:
-        """For the step in progress while it lacks groups; for the next one once the batch before it is complete."""
-        is_next = group is None and len(state.queued()) >= self.places(state)
-        if is_next and (len(self.ready(state)) < self.places(state) or version != state.step):
-            return False
-        return super().may_lease(state, version, group)
-
-
-class OneStep(Stream):
-    """Generation of the next batch overlaps training; whole batches are handed out."""
-
-    hands_out_whole_batches = True
+    name: ScheduleName
+    staleness: int | None = None
+    """Its own bound on staleness; with one, a batch is a barrier for all rollouts. None leaves it to `queue.max_staleness`."""
+    whole_batches: bool = False
+    """A step's groups are handed out together, once they are all complete."""
+    updates_mid_trajectory: bool = False
+    """A rollout takes new weights at once, under its running trajectories; else when its own work has drained."""
+    takes_share_at_once: bool = False
+    """A rollout takes its share of a batch when the batch begins, however many trajectories it can run together."""
+    repacks: bool = False
+    """Long trajectories may move to another rollout."""
+    broadcasts: bool = True
+    """The trainer and all rollouts update together, by a broadcast that all take part in; else relays hold the versions."""
 
 
-SCHEDULES: dict[str, type[Admission]] = {
-    "sync": Synchronous,
-    "one_step": OneStep,
-    "stream": Stream,
-    "partial": Admission,
-    "headrace": Admission,
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule(name="sync", staleness=0, whole_batches=True, takes_share_at_once=True),
+        Schedule(name="one_step", staleness=1, whole_batches=True, takes_share_at_once=True),
+        Schedule(name="stream", staleness=1, takes_share_at_once=True),
+        Schedule(name="partial", updates_mid_trajectory=True),
+        Schedule(name="headrace", repacks=True, broadcasts=False),
+    )
 }
-
-
-def staleness_of(schedule: str) -> int | None:
-    """The bound of a schedule that has one of its own; in those a batch is a barrier for all rollouts."""
-    return SCHEDULES[schedule].staleness
-
-
-def admission_of(schedule: str, batch: BatchSettings, queue: QueueSettings, num_steps: int) -> Admission:
-    """The rules of a run."""
-    return SCHEDULES[schedule](batch, queue, num_steps)

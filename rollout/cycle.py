@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..relay.schedules import staleness_of
+from ..relay.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,12 @@ class Cycle:
     def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "Cycle":
         """The habits under `run.schedule`; a rollout's share is what each contributes to a step if all do alike."""
         share = -(-prompts_per_step // num_rollouts)
-        if staleness_of(schedule) is not None:
-            return Cycle(False, share, takes_quota_at_once=True)
-        if schedule == "partial":
-            return Cycle(True, batch_groups, takes_quota_at_once=False)
-        return Cycle(False, batch_groups or share, takes_quota_at_once=False, repacks=num_rollouts > 1)
+        rules = SCHEDULES[schedule]
+        quota = (
+            share if rules.takes_share_at_once else batch_groups or (None if rules.updates_mid_trajectory else share)
+        )
+        repacks = rules.repacks and num_rollouts > 1
+        return Cycle(rules.updates_mid_trajectory, quota, rules.takes_share_at_once, repacks)
 
     def room(self, max_running: int, num_held: int) -> int:
         """Trajectories that it would start now, the quota apart."""

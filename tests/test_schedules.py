@@ -16,8 +16,9 @@ from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
 from headrace.launch.check import check_recipe
 from headrace.launch.config import SettingError, read_recipe
 from headrace.relay import events as ev
+from headrace.relay.admission import Admission
 from headrace.relay.journal import read_events
-from headrace.relay.schedules import SCHEDULES, admission_of
+from headrace.relay.schedules import SCHEDULES
 from headrace.relay.state import HubState, RowStatus, apply
 from headrace.rollout.cycle import Cycle
 from headrace.trainer.rowlog import SavedStep
@@ -29,9 +30,8 @@ class Run:
     """A run of one-sample groups under a schedule, moved by choices; `log` is what happened, in order."""
 
     def __init__(self, schedule: str, per_step: int) -> None:
-        self.admission = admission_of(
-            schedule, BatchSettings(prompts_per_step=per_step, samples_per_prompt=1), QueueSettings(), STEPS
-        )
+        batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=1)
+        self.admission = Admission(batch, QueueSettings(), STEPS, SCHEDULES[schedule])
         self.state = HubState()
         self.log: list[ev.Event] = []
         self.do(ev.Opened(epoch=1, samples_per_prompt=1))
