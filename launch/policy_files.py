@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +68,13 @@ def _find(path: str) -> Path:
 
 def _count_elements(file: Path) -> int:
     """Elements of all tensors in a safetensors file, from its header."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise SettingError(f"model.path: {file} is no safetensors file ({error})") from error
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        with safe_open(file, framework="numpy") as tensors:
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"model.path: {file} is not a safetensors file ({error})") from error
 
 
 def _kv_per_token(config: dict[str, Any]) -> int:
