@@ -1,16 +1,12 @@
 """The end of a run as its user sees it: `summary.json` as a table."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .children import say
 from .seat import SUMMARY_FILE
-
-FILE_WIDTH = 160
-"""Columns where the output is no terminal, so that no line is broken."""
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -23,18 +19,14 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Print the summary as a table, after the error if the run failed."""
-    from rich.console import Console
-    from rich.table import Table
-
     if summary.get("status") == "failed":
         say(f"error: {summary.get('error') or 'the run failed'}")
     if "accounting" not in summary:
         return
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name, value in summary_rows(summary):
-        table.add_row(name, value)
-    table.add_row("run folder", str(run_dir))
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
+    rows = [*summary_rows(summary), ("run folder", str(run_dir))]
+    width = 2 + max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(name.ljust(width) + value, flush=True)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
