@@ -126,6 +126,6 @@ def _kept(run_dir: Path, recipe: Recipe) -> Outcome | None:
     config, kept = run_dir / CONFIG_FILE, run_dir / OUTCOME_FILE
     if not kept.exists():
         return None
-    if config.read_text() != recipe_yaml(recipe):
+    if config.read_text(encoding="utf-8") != recipe_yaml(recipe):
         raise SettingError(f"run.dir: {run_dir} holds a run of another recipe; choose another run.dir or remove it")
     return msgspec.json.decode(kept.read_bytes(), type=Outcome)
