@@ -22,7 +22,7 @@ from ..comm.recipe import Recipe
 
 CONFIG_FILE = "config.yaml"
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`")
+_ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
 """A `ValidationError` as msgspec words it: the reason, the setting, and the place within its value."""
 _NAMES = {kinds.BoolType: "true or false", kinds.NoneType: "null", kinds.StrType: "str"}
 
@@ -30,7 +30,7 @@ _NAMES = {kinds.BoolType: "true or false", kinds.NoneType: "null", kinds.StrType
 class _Loader(yaml.SafeLoader):
     """Reads every scalar but null as text; YAML 1.1 has its own ideas of numbers and of `on` and `off`."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's name
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
         first: [(tag, pattern) for tag, pattern in pairs if tag.endswith(":null")]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -23,9 +23,9 @@ class Cycle:
         """The habits under `run.schedule`; a rollout's share is what each contributes to a step if all do alike."""
         share = -(-prompts_per_step // num_rollouts)
         rules = SCHEDULES[schedule]
-        quota = (
-            share if rules.takes_share_at_once else batch_groups or (None if rules.updates_mid_trajectory else share)
-        )
+        quota = None if rules.takes_share_at_once else batch_groups
+        if quota is None and not rules.updates_mid_trajectory:
+            quota = share
         repacks = rules.repacks and num_rollouts > 1
         return Cycle(rules.updates_mid_trajectory, quota, rules.takes_share_at_once, repacks)
 
