@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ class RelayCluster:
         self,
         num_relays: int,
         num_bytes: int,
-        link: str = "tcp",
+        link: Literal["shm", "tcp"] = "tcp",
         pace: float | None = None,
         *,
         chunk_bytes: int | None = None,
