@@ -20,6 +20,7 @@ PATIENCE_S = 240.0
 RELAY = """
 import os, sys
 from headrace.comm.fleet import Fleet
+from headrace.comm.recipe import CommSettings
 from headrace.comm.segment import Segment
 from headrace.relay.keeper import WeightKeeper
 segment = Segment.inherited()

@@ -65,6 +65,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from test_parts import CUTS, build
 from headrace.comm.fleet import Fleet
+from headrace.comm.recipe import CommSettings
 from headrace.comm.store import connect_store
 from headrace.relay.layout import Layout
 from headrace.relay.parts import Part
