@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from closing import close_all
 from hypothesis import HealthCheck, settings
+from support.closing import close_all
+from support.job import job  # noqa: F401 - a fixture of several files
 
 MARK = "HEADRACE_TEST"
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from closing import at_end
-from policies import tiny_policy
+from support.closing import at_end
+from support.policies import tiny_policy
 
 from headrace.comm.errors import WrongDigest
 from headrace.comm.fleet import MemoryFleet, MemoryTown

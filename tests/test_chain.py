@@ -4,8 +4,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from closing import at_end
-from timed_link import Clock, TimedLink
+from support.closing import at_end
+from support.timed_link import Clock, TimedLink
 
 from headrace.comm.fleet import Member, MemoryFleet, MemoryTown
 from headrace.comm.recipe import CommSettings

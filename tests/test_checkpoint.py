@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from policies import tiny_policy
+from support.policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.messages import GroupId, HandOut

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
-from test_emulated import EMULATED
-from test_in_memory import System
+from support.emulated_run import EMULATED
+from support.system import System
 
 from headrace.comm.clock import Clock
 from headrace.comm.trace import Trace

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from closing import at_end
 from hypothesis import given
 from hypothesis import strategies as st
+from support.closing import at_end
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.offer import Delta, Offer

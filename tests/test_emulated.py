@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_in_memory import System
+from support.emulated_run import EMULATED
+from support.system import System
 
 from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
@@ -122,20 +123,6 @@ def test_an_emulated_rollout_loads_no_library_of_models():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-EMULATED = {
-    "rollout.engine": "emulated",
-    "trainer.engine": "emulated",
-    "roles.rollout": 2,
-    "run.save_rows": "false",
-    "batch.prompts_per_step": 4,
-    "batch.samples_per_prompt": 4,
-    "sampling.max_new_tokens": 2000,
-    "emulated.median_tokens": 200,
-    "emulated.speed": 100,
-    "rollout.report_s": 5,
-}
 
 
 @pytest.mark.parametrize("schedule", ["headrace", "partial", "one_step"])

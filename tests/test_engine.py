@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies import STORIES, needs_stories, plain_logprobs, random_prompts, tiny_policy
+from support.policies import STORIES, needs_stories, plain_logprobs, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from policies import STORIES, needs_stories, random_prompts, tiny_policy
+from support.policies import STORIES, needs_stories, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from policies import FAMILIES, plain_logprobs, random_prompts, tiny_policy
+from support.policies import FAMILIES, plain_logprobs, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError

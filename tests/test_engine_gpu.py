@@ -1,6 +1,6 @@
 import pytest
 import torch
-from policies import plain_logprobs, random_prompts, tiny_policy
+from support.policies import plain_logprobs, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.rollout import Engine, SamplingParams

@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 import numpy as np
-from policies import random_prompts, tiny_policy
+from support.policies import random_prompts, tiny_policy
 
 from headrace.rollout import Engine, SamplingParams
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from policies import random_prompts, tiny_policy
+from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams

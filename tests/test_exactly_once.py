@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from in_memory_storage import MemoryRows
+from support.in_memory_storage import MemoryRows
 
 from headrace.comm.mailbox import Letter, MemoryPost
 from headrace.comm.messages import (

@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-from closing import at_end
+from support.closing import at_end
 
 from headrace.comm.errors import WaitTimeout
 from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemoryFleet, MemoryTown, StoreFleet, Table

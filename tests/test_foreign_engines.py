@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_in_memory import System
+from support.system import System
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_hub import Scene
+from support.hub_scene import Scene
 
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import ColumnsDone, DropRows, HandOut, LeaseGrant, RowDone, RowId, StepTrained, TakeRows

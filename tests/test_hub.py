@@ -1,12 +1,12 @@
 """The hub decides by letters and journal alone: leases, fencing, hand-outs, and the account of what it decided."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hub_scene import Scene
 
-from headrace.comm.fleet import MemoryFleet, MemoryTown
-from headrace.comm.mailbox import Letter
+from headrace.comm.fleet import MemoryFleet
 from headrace.comm.messages import (
     ConnectionLost,
     DropRows,
@@ -15,7 +15,6 @@ from headrace.comm.messages import (
     LeaseRequest,
     LeaseReturn,
     Load,
-    Message,
     RowDone,
     RowsMissing,
     StepTrained,
@@ -23,72 +22,12 @@ from headrace.comm.messages import (
     VersionComplete,
     encode,
 )
-from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay import events as ev
-from headrace.relay.admission import Admission
-from headrace.relay.controller import Task
 from headrace.relay.dataset import JsonLines
-from headrace.relay.hub import Hub
 from headrace.relay.hub_loop import Watch
-from headrace.relay.journal import Journal, JournalError, cut_after_checkpoint, main, read_events, replay
+from headrace.relay.journal import JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.prompts import PromptPool
-from headrace.relay.state import HubState, RowStatus
-
-
-class Scene:
-    """A hub with its journal, and mailboxes for those it talks to."""
-
-    def __init__(
-        self,
-        folder: Path,
-        samples: int = 2,
-        per_step: int = 2,
-        tasks: Mapping[str, Task] | None = None,
-        **queue: int | bool | str,
-    ) -> None:
-        data = folder / "data.jsonl"
-        data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
-        self.path = folder / "journal.jsonl"
-        self.town = MemoryTown()
-        self.post = self.town.post
-        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
-        settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
-        admission = Admission(
-            BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
-        )
-        pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
-        self.hub = Hub(
-            self.post.open("hub"),
-            HubState(),
-            Journal(self.path),
-            pool,
-            admission,
-            settings,
-            RepackSettings(),
-            tasks=tasks,
-        )
-        self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
-
-    def say(self, sender: str, message: Message) -> None:
-        assert self.hub.handle(Letter(sender, message))
-
-    def heard(self, name: str) -> list[Message]:
-        letters = []
-        while (letter := self.boxes[name].receive(0)) is not None:
-            letters.append(letter.message)
-        return letters
-
-    def lease(self, holder: str = "rollout-0", request: int = 1, version: int = 0, num_groups: int = 1) -> LeaseGrant:
-        self.say(holder, LeaseRequest(request, version, num_groups))
-        (grant,) = self.heard(holder)
-        assert isinstance(grant, LeaseGrant)
-        return grant
-
-    def finish(self, grant: LeaseGrant, holder: str = "rollout-0", reward: Callable[[int], float] = float) -> None:
-        for lease in grant.leases:
-            for sample in lease.samples:
-                row = lease.group.row(sample)
-                self.say(holder, RowDone(row, lease.attempt, grant.version, ["relay-0#1"], 5, reward(sample)))
+from headrace.relay.state import RowStatus
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from closing import at_end
 from safetensors.numpy import load_file
-from test_in_memory import System
+from support.closing import at_end
+from support.system import System
 
 from headrace.comm.fleet import MemoryFleet
 from headrace.comm.messages import Holding, Interrupt, Message, Stop

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from closing import at_end
+from support.closing import at_end
 
 from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.fleet import Fleet

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from closing import at_end
+from support.closing import at_end
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links import MemoryLink, PacedLink, open_link

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from closing import at_end
-from policies import tiny_policy
+from support.closing import at_end
+from support.policies import tiny_policy
 
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.recipe import CommSettings

@@ -3,7 +3,7 @@ import sys
 import threading
 
 import pytest
-from closing import at_end
+from support.closing import at_end
 
 from headrace.comm.errors import StoreGone
 from headrace.comm.mailbox import MemoryPost, Sealer, StorePost

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from policies import random_prompts, tiny_policy
+from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.clock import Clock
 from headrace.comm.errors import MessageRefused

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from policies import character_tokenizer, random_prompts, tiny_policy
+from support.policies import character_tokenizer, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.comm.errors import SettingError

@@ -4,9 +4,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from closing import at_end
 from hypothesis import given
 from hypothesis import strategies as st
+from support.closing import at_end
 from torch import nn
 
 from headrace.comm.fleet import Fleet

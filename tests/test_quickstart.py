@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from closing import at_end
+from support.closing import at_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.launch.config import read_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_hub import Scene
+from support.hub_scene import Scene
 
 from headrace.comm.messages import Holding, LeaseGrant, Load, Message, RowDone, RowId, VersionComplete
 from headrace.comm.move_messages import Claim, Claimed, MoveEnded, MoveOrder, RowsGone

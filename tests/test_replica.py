@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from policies import random_prompts, tiny_policy
-from test_end_to_end import MakeJob, assert_account_adds_up, child_of, job  # noqa: F401 - a fixture
-from test_in_memory import System
+from support.job import MakeJob, assert_account_adds_up, child_of
+from support.policies import random_prompts, tiny_policy
+from support.system import System
 
 from headrace.comm.errors import PeerGone, SettingError
 from headrace.comm.recipe import RoleSettings
@@ -182,7 +182,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_replica_that_loses_a_rank_starts_again_as_a_whole(job: MakeJob):  # noqa: F811
+def test_a_replica_that_loses_a_rank_starts_again_as_a_whole(job: MakeJob):
     run = job(run__steps=40, rollout__tp=2).start()
     run.wait_for_step(1)
     os.kill(child_of(run, "shard-0"), signal.SIGKILL)

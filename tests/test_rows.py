@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_memory_storage import MemoryRows
+from support.in_memory_storage import MemoryRows
 
 from headrace.comm.errors import PeerGone, UnitFull, WrongDigest
 from headrace.comm.handshake import prove

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from policies import tiny_policy
+from support.policies import tiny_policy
 
 from headrace.launch.run import main
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_in_memory import System
+from support.system import System
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName

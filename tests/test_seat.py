@@ -16,7 +16,7 @@ from headrace.launch.roles import started_again
 from headrace.launch.seat import MAX_RESTARTS, RESTART_WINDOW_S, Verdict, judge
 
 T = TypeVar("T")
-DRIVER = Path(__file__).with_name("seat_driver.py")
+DRIVER = Path(__file__).parent / "support" / "seat_driver.py"
 DEADLINE_S = 240.0
 
 

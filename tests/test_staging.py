@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from closing import at_end
-from test_in_memory import System
+from support.closing import at_end
+from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.fleet import Fleet, MemoryFleet, MemoryTown

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from closing import at_end
+from support.closing import at_end
 
 from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
 from headrace.comm.fleet import MemoryFleet, MemoryTown

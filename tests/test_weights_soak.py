@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from closing import at_end
+from support.closing import at_end
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings

@@ -1,0 +1,78 @@
+"""A hub with its journal, and mailboxes for the processes that it talks to."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from headrace.comm.fleet import MemoryTown
+from headrace.comm.mailbox import Letter
+from headrace.comm.messages import (
+    LeaseGrant,
+    LeaseRequest,
+    Message,
+    RowDone,
+)
+from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
+from headrace.relay import events as ev
+from headrace.relay.admission import Admission
+from headrace.relay.controller import Task
+from headrace.relay.dataset import JsonLines
+from headrace.relay.hub import Hub
+from headrace.relay.journal import Journal
+from headrace.relay.prompts import PromptPool
+from headrace.relay.state import HubState
+
+
+class Scene:
+    """A hub with its journal, and mailboxes for those it talks to."""
+
+    def __init__(
+        self,
+        folder: Path,
+        samples: int = 2,
+        per_step: int = 2,
+        tasks: Mapping[str, Task] | None = None,
+        **queue: int | bool | str,
+    ) -> None:
+        data = folder / "data.jsonl"
+        data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
+        self.path = folder / "journal.jsonl"
+        self.town = MemoryTown()
+        self.post = self.town.post
+        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
+        settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
+        admission = Admission(
+            BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
+        )
+        pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
+        self.hub = Hub(
+            self.post.open("hub"),
+            HubState(),
+            Journal(self.path),
+            pool,
+            admission,
+            settings,
+            RepackSettings(),
+            tasks=tasks,
+        )
+        self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
+
+    def say(self, sender: str, message: Message) -> None:
+        assert self.hub.handle(Letter(sender, message))
+
+    def heard(self, name: str) -> list[Message]:
+        letters = []
+        while (letter := self.boxes[name].receive(0)) is not None:
+            letters.append(letter.message)
+        return letters
+
+    def lease(self, holder: str = "rollout-0", request: int = 1, version: int = 0, num_groups: int = 1) -> LeaseGrant:
+        self.say(holder, LeaseRequest(request, version, num_groups))
+        (grant,) = self.heard(holder)
+        assert isinstance(grant, LeaseGrant)
+        return grant
+
+    def finish(self, grant: LeaseGrant, holder: str = "rollout-0", reward: Callable[[int], float] = float) -> None:
+        for lease in grant.leases:
+            for sample in lease.samples:
+                row = lease.group.row(sample)
+                self.say(holder, RowDone(row, lease.attempt, grant.version, ["relay-0#1"], 5, reward(sample)))

@@ -1,0 +1,126 @@
+"""A whole run as a user starts it: a command line, a run folder, an exit code."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.policies import tiny_policy
+
+from headrace.relay.journal import account_of, replay
+
+DEADLINE_S = 400
+
+
+RATIO_OF_As = """
+def reward(prompts, completions, completion_ids, **columns):
+    return [(c.count("a") + c.count("e")) / max(len(c), 1) for c in completions]
+"""
+
+
+class Job:
+    """One run through the launcher, in a folder of its own."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder = folder
+        self.dir = folder / "run"
+        (folder / "rewards.py").write_text(RATIO_OF_As)
+        data = folder / "prompts.jsonl"
+        data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(40)))
+        self.settings: dict[str, object] = {
+            "run.dir": self.dir,
+            "run.steps": 4,
+            "model.path": folder / "llama",
+            "data.path": data,
+            "reward.path": f"{folder / 'rewards.py'}:reward",
+            "batch.prompts_per_step": 4,
+            "batch.samples_per_prompt": 4,
+            "sampling.max_new_tokens": 12,
+            "optimizer.lr": 1e-3,
+            "roles.rollout": 2,
+        } | settings
+        self.recipe: dict[str, Any] = {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, **settings: object) -> "Job":
+        self.settings |= settings
+        recipe = self.folder / "recipe.yaml"
+        recipe.write_text(json.dumps(self.recipe))  # which is YAML too
+        words = [f"{key}={value}" for key, value in self.settings.items()]
+        command = [sys.executable, "-m", "headrace.launch.run", str(recipe), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return self
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and everything printed."""
+        assert self.process is not None
+        output, _ = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, output
+
+    def run(self, **settings: object) -> str:
+        code, output = self.start(**settings).end()
+        assert code == 0, output + self.logs()
+        return output
+
+    def logs(self) -> str:
+        return "".join(f"\n--- {log.name}\n{log.read_text()[-3000:]}" for log in self.dir.glob("logs/*.log"))
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.dir / "summary.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(self, step: int) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while len(self.metrics()) <= step:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    tiny_policy(tmp_path, "llama")
+    jobs: list[Job] = []
+
+    def make(**settings: object) -> Job:
+        jobs.append(Job(tmp_path, **{key.replace("__", "."): value for key, value in settings.items()}))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        if each.process is not None and each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
+MakeJob = Callable[..., Job]
+
+
+def assert_account_adds_up(job: Job) -> dict[str, Any]:
+    """The identity holds, in the summary and in a replay of the journal, and both say the same."""
+    account = job.summary()["accounting"]
+    ends = ("trained", "evicted", "filtered", "failed", "in_flight")
+    assert account["holds"] is True, job.logs()
+    assert account["leased"] == sum(account[name] for name in ends)
+    assert account_of(replay(job.dir / "journal.jsonl")) == account
+    return account
+
+
+def child_of(run: Job, name: str) -> int:
+    """Process id of a role's process, found by its command line."""
+    role, _, index = name.partition("-")
+    wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run.dir}".encode()
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if wanted in cmdline.read_bytes():
+                return int(cmdline.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of {name}")

@@ -1,0 +1,119 @@
+"""A whole run in one process: every role as a thread, on the in-memory fleet."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.closing import at_end
+from support.policies import tiny_policy
+
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.messages import Interrupt, Stop
+from headrace.comm.recipe import Recipe
+from headrace.launch.config import read_recipe
+from headrace.relay import hub_loop
+from headrace.relay import loop as relay_loop
+from headrace.relay.events import Event, Trained
+from headrace.relay.journal import read_events
+from headrace.rollout import loop as rollout_loop
+from headrace.trainer import loop as trainer_loop
+
+REWARD = (
+    "def reward(prompts, completions, completion_ids, **rest):\n    return [c.count('a') / 8 for c in completions]\n"
+)
+
+
+PATIENCE_S = 240.0
+"""A guard against hanging: the machine may be slow, so it says nothing about speed."""
+
+
+class System:
+    """A hub, a relay, an actor and rollouts as threads, which end with the test."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        tiny_policy(folder, "llama")
+        (folder / "rewards.py").write_text(REWARD)
+        (folder / "data.jsonl").write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(20)))
+        words = {
+            "run.dir": folder / "run",
+            "run.steps": 3,
+            "model.path": folder / "llama",
+            "data.path": folder / "data.jsonl",
+            "reward.path": f"{folder / 'rewards.py'}:reward",
+            "batch.prompts_per_step": 2,
+            "batch.samples_per_prompt": 2,
+            "sampling.max_new_tokens": 6,
+            "comm.deadline_s": PATIENCE_S,
+        } | settings
+        self.recipe: Recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
+        self.dir = Path(self.recipe.run.dir)
+        self.dir.mkdir()
+        self.town = MemoryTown()
+        self.threads: dict[str, threading.Thread] = {}
+        self.errors: list[BaseException] = []
+        at_end(self.close)
+
+    def start(self, role: str, main: Callable[[Any, Any], None], index: int = 0) -> MemoryFleet:
+        fleet = MemoryFleet.enter(self.town, role, index, settings=self.recipe.comm)
+
+        def live() -> None:
+            try:
+                main(fleet, self.recipe)
+                fleet.leave()
+            except BaseException as error:  # noqa: BLE001 - the test that waits for the thread raises it
+                self.errors.append(error)
+
+        self.threads[fleet.name] = threading.Thread(target=live, name=fleet.name, daemon=True)
+        self.threads[fleet.name].start()
+        return fleet
+
+    def start_all(self, num_rollouts: int = 2) -> "System":
+        self.start("hub", hub_loop.run)
+        self.start("relay", relay_loop.run)
+        self.rollouts = [self.start("rollout", rollout_loop.run, index) for index in range(num_rollouts)]
+        self.start("actor", trainer_loop.run)
+        return self
+
+    def wait(self) -> dict[str, Any]:
+        """The summary, once all threads have ended."""
+        self.until(lambda: not any(thread.is_alive() for thread in self.threads.values()))
+        assert not self.errors, self.errors
+        self.town.post.close()
+        return json.loads((self.dir / "summary.json").read_text())
+
+    def wait_for_event(self, kind: str) -> None:
+        self.until(lambda: kind in [type(event).__name__ for event in self.events()])
+
+    def num_steps(self) -> int:
+        return sum(isinstance(event, Trained) for event in self.events())
+
+    def events(self) -> list[Event]:
+        journal = self.dir / "journal.jsonl"
+        return [event for _, event in read_events(journal)] if journal.exists() else []
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, as long as no role fails."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            running = [name for name, thread in self.threads.items() if thread.is_alive()]
+            assert time.monotonic() < deadline and not self.errors, (running, self.errors)
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End what still runs: the hub ends the run in order; a role that the hub leaves behind is told to stop."""
+        if not any(thread.is_alive() for thread in self.threads.values()):
+            return
+        mailbox = self.town.post.open("test")
+        mailbox.send("hub", Interrupt(signal.SIGINT))
+        if "hub" in self.threads:
+            self.threads["hub"].join(PATIENCE_S)
+        for name in self.threads:
+            mailbox.send(name, Stop("the test has ended"))
+        for thread in self.threads.values():
+            thread.join(PATIENCE_S)
+        left = [name for name, thread in self.threads.items() if thread.is_alive()]
+        assert not left, f"still running after the test: {left}; failed: {self.errors}"
