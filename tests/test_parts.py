@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.closing import at_end
-from torch import nn
+from support.sharded_model import CUTS, build
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
@@ -15,7 +15,7 @@ from headrace.comm.segment import Segment
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.keeper import WeightKeeper
-from headrace.relay.layout import Cut, Layout
+from headrace.relay.layout import Layout
 from headrace.relay.parts import Part, Ranges
 from headrace.relay.reader import WeightReader
 
@@ -49,21 +49,12 @@ def test_what_is_not_sharded_comes_from_rank_0_alone():
     assert Part.of(layout, tensors, 1, 2).num_bytes == 0
 
 
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(37, 16), nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 6, bias=False))
-
-
-CUTS = {"1.weight": Cut(1), "3.weight": Cut(0, (4, 2)), "0.weight": Cut(1)}
-"""By columns, by rows of two fused tensors."""
-
-
 ACTOR = """
 import sys, torch
 sys.path.insert(0, sys.argv[6])
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from test_parts import CUTS, build
+from support.sharded_model import CUTS, build
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import connect_store
@@ -109,7 +100,7 @@ def published_by(num_ranks, link, dtype, tp):
         at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
     readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
-    here = __file__.rpartition("/")[0]
+    here = str(Path(__file__).resolve().parents[1])
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
     try:
