@@ -1,11 +1,13 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import sharded_model
 from support.closing import at_end
 from support.sharded_model import CUTS, build
 
@@ -100,12 +102,12 @@ def published_by(num_ranks, link, dtype, tp):
         at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
     readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
-    here = str(Path(__file__).resolve().parents[1])
+    here = str(Path(sharded_model.__file__).parents[1])
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
     try:
         with waiting("the actors", "version 2", 240) as wait:
-            wait.until(lambda: readers[0].newest() == 2)
+            wait.until(lambda: readers[0].newest() == 2 or any(actor.poll() for actor in actors))
         if link == "auto":
             readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
         taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
