@@ -164,6 +164,6 @@ def test_an_engine_that_is_not_there_is_named_by_its_setting(tmp_path: Path):
     for path in (f"{file}:Other", f"{tmp_path / 'other.py'}:Adapter", "no_such_package.module:Adapter"):
         with pytest.raises(SettingError, match=r"rollout\.engine"):
             load_plugin("rollout.engine", path)
-    with pytest.raises(SettingError, match="none of builtin"):
+    with pytest.raises(SettingError, match="one of builtin"):
         read_recipe(None, ["rollout.engine=builtim"])
     assert main_of("rollout", read_recipe(None, [f"rollout.engine={file}:Adapter"])) is rollout_loop.run

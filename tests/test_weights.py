@@ -260,11 +260,12 @@ def test_an_older_version_comes_from_whichever_relay_still_holds_it(town):
         other.pull_version(0, into)
 
 
-def test_shared_memory_between_two_hosts_is_a_users_mistake_on_both_sides():
+def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
     town = Town(link="shm")
+    reader, actor = town.join("rollout", 7, host="elsewhere"), town.join("actor", 7, host="elsewhere")
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
-        WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
-    publisher = WeightPublisher(town.join("actor", host="elsewhere"), town.layout, town.settings)
+        WeightReader(reader, town.layout, town.settings)
+    publisher = WeightPublisher(actor, town.layout, town.settings)
     town.open.append(publisher)
     publisher.publish(1, weights(1))
     until(lambda: publisher._failure)
