@@ -21,11 +21,11 @@ import msgspec
 from torch.distributed import DistError
 
 from .errors import StoreGone
-from .links import Link, MemoryLink, open_link, paced
+from .links.opening import Link, MemoryLink, open_link, paced
 from .mailbox import MemoryPost, Post, StorePost
 from .recipe import CommSettings
-from .row_unit import RowUnit
-from .rows import RowClient
+from .storage.client import RowClient
+from .storage.server import RowUnit
 from .store import ROSTER, Store, connect_store
 from .waits import waiting
 

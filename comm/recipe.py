@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .message import MAX_SAMPLES
+from .messages.base import MAX_SAMPLES
 
 Count = Annotated[int, Meta(ge=1)]
 OptionalCount = Annotated[int, Meta(ge=0)]

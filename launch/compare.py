@@ -16,14 +16,14 @@ import msgspec
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from ..relay import schedules
+from ..relay.queue import schedules
 from .bench.harness import Row, write_json
-from .check import is_emulated
-from .children import say
-from .config import read_recipe
-from .contest import Contest, Outcome
-from .pictures import draw_comparison, draw_gantt
-from .timeline import Timeline
+from .config.checks import is_emulated
+from .config.load import read_recipe
+from .processes.child import say
+from .report.experiment import Contest, Outcome
+from .report.plots import draw_comparison, draw_gantt
+from .report.timeline import Timeline
 
 SPLITS = Path(__file__).parent / "recipes" / "emulated-splits.json"
 """Rollouts of each entrant's best split by number of GPUs, as `--tune` found them."""

@@ -12,8 +12,8 @@ from random import Random
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from . import run
-from .children import say
-from .config import read_recipe
+from .config.load import read_recipe
+from .processes.child import say
 from .recipes import sort_digits
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
@@ -77,7 +77,7 @@ def make_policy(folder: Path, seed: int) -> None:
     if folder.is_dir():
         return
     say("a small policy is made and warmed up (once; about half a minute)")
-    from .tiny_policy import build_policy
+    from .recipes.tiny_policy import build_policy
 
     def example(random: Random) -> tuple[str, str]:
         prompt = sort_digits.draw_prompt(random)

@@ -16,12 +16,12 @@ from typing import Any
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from .children import WATCHED, Child, block_signals, say
-from .config import CONFIG_FILE, read_recipe, save_recipe
-from .plan import plan
-from .roles import count_ranks
-from .seat import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, take_seat
-from .secret import create_secret
+from .config.dry_run import plan
+from .config.load import CONFIG_FILE, read_recipe, save_recipe
+from .placement import count_ranks
+from .processes.child import WATCHED, Child, block_signals, say
+from .processes.secret import create_secret
+from .processes.supervisor import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, take_seat
 
 PATIENCE_S = 2 * SHUTDOWN_S
 """Seconds from an interrupt until torchrun is ended with it, and from there until it is killed."""
@@ -49,7 +49,7 @@ class Arguments:
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 2 for a user's mistake, told in one message."""
     if "--help" in words or "-h" in words or not words:
-        from .usage import usage
+        from .config.help import usage
 
         sys.stdout.write(usage())
         return 0
@@ -90,7 +90,7 @@ def replay_run(recipe: Recipe) -> int:
 
 def prepare(recipe: Recipe) -> None:
     """Check the recipe and make the run folder ready for the processes to come."""
-    from .check import check_recipe
+    from .config.checks import check_recipe
 
     for warning in check_recipe(recipe):
         say(f"warning: {warning}")
@@ -102,8 +102,8 @@ def prepare(recipe: Recipe) -> None:
 
 def tell_summary(run_dir: Path) -> dict[str, Any] | None:
     """Print how the run in `run_dir` ended, and return its summary; None if there is none."""
-    from .summary import read_summary, show_summary
-    from .timeline import TRACE_FILE, Timeline
+    from .report.summary import read_summary, show_summary
+    from .report.timeline import TRACE_FILE, Timeline
 
     summary = read_summary(run_dir)
     if summary is not None:

@@ -17,17 +17,17 @@ from ..comm.fleet import Fleet
 from ..comm.messages import ActorDone, Holding, LeaseGrant, Pulled, RowId, StepTrained, Stop
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
-from ..relay.layout import Layout, host_buffer
-from ..relay.pipeline import TRAIN
-from ..relay.publisher import WeightPublisher
-from ..relay.reader import WeightReader
-from ..relay.stream import Batch, ExperienceStream, RunStopped
-from ..relay.units import Units
-from ..rollout.courier import Courier, Delivery
-from ..rollout.cycle import Cycle
+from ..relay.queue.replicated_rows import Units
+from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
+from ..relay.queue.tasks import TRAIN
+from ..relay.weights.layout import Layout, host_buffer
+from ..relay.weights.publisher import WeightPublisher
+from ..relay.weights.reader import WeightReader
 from ..rollout.leases import Held, Leases
-from ..trainer.model import Policy, load_policy
-from ..trainer.shard import cuts_of
+from ..rollout.pacing import Cycle
+from ..rollout.row_writer import Courier, Delivery
+from ..trainer.policy.model import Policy, load_policy
+from ..trainer.policy.tensor_parallel import cuts_of
 
 
 @dataclass(frozen=True, slots=True)

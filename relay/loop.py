@@ -9,9 +9,9 @@ import time
 from ..comm.fleet import Fleet
 from ..comm.messages import ConnectionLost, CountRows, DropRows, Load, Stop, UnitRows
 from ..comm.recipe import Recipe
-from ..comm.segment import Segment
-from .keeper import WeightKeeper
-from .push import staging_of
+from ..comm.shared_memory import Segment
+from .weights.push import staging_of
+from .weights.server import WeightKeeper
 
 REPORT_S = 1.0
 

@@ -7,13 +7,13 @@ an emulated rollout loads no engine.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .sampler import SamplingParams
-    from .sequence import Completion
+    from .engine.engine import Engine
+    from .engine.sampling import SamplingParams
+    from .engine.sequence import Completion
 
 __all__ = ["Completion", "Engine", "SamplingParams"]
 
-_HOMES = {"Completion": "sequence", "Engine": "engine", "SamplingParams": "sampler"}
+_HOMES = {"Completion": "sequence", "Engine": "engine", "SamplingParams": "sampling"}
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".engine.{_HOMES[name]}", __name__), name)

@@ -9,8 +9,8 @@ import msgspec
 
 from ..comm.mailbox import Mailbox
 from ..comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
-from .cycle import Cycle
-from .sequence import Completion
+from .engine.sequence import Completion
+from .pacing import Cycle
 
 REPEAT_S = 2.0
 

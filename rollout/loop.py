@@ -14,14 +14,14 @@ from ..comm.messages import Holding, Lease, LeaseGrant, Load, Pulled, Stop
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waiting
-from ..relay.units import Units
-from .adapter import open_generator, open_rewards
-from .courier import Courier, Delivery
-from .cycle import Cycle
+from ..relay.queue.replicated_rows import Units
+from .engine.sampling import SamplingParams
+from .generators.base import open_generator, open_rewards
 from .leases import Held, Leases
-from .migration import Migration
-from .reward import Scored
-from .sampler import SamplingParams
+from .migration.migration import Migration
+from .pacing import Cycle
+from .rewards.pool import Scored
+from .row_writer import Courier, Delivery
 
 IDLE_S = 0.01
 

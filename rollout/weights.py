@@ -6,12 +6,12 @@ import torch
 
 from ..comm.fleet import Fleet
 from ..comm.recipe import CommSettings
-from ..relay.archive import Archive
-from ..relay.layout import Layout, host_buffer
-from ..relay.reader import WeightReader
-from ..relay.versions import Receipt
-from ..trainer.model import Policy, load_policy
-from ..trainer.shard import Shard, cuts_of
+from ..relay.weights.checkpoint_source import Archive
+from ..relay.weights.layout import Layout, host_buffer
+from ..relay.weights.reader import WeightReader
+from ..relay.weights.slots import Receipt
+from ..trainer.policy.model import Policy, load_policy
+from ..trainer.policy.tensor_parallel import Shard, cuts_of
 
 
 class RolloutWeights:

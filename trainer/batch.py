@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.queue_messages import RowRef
+from ..comm.messages.queue import RowRef
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .parallel import ActorGroup
+from .actor_group import ActorGroup
 
 
 class TrainingState(Stateful):

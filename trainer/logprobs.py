@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from ..comm.recipe import Recipe
-from ..relay.stream import Batch
+from ..relay.queue.stream import Batch
 from .batch import DUMMY, PackedBatch, Trajectory, pack
-from .model import Policy
+from .policy.model import Policy
 
 NEEDED = ("prompt_ids", "response_ids")
 

@@ -16,13 +16,13 @@ from ..comm.messages import ActorDone, CheckpointWritten, StepTrained
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
-from ..relay.pipeline import REFERENCE, TRAIN
-from ..relay.stream import Batch, ExperienceStream, RunStopped
-from ..relay.units import Units
-from .adapter import open_learner
+from ..relay.queue.replicated_rows import Units
+from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
+from ..relay.queue.tasks import REFERENCE, TRAIN
+from .learners.base import open_learner
 from .metrics import MetricsLog, Value, console_line
-from .rowlog import StepLog
-from .tally import StepTally
+from .step_log import StepLog
+from .step_stats import StepTally
 
 
 class Trainer:

@@ -7,11 +7,11 @@ for itself, so the faster ones do more.
 from ..comm.fleet import Fleet
 from ..comm.messages import Holding
 from ..comm.recipe import Recipe
-from ..relay.pipeline import REFERENCE
-from ..relay.stream import ExperienceStream
-from ..relay.units import Units
+from ..relay.queue.replicated_rows import Units
+from ..relay.queue.stream import ExperienceStream
+from ..relay.queue.tasks import REFERENCE
 from .logprobs import NEEDED, response_logprobs
-from .model import default_device, load_policy
+from .policy.model import default_device, load_policy
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

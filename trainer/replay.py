@@ -18,11 +18,11 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from .actor import Actor
-from .model import default_device
-from .parallel import ActorGroup
-from .rowlog import SavedStep
-from .tally import StepTally
+from .actor_group import ActorGroup
+from .learners.actor import Actor
+from .policy.model import default_device
+from .step_log import SavedStep
+from .step_stats import StepTally
 
 COMPARED = ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "is/mean")
 

@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ...rollout.engine import Engine
-from ...rollout.sampler import SamplingParams
-from ...trainer.attention_exact import attend_pages
-from ...trainer.decoder import Head, LeanDecoder
-from ..children import say
+from ...rollout.engine.engine import Engine
+from ...rollout.engine.sampling import SamplingParams
+from ...trainer.policy.decoder import Head, LeanDecoder
+from ...trainer.policy.exact_attention import attend_pages
+from ..processes.child import say
 from .harness import Options, Row, Work, best_seconds
 
 _ROUNDS = 2

@@ -29,10 +29,10 @@ from ...comm.messages import (
 from ...comm.recipe import BatchSettings, CommSettings, DataSettings, QueueSettings, Recipe, RunSettings
 from ...comm.store import StoreServer
 from ...comm.waits import waiting
-from ...relay import events as ev
-from ...relay.hub_loop import run
-from ...relay.journal import Journal, replay
-from ...relay.state import HubState, apply
+from ...relay.hub.loop import run
+from ...relay.journal import events as ev
+from ...relay.journal.journal import Journal, replay
+from ...relay.journal.state import HubState, apply
 from .harness import Child, Options, Row, command
 
 M = TypeVar("M", bound=Message)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from ...comm.links import open_link
+from ...comm.links.opening import open_link
 from ...comm.store import StoreServer
 from .harness import Child, Options, Row, best_seconds, command
 

@@ -17,12 +17,12 @@ import torch
 
 from ...comm.fleet import Fleet
 from ...comm.recipe import CommSettings
-from ...comm.segment import Segment
+from ...comm.shared_memory import Segment
 from ...comm.store import StoreServer
-from ...relay.keeper import WeightKeeper
-from ...relay.layout import Layout
-from ...relay.publisher import WeightPublisher
-from ...relay.reader import WeightReader
+from ...relay.weights.layout import Layout
+from ...relay.weights.publisher import WeightPublisher
+from ...relay.weights.reader import WeightReader
+from ...relay.weights.server import WeightKeeper
 from .harness import Child, command
 
 _SECRET = b"bench"

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...comm.rows import RowClient
-from ..children import say
+from ...comm.storage.client import RowClient
+from ..processes.child import say
 from .harness import ENVIRONMENT, Child, Options, Row, best_seconds, command
 
 _NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS = 1024, 9, 8192

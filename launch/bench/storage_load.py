@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...comm.row_unit import RowUnit
-from ...comm.rows import RowClient
+from ...comm.storage.client import RowClient
+from ...comm.storage.server import RowUnit
 from ...comm.waits import waiting
 from .harness import Child, Options, Row, command
 

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from ...relay.chunks import START_S, best_num_chunks, push_seconds
-from ..children import say
+from ...relay.weights.chunks import START_S, best_num_chunks, push_seconds
+from ..processes.child import say
 from .harness import Options, Row, Work, best_seconds
 from .network_namespaces import Network, can_shape
 from .relay_cluster import RelayCluster

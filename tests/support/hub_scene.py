@@ -12,14 +12,14 @@ from headrace.comm.messages import (
     RowDone,
 )
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
-from headrace.relay import events as ev
-from headrace.relay.admission import Admission
-from headrace.relay.controller import Task
 from headrace.relay.dataset import JsonLines
-from headrace.relay.hub import Hub
-from headrace.relay.journal import Journal
+from headrace.relay.hub.hub import Hub
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.state import HubState
 from headrace.relay.prompts import PromptPool
-from headrace.relay.state import HubState
+from headrace.relay.queue.admission import Admission
+from headrace.relay.queue.controller import Task
 
 
 class Scene:

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from headrace.comm.row_wire import refuse_objects
-from headrace.comm.rows import Columns
+from headrace.comm.storage.client import Columns
+from headrace.comm.storage.codec import refuse_objects
 
 
 class MemoryRows:

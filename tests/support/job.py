@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.policies import tiny_policy
 
-from headrace.relay.journal import account_of, replay
+from headrace.relay.journal.journal import account_of, replay
 
 DEADLINE_S = 400
 

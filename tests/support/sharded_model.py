@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from headrace.relay.layout import Cut
+from headrace.relay.weights.layout import Cut
 
 
 def build():

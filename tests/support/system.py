@@ -14,11 +14,11 @@ from support.policies import tiny_policy
 from headrace.comm.fleet import MemoryFleet, MemoryTown
 from headrace.comm.messages import Interrupt, Stop
 from headrace.comm.recipe import Recipe
-from headrace.launch.config import read_recipe
-from headrace.relay import hub_loop
+from headrace.launch.config.load import read_recipe
 from headrace.relay import loop as relay_loop
-from headrace.relay.events import Event, Trained
-from headrace.relay.journal import read_events
+from headrace.relay.hub import loop as hub_loop
+from headrace.relay.journal.events import Event, Trained
+from headrace.relay.journal.journal import read_events
 from headrace.rollout import loop as rollout_loop
 from headrace.trainer import loop as trainer_loop
 

@@ -1,0 +1,101 @@
+"""Links through staging buckets: into a bucket on this end's device, by broadcast to the other end's, and out of it there.
+
+Over NCCL the buckets lie on two different GPUs (NCCL before 2.30 refuses two ranks on one), and bytes travel by whatever NCCL
+finds between them. Over Gloo they lie in host memory: the same steps, to be tried where there is no GPU. While one bucket
+travels the other is filled or emptied. What is small (headers, answers) goes over a socket beside the group: a broadcast that
+waits for its other end keeps a GPU busy, and a dead neighbour is noticed on the socket first.
+"""
+
+import itertools
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import LinkBroken
+from .base import Link
+from .process_group import as_tensor
+
+BUCKET_BYTES = 8 << 20
+_SMALL_BYTES = 64 << 10
+_LOOK_S = 5e-5
+
+
+class StagedLink:
+    """One end, with two buckets of `BUCKET_BYTES` on `device`; `beside` carries what is small."""
+
+    def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, beside: Link) -> None:
+        self.backend = backend
+        self._beside = beside
+        self._group: ProcessGroup | None = group
+        self._end = end
+        self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Send all bytes; from pinned memory, a GPU copies while it sends."""
+        if buffer.nbytes <= _SMALL_BYTES:
+            self._beside.send(buffer, deadline_s)
+            return
+        until, under_way = time.monotonic() + deadline_s, {}
+        for piece, bucket in self._pairs(buffer):
+            if id(bucket) in under_way:
+                self._finish(under_way[id(bucket)], until)
+            filled = bucket[: piece.numel()].copy_(piece, non_blocking=True)
+            under_way[id(bucket)] = self._broadcast(filled, self._end, until)
+        for work in under_way.values():
+            self._finish(work, until)
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Fill the buffer."""
+        if buffer.nbytes <= _SMALL_BYTES:
+            self._beside.receive(buffer, deadline_s)
+            return
+        until, pairs = time.monotonic() + deadline_s, self._pairs(buffer)
+        coming = [self._broadcast(bucket[: piece.numel()], 1 - self._end, until) for piece, bucket in pairs[:1]]
+        for (piece, bucket), following in itertools.zip_longest(pairs, pairs[1:]):
+            work = coming.pop()
+            if following is not None:
+                coming.append(self._broadcast(following[1][: following[0].numel()], 1 - self._end, until))
+            self._finish(work, until)
+            piece.copy_(bucket[: piece.numel()], non_blocking=True)
+        if self._buckets[0].is_cuda:
+            torch.cuda.current_stream(self._buckets[0].device).synchronize()  # the last bytes are still on their way
+
+    def close(self) -> None:
+        """End the socket and the group, with what it has under way."""
+        self._beside.close()
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            group.abort()
+
+    def _pairs(self, buffer: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(torch.split(as_tensor(buffer), BUCKET_BYTES), itertools.cycle(self._buckets), strict=False))
+
+    def _broadcast(self, bucket: torch.Tensor, root: int, until: float) -> dist.Work:
+        if self._group is None:
+            raise LinkBroken("the link is closed")
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        if self.backend != "nccl":
+            options.timeout = timedelta(seconds=max(until - time.monotonic(), 1e-3))
+        try:
+            return self._group.broadcast([bucket], options)
+        except RuntimeError as error:
+            self.close()
+            raise LinkBroken(f"broadcast: {error}") from error
+
+    def _finish(self, work: dist.Work, until: float) -> None:
+        """Wait for a broadcast, and have this thread's stream wait for it."""
+        try:
+            # NCCL's own `wait` returns at once and its kernels have no deadline.
+            while self.backend == "nccl" and not work.is_completed():
+                if time.monotonic() > until:
+                    raise LinkBroken("broadcast: the other end did nothing before the deadline")
+                time.sleep(_LOOK_S)
+            work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
+        except (RuntimeError, LinkBroken) as error:
+            self.close()
+            raise LinkBroken(f"broadcast: {error}") from error

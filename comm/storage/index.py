@@ -1,0 +1,75 @@
+"""Which columns of which rows lie where in a storage unit: plain state, free of I/O."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from .protocol import Block, Listing
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of the arena that a block was given; they are free again when its last column is gone or replaced."""
+
+    place: int
+    num_bytes: int
+
+
+class _Row:
+    """The blocks of a row with the spans they lie in; `names` are those of all its columns."""
+
+    __slots__ = ("blocks", "names")
+
+    def __init__(self, blocks: list[tuple[Block, Span]]) -> None:
+        self.blocks = blocks
+        self.names = tuple(sys.intern(column.name) for block, _ in blocks for column in block.columns)
+
+
+class RowTable:
+    """Rows by key, each a list of blocks whose column names do not overlap."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, _Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, key: str, block: Block, span: Span) -> list[Span]:
+        """Add a block's columns to a row in place of those with the same names; returns what is free now."""
+        names = {column.name for column in block.columns}
+        kept, freed = [(block, span)], []
+        before = self._rows.get(key)
+        for held, held_span in before.blocks if before else ():
+            remaining = tuple(column for column in held.columns if column.name not in names)
+            if remaining:
+                kept.append((msgspec.structs.replace(held, columns=remaining), held_span))
+            else:
+                freed.append(held_span)
+        self._rows[key] = _Row(kept)
+        return freed
+
+    def locate(self, key: str, columns: Iterable[str] | None) -> list[Block]:
+        """The blocks of a row, with the columns named only. Raises `KeyError` with the row and column that is not there."""
+        if key not in self._rows:
+            raise KeyError(key)
+        row = self._rows[key]
+        blocks = [block for block, _ in row.blocks]
+        if columns is None:
+            return blocks
+        wanted = set(columns)
+        if absent := wanted.difference(row.names):
+            raise KeyError(f"{key}: {', '.join(sorted(absent))}")
+        chosen = [tuple(c for c in block.columns if c.name in wanted) for block in blocks]
+        return [msgspec.structs.replace(b, columns=c) for b, c in zip(blocks, chosen, strict=True) if c]
+
+    def drop(self, key: str) -> list[Span] | None:
+        """Forget a row; returns what is free now, None if there is no such row."""
+        row = self._rows.pop(key, None)
+        return None if row is None else [span for _, span in row.blocks]
+
+    def listing(self) -> Listing:
+        """Row keys and the names of their columns; most rows of a run have the same."""
+        kinds: dict[tuple[str, ...], int] = {}
+        return Listing({key: kinds.setdefault(row.names, len(kinds)) for key, row in self._rows.items()}, list(kinds))

@@ -1,0 +1,199 @@
+"""What can be said about a recipe before anything is started; every check raises `SettingError`."""
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...comm.errors import SettingError
+from ...comm.recipe import DataSettings, Recipe
+from ...relay.dataset import checked_prompts, open_rows
+from ...relay.queue.schedules import SCHEDULES
+from ...relay.queue.tasks import pipeline
+from ..placement import check_replicas
+from .model_files import PolicyFiles
+
+_SPECIAL_TOKENS = 16
+"""More than any tokenizer adds around a text."""
+
+
+def check_recipe(recipe: Recipe) -> list[str]:
+    """Check files, data and the reward function of a recipe; returns warnings."""
+    if recipe.generator.exact and recipe.model.dtype != "float32":
+        raise SettingError(
+            "generator.exact: a run is exact with model.dtype=float32 only, since the trainer keeps fp32 weights"
+        )
+    if recipe.generator.exact and recipe.roles.actor > 1:
+        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
+    if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
+        raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
+    if SCHEDULES[recipe.run.schedule].staleness is not None and recipe.queue.max_staleness is not None:
+        raise SettingError(
+            f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"
+        )
+    check_replicas(recipe.roles, recipe.rollout.tp)
+    check_run_folder(recipe)
+    if is_emulated(recipe):
+        check_data(recipe.data)
+        return []
+    check_reward(recipe.reward.path)
+    check_tasks(recipe)
+    data = check_data(recipe.data)
+    policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    check_tp(recipe, policy)
+    return check_lengths(recipe, data, policy)
+
+
+def check_tp(recipe: Recipe, policy: PolicyFiles) -> None:
+    """The policy can be split over the ranks of a replica."""
+    if recipe.rollout.tp == 1:
+        return
+    if recipe.rollout.engine != "builtin":
+        raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
+    if recipe.generator.exact:
+        raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
+    from transformers import AutoConfig
+
+    from ...trainer.policy.tensor_parallel import refuse_split
+
+    refuse_split(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
+
+
+def is_emulated(recipe: Recipe) -> bool:
+    """Whether the devices are emulated; raises `SettingError` if only some are, or are told to be fast and do not exist."""
+    engines = {"rollout.engine": recipe.rollout.engine, "trainer.engine": recipe.trainer.engine}
+    emulated = [name for name, engine in engines.items() if engine == "emulated"]
+    if len(emulated) == 1:
+        raise SettingError(
+            f"{emulated[0]}=emulated: rollout.engine and trainer.engine are emulated together or not at all"
+        )
+    if not emulated and recipe.emulated.speed != 1:
+        raise SettingError(
+            "emulated.speed: only devices that are emulated (rollout.engine, trainer.engine) can be sped up"
+        )
+    if emulated and recipe.roles.actor > 1:
+        raise SettingError("roles.actor: one process emulates all of the trainer's GPUs, see emulated.train_gpus")
+    if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
+        raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
+    return bool(emulated)
+
+
+def check_run_folder(recipe: Recipe) -> None:
+    """The run folder can be written, and what it holds already is wanted."""
+    folder = Path(_given("run.dir", recipe.run.dir, "a folder for what the run writes"))
+    if (folder / "journal.jsonl").exists() and recipe.run.resume != "auto":
+        raise SettingError(
+            f"run.dir: {folder} holds a run already; set run.resume=auto to go on with it, or another run.dir"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise SettingError(f"run.dir: no permission to write in {folder}")
+
+
+def check_tasks(recipe: Recipe) -> None:
+    """The tasks on trajectories can be what the recipe says, and somebody does them."""
+    queue, roles = recipe.queue, recipe.roles
+    pipeline(queue, recipe.algorithm)
+    for task in queue.tasks:
+        check_function("queue.tasks", task.function)
+    if queue.sampler:
+        check_function("queue.sampler", queue.sampler)
+    if bool(queue.tasks) != bool(roles.task):
+        raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
+    if roles.reference and recipe.algorithm.kl_coef == 0:
+        raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
+    if queue.on_stale == "evict" and queue.max_staleness is None:
+        raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
+
+
+def check_reward(path: str) -> None:
+    """There is a reward function."""
+    check_function("reward.path", path)
+
+
+def check_function(setting: str, path: str) -> None:
+    """`FILE.py:FUNCTION` names a Python file that binds this name; the file is read but not run."""
+    file, colon, function = _given(setting, path, "FILE.py:FUNCTION").rpartition(":")
+    if not colon or not function.isidentifier():
+        raise SettingError(f"{setting}: {path!r} is not of the form FILE.py:FUNCTION")
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
+    except OSError as error:
+        raise SettingError(f"{setting}: cannot read {file}: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        place = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise SettingError(f"{setting}: {file} is not valid Python ({place})") from error
+    names = set(_bound_names(tree))
+    if function not in names and "*" not in names:
+        defined = ", ".join(sorted(n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)))
+        raise SettingError(f"{setting}: {file} has no function {function!r}; it defines {defined or 'none'}")
+
+
+def check_data(settings: DataSettings) -> list[Any]:
+    """The prompts of the data, after each row was looked at."""
+    _given("data.path", settings.path, "a file or data set with a `prompt` column")
+    return list(checked_prompts(open_rows(settings), settings.path))
+
+
+def check_lengths(recipe: Recipe, prompts: list[Any], policy: PolicyFiles) -> list[str]:
+    """Every prompt leaves room for a response in the policy's context, unless too long ones are to be dropped."""
+    context, wanted = policy.context, recipe.sampling.max_new_tokens
+    if not context:
+        return []
+    lengths = _long_lengths(prompts, policy, room=context - wanted)
+    too_long = [number for number, length in lengths.items() if length >= context]
+    if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
+        number = too_long[0]
+        raise SettingError(
+            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room"
+            f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
+            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are like it. Shorten them, take a model"
+            " with a longer context, or set data.too_long=drop to leave them out"
+        )
+    num_cut = sum(context - wanted < length < context for length in lengths.values())
+    warnings = [f"data.too_long=drop leaves out {len(too_long)} of {len(prompts)} prompts"] if too_long else []
+    if num_cut:
+        warnings.append(
+            f"{num_cut} of {len(prompts)} prompts leave less than sampling.max_new_tokens={wanted}"
+            f" of the context of {context} tokens; their responses are cut earlier"
+        )
+    return warnings
+
+
+def _long_lengths(prompts: list[Any], policy: PolicyFiles, room: int) -> dict[int, int]:
+    """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
+    doubtful = [
+        number
+        for number, prompt in enumerate(prompts)
+        if not isinstance(prompt, str) or len(prompt.encode()) + _SPECIAL_TOKENS > room
+    ]
+    if not doubtful:
+        return {}
+    from ...rollout.engine.prompts import prompt_tokens
+    from ...trainer.policy.model import load_tokenizer
+
+    tokenizer = load_tokenizer(policy.folder)
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer)) for number in doubtful}
+
+
+def _given(name: str, value: str, meaning: str) -> str:
+    if not value:
+        raise SettingError(f"{name} is not set; it names {meaning}")
+    return value
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in aliases)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.If() | ast.Try():
+                yield "*"

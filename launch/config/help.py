@@ -1,0 +1,49 @@
+"""`--help`: how to call the program, and every setting with its default, its type with bounds or choices, and its meaning."""
+
+import ast
+import inspect
+import textwrap
+
+from .load import describe, known_settings, sections, show_value
+
+_USAGE = """\
+Trains a language model by asynchronous reinforcement learning.
+
+usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run]
+       torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
+
+  --dry-run   print roles, batch arithmetic, memory and the resolved recipe, and stop
+  --help      print this page
+
+The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It ends with 0 when the run
+is done, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
+
+Settings (of the recipe file, or as KEY=VALUE):
+"""
+
+
+def usage() -> str:
+    """The whole help page."""
+    lines, known = [_USAGE], known_settings()
+    for section, kind in sections():
+        title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
+        lines.append(f"{section}: {title}")
+        for key, text in field_docs(kind).items():
+            entry = known[f"{section}.{key}"]
+            lines.append(f"  {section}.{key}={show_value(entry.default)}  ({describe(entry.type)})")
+            lines += textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a section, read from its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field_node, text_node in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
+            match text_node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[field_node.target.id] = " ".join(text.split())
+    return docs

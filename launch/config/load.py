@@ -1,0 +1,177 @@
+"""How a recipe is read: a YAML file, and `key=value` words with dotted keys that override it.
+
+A mistake in either is a `SettingError` that names the setting. A scalar stays text until the setting's type decides what it
+means: `1e-6` is a number, `0012` may be a name, and `on` is true only where a truth value is wanted. The resolved recipe is
+saved as `config.yaml` in the run folder, where each process reads it.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import inspect as kinds
+
+from ...comm.errors import SettingError
+from ...comm.recipe import Recipe
+
+CONFIG_FILE = "config.yaml"
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
+"""A `ValidationError` as msgspec words it: the reason, the setting, and the place within its value."""
+_NAMES = {kinds.BoolType: "true or false", kinds.NoneType: "null", kinds.StrType: "str"}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads every scalar but null as text; YAML 1.1 has its own ideas of numbers and of `on` and `off`."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
+        first: [(tag, pattern) for tag, pattern in pairs if tag.endswith(":null")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in `path` (None: only defaults) with dotted `key=value` overrides; raises `SettingError`."""
+    layers = [(f"{path}: ", _load(Path(path)))] if path is not None else []
+    layers += [("", _parse(word)) for word in overrides]
+    known = known_settings()
+    merged: dict[str, dict[str, Any]] = {}
+    for origin, layer in layers:
+        _refuse_unknown(layer, origin)
+        for section, values in layer.items():
+            typed = {key: _typed(known[f"{section}.{key}"].type, value) for key, value in values.items()}
+            merged.setdefault(section, {}).update(typed)
+    try:
+        return msgspec.convert(merged, Recipe, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingError(_explain(str(error), merged)) from error
+
+
+def save_recipe(recipe: Recipe) -> Path:
+    """Writes the resolved recipe into its run folder and returns the file."""
+    path = Path(recipe.run.dir) / CONFIG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe_yaml(recipe), encoding="utf-8")
+    return path
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `read_recipe` reads."""
+    return yaml.safe_dump(msgspec.to_builtins(recipe), sort_keys=False, allow_unicode=True)
+
+
+def sections() -> Iterator[tuple[str, type]]:
+    """Name and struct of each section of the recipe."""
+    return ((section.name, section.type) for section in msgspec.structs.fields(Recipe))
+
+
+@cache
+def known_settings() -> Mapping[str, kinds.Field]:
+    """All settings by dotted name, in the recipe's order."""
+    info = {section: kinds.type_info(kind) for section, kind in sections()}
+    return {f"{section}.{entry.name}": entry for section, kind in info.items() for entry in kind.fields}  # pyright: ignore
+
+
+def describe(kind: kinds.Type) -> str:
+    """The values that a setting takes: its type with bounds, or its choices."""
+    match kind:
+        case kinds.UnionType(types=members):
+            return " or ".join(map(describe, members))
+        case kinds.LiteralType(values=words) | kinds.Metadata(extra_json_schema={"examples": words}):
+            return f"one of {', '.join(map(str, words))}"
+        case kinds.IntType() | kinds.FloatType():
+            limits = ((">", kind.gt), (">=", kind.ge), ("<=", kind.le))
+            bounds = [
+                f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}"
+                for sign, limit in limits
+                if limit is not None
+            ]
+            return f"{'int' if isinstance(kind, kinds.IntType) else 'float'} {' and '.join(bounds)}".strip()
+        case kinds.VarTupleType(item_type=item):
+            return f"list of {describe(item)}"
+        case kinds.StructType(fields=entries):
+            return f"{{{', '.join(entry.name for entry in entries)}}}"
+    return _NAMES[type(kind)]
+
+
+def show_value(value: Any) -> str:
+    """A setting's value as a user writes it."""
+    return str(value) if isinstance(value, str | float) else msgspec.json.encode(value).decode()
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise SettingError(f"no recipe file {str(path)!r}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"cannot read the recipe {str(path)!r}: {error}") from error
+    except yaml.YAMLError as error:
+        raise SettingError(f"the recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded or {}, dict):
+        raise SettingError(f"the recipe {str(path)!r} must be a mapping of sections, such as `run:`")
+    return loaded or {}
+
+
+def _parse(word: str) -> Mapping[str, Any]:
+    """`a.b=c` as nested mappings."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise SettingError(f"{word!r} is not an override; write key=value, such as run.steps=200")
+    value: Any = None if text == "null" else text
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _typed(kind: kinds.Type, value: Any) -> Any:
+    """A scalar's text as a value of the setting's type; a text that does not fit stays, and `convert` refuses it."""
+    for member in kind.types if isinstance(kind, kinds.UnionType) else (kind,):
+        with suppress(ValueError, yaml.YAMLError):
+            match member, value:
+                case kinds.BoolType(), str():
+                    return _TRUTH.get(value.lower(), value)
+                case kinds.IntType(), str():
+                    return int(value)
+                case kinds.FloatType(), str():
+                    return float(value.replace(".inf", "inf"))
+                case kinds.VarTupleType(), str():
+                    return yaml.load(value, _Loader)
+    return value
+
+
+def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
+    known = known_settings()
+    firsts = {name.partition(".")[0]: name for name in reversed([*known])}
+    for section, values in layer.items():
+        if section in firsts and not isinstance(values, dict):
+            raise SettingError(f"{origin}{section!r} is a section; set one of its settings, such as {firsts[section]}")
+        named = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
+        for name in named or ([] if section in firsts else [str(section)]):
+            if name not in known:
+                raise SettingError(f"{origin}unknown setting {name!r}{_nearest(name)}")
+            if isinstance(named[name], dict):
+                raise SettingError(f"{origin}{name} is one value and has no settings of its own")
+
+
+def _nearest(name: str) -> str:
+    known, leaf = known_settings(), name.rpartition(".")[2]
+    near = [other for other in known if other.endswith(f".{leaf}")] or difflib.get_close_matches(name, known, n=1)
+    return f"; the nearest is {near[0]!r}" if near else "; --help lists all settings"
+
+
+def _explain(message: str, merged: Mapping[str, Mapping[str, Any]]) -> str:
+    found = _ERROR.fullmatch(message)
+    assert found is not None, message
+    reason, name, inner = found.groups()
+    if inner:
+        return f"{name}{inner}: {reason[0].lower()}{reason[1:]}"
+    section, _, key = name.partition(".")
+    value, kind = merged[section][key], known_settings()[name].type
+    return f"{name}={show_value(value)} is not allowed; it takes {describe(kind)}"

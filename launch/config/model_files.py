@@ -1,0 +1,83 @@
+"""A policy's folder on disk, read without torch: is it whole, how large is it, how long may its texts be."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...comm.errors import SettingError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFiles:
+    """The folder of a Hugging Face checkpoint: `context` in tokens, sizes in numbers of elements."""
+
+    folder: Path
+    context: int
+    num_parameters: int
+    kv_per_token: int
+    """Elements of key-value cache that one token takes."""
+
+    @classmethod
+    def read(cls, path: str) -> "PolicyFiles":
+        """Look into `model.path`; raises `SettingError` unless configuration, weights and tokenizer are there."""
+        folder = _find(path)
+        try:
+            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        except FileNotFoundError:
+            raise SettingError(
+                f"model.path: {folder} has no config.json, so it is no Hugging Face checkpoint"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise SettingError(f"model.path: cannot read {folder / 'config.json'}: {error}") from error
+        config = config.get("text_config", config)
+        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+            raise SettingError(f"model.path: {folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+        weights = sorted(folder.glob("*.safetensors"))
+        if not weights:
+            raise SettingError(f"model.path: {folder} has no *.safetensors weights")
+        return cls(
+            folder=folder,
+            context=int(config.get("max_position_embeddings", 0)),
+            num_parameters=sum(_count_elements(file) for file in weights),
+            kv_per_token=_kv_per_token(config),
+        )
+
+
+def _find(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).exists():
+        raise SettingError(f"model.path: {path} is a file; give the folder of a Hugging Face checkpoint")
+    if not _HUB_ID.fullmatch(path) or Path(path).parent.exists():
+        raise SettingError(f"model.path: there is no folder {path}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingError(f"model.path: there is no folder {path}, and the hub does not give it ({reason})") from error
+
+
+def _count_elements(file: Path) -> int:
+    """Elements of all tensors in a safetensors file, from its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"model.path: {file} is not a safetensors file ({error})") from error
+
+
+def _kv_per_token(config: dict[str, Any]) -> int:
+    heads = config.get("num_attention_heads", 1)
+    head_size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    return 2 * config.get("num_hidden_layers", 0) * config.get("num_key_value_heads", heads) * head_size

@@ -1,0 +1,237 @@
+"""A seat: one rank as torchrun started it. It starts its role's process as a child, watches it, and sees it to its end.
+
+A seat never imports torch and does no work of its own, so nothing that a role does can take it down; torchrun, which
+would end the whole run for one dead rank, never hears of a rollout that died and came back. The first seat also starts
+the fleet's store, the lead relay's seat also the hub.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+
+from ...comm.environment import LARGE_COPIES, SEGMENT_FD
+from ...comm.recipe import Recipe
+from ..placement import Place, assign, check_staging, count_gpus, started_again, visible_devices
+from .child import WATCHED, Child, block_signals, describe_end, end_with_parent, say
+
+SHUTDOWN_S = 20.0
+"""Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
+LEAVE_S, LOOK_S = 5.0, 0.2
+"""Seconds from the run's summary until the store ends whoever has not left; and how often the summary is looked for."""
+MAX_RESTARTS = 5
+"""Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
+RESTART_WINDOW_S = 60.0
+STORE_GONE_EXIT = 69
+"""Exit code of a child whose watchdog found the fleet's store gone, as `comm.fleet` has it (which loads torch)."""
+SUMMARY_FILE = "summary.json"
+"""What the hub writes into the run folder when the run has ended."""
+LAUNCHER = "HEADRACE_LAUNCHER"
+"""Set in the environment by the launcher, which reads the run's summary and tells the user itself."""
+
+
+class Verdict(Enum):
+    """What a seat makes of a child's end."""
+
+    DONE = auto()
+    RESTART = auto()
+    TOLD = auto()
+    """The run fails, and the child itself told the hub why."""
+    UNTOLD = auto()
+    """The run fails, and the hub has yet to be told."""
+
+
+def judge(
+    role: str,
+    code: int,
+    restarts: Sequence[float],
+    now: float,
+    *,
+    is_ending: bool,
+    again: Collection[str] = ("rollout",),
+) -> Verdict:
+    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts, `again` the roles
+    that may have any.
+    """
+    if code == 0:
+        return Verdict.DONE
+    if is_ending:
+        return Verdict.TOLD
+    if code == STORE_GONE_EXIT:
+        return Verdict.TOLD
+    if role in again and code != 2:
+        recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
+        return Verdict.RESTART if len(recent) < MAX_RESTARTS else Verdict.UNTOLD
+    if code in (1, 2) and role != "store":
+        return Verdict.TOLD
+    return Verdict.UNTOLD
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The commands of a seat's children; the seat adds the arguments that depend on the role."""
+
+    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.worker")
+    store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
+
+
+@dataclass(slots=True)
+class Seat:
+    """The parent of one role's child, and of the store or the hub where they live here."""
+
+    recipe: Recipe
+    place: Place
+    world_size: int
+    hosts_store: bool = False
+    device: str = ""
+    """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
+    programs: Programs = Programs()
+    shutdown_s: float = SHUTDOWN_S
+    children: dict[str, Child] = field(default_factory=dict)
+    restarts: list[float] = field(default_factory=list)
+    exit_code: int = 0
+    stopped_by: int = 0
+    deadline: float | None = None
+    is_late: bool = False
+    segment: int | None = None
+
+    def run(self) -> int:
+        """Start the children and return the seat's exit code once all have ended.
+
+        Waits for signals alone: SIGCHLD when a child ended, SIGINT or SIGTERM to pass on; woken by the deadline too.
+        """
+        end_with_parent(signal.SIGTERM, os.getppid())
+        block_signals()
+        self._start_all()
+        while self.children:
+            received = signal.sigtimedwait(WATCHED, self._patience_s())
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._pass_on(received.si_signo)
+            for name, child in list(self.children.items()):
+                if (code := child.poll()) is not None:
+                    del self.children[name]
+                    self._on_end(child, code)
+            self._hold_to_deadline()
+        return self.exit_code
+
+    # ---------------------------------------------------------------------------------------------- start
+
+    def _start_all(self) -> None:
+        if self.hosts_store:
+            members = str(self.world_size + 1)
+            flags = ["--interface", self.recipe.comm.interface, "--publish", "--expect", members]
+            self._start("store", [*self.programs.store, *flags], console=False)
+        if self.place.role == "relay":
+            self.segment = os.memfd_create(f"headrace-{self.place.name}")
+            if self.place.index == 0:
+                self._start_worker("hub")
+        self._start_worker(self.place.name)
+
+    def _start_worker(self, name: str) -> None:
+        self._start(name, self._worker_command(name), console=name in ("hub", "actor-0"))
+
+    def _worker_command(self, name: str) -> list[str]:
+        role, _, index = name.partition("-")
+        return [*self.programs.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
+
+    def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.place.name else ""}
+        pass_fds = ()
+        if name == self.place.name:
+            environment |= {key: value for key, value in LARGE_COPIES.items() if key not in os.environ}
+        if name == self.place.name and self.segment is not None:
+            environment[SEGMENT_FD] = str(self.segment)
+            pass_fds = (self.segment,)
+        log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
+        self.children[name] = Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
+
+    # ------------------------------------------------------------------------------------------------ end
+
+    def _on_end(self, child: Child, code: int) -> None:
+        role = self.place.role if child.name == self.place.name else child.name
+        is_ending = bool(self.stopped_by or self.exit_code)
+        again = started_again(self.recipe.roles)
+        if self.is_over() and (role in again or code == STORE_GONE_EXIT):
+            return  # nobody misses it any more
+        verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending, again=again)
+        if verdict is Verdict.RESTART:
+            self.restarts.append(time.monotonic())
+            say(f"{describe_end(child.name, code)} and is started again{child.last_words(3)}")
+            self._start_worker(self.place.name)
+        elif verdict in (Verdict.TOLD, Verdict.UNTOLD):
+            self._fail(child, code, is_told=verdict is Verdict.TOLD)
+
+    def _fail(self, child: Child, code: int, *, is_told: bool) -> None:
+        is_first = not (self.stopped_by or self.exit_code)
+        self.exit_code = self.exit_code or (2 if code == 2 else 1)
+        self._set_deadline(self.shutdown_s)
+        if not is_first:
+            return
+        if code == 2:
+            if LAUNCHER not in os.environ:
+                say(f"{child.name} ended the run{child.last_words(1)}")
+            return
+        error = describe_end(child.name, code)
+        if child.name == self.place.name and self.restarts:
+            error += f", after {len(self.restarts)} restarts"
+        say(f"{error}; the run ends{child.last_words()}")
+        if not is_told and child.name != "store":
+            self._start("messenger", [*self._worker_command(child.name), "--failed", error], console=False)
+
+    def _pass_on(self, number: int) -> None:
+        """Hand the first SIGINT or SIGTERM to the roles; the store stays until they have left."""
+        if not self.stopped_by:
+            self.stopped_by = number
+            self._set_deadline(self.shutdown_s)
+            for name, child in self.children.items():
+                if name != "store":
+                    child.send(number)
+
+    def _set_deadline(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+
+    def is_over(self) -> bool:
+        """Whether the hub has ended the run and written its summary."""
+        return (Path(self.recipe.run.dir) / SUMMARY_FILE).exists()
+
+    def _patience_s(self) -> float:
+        """How long to sleep: to the deadline, but where only the store is left, the run's end is looked for."""
+        if self.children.keys() == {"store"}:
+            if self.is_over():
+                self._set_deadline(LEAVE_S)
+            return LOOK_S
+        return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def _hold_to_deadline(self) -> None:
+        if self.deadline is None or time.monotonic() < self.deadline or not self.children:
+            return
+        for name, child in self.children.items():
+            if name == "store" and not self.is_late:
+                child.send(signal.SIGTERM)
+                continue
+            say(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
+            self.exit_code = self.exit_code or 1
+            child.send(signal.SIGKILL)
+        self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
+
+
+def take_seat(recipe: Recipe) -> int:
+    """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
+
+    Under the launcher (its variable is set) a run that was ended in order, for whatever reason, ends the seat with 0:
+    torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    places = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
+    place, num_gpus, staging = places[rank], count_gpus(), recipe.relay.staging_device
+    check_staging(places, place.host, num_gpus, staging)
+    device = visible_devices(place, num_gpus, staging)
+    seat = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device)
+    exit_code = seat.run()
+    is_told = LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2 or seat.is_over())
+    return 0 if is_told else exit_code

@@ -1,0 +1,194 @@
+"""The process of one role, as its seat starts it: joins the fleet, runs the role, and tells the hub how it ended.
+
+    python -m headrace.launch.processes.worker --role rollout --index 1 --run runs/demo
+
+SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
+ends the process at once. SIGUSR1 writes the stacks of all threads into the log. With `--failed TEXT` the process only
+reports that the role of that name died, on its seat's behalf.
+"""
+
+import argparse
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from ...comm.errors import SettingError
+from ...comm.plugins import ProcessFunction, resolve_engine
+from ...comm.recipe import Recipe
+from ...comm.waits import set_identity
+from ..config.load import CONFIG_FILE, read_recipe
+from ..placement import started_again
+from .secret import read_secret
+
+if TYPE_CHECKING:
+    from ...comm.fleet import Fleet
+    from ...comm.mailbox import Mailbox
+
+_MAINS = {
+    "hub": "headrace.relay.hub.loop",
+    "relay": "headrace.relay.loop",
+    "actor": "headrace.trainer.loop",
+    "rollout": "headrace.rollout.loop",
+    "reference": "headrace.trainer.reference_loop",
+    "task": "headrace.relay.queue.task_loop",
+    "shard": "headrace.rollout.generators.builtin",
+}
+_STORE_DEADLINE_S = 120.0
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+log = logging.getLogger(__name__)
+
+
+class Interruption:
+    """What signals mean to a worker; may come before there is a mailbox to tell the hub with."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.mailbox: Mailbox | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def report_by(self, mailbox: "Mailbox") -> None:
+        """From now on tell the hub through `mailbox`; tells it at once what came earlier."""
+        self.mailbox = mailbox
+        if self.received:
+            self._tell()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.mailbox is not None:
+            from ...comm.messages import Interrupt
+
+            self.mailbox.send("hub", Interrupt(self.received))
+
+
+def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: Interruption) -> int:
+    """Join the fleet, run the role to its end, leave; returns the exit code."""
+    from ...comm.fleet import Fleet
+
+    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
+    mailbox = fleet.post.open(f"{fleet.name}/worker")
+    interruption.report_by(mailbox)
+
+    def on_thread_death(death: threading.ExceptHookArgs) -> None:
+        """A role without one of its threads would wait for ever: end the process as if the main thread had failed."""
+        assert isinstance(death.exc_value, Exception)
+        code = _fail(mailbox, recipe, role, death.exc_value)
+        fleet.leave()
+        os._exit(code)
+
+    threading.excepthook = on_thread_death
+    try:
+        main_of(role, recipe)(fleet, recipe)
+    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was, it is told
+        return _fail(mailbox, recipe, role, error)
+    finally:
+        threading.excepthook = threading.__excepthook__
+        fleet.leave()
+    return 0
+
+
+def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
+    """What runs in a role's process: the role's loop, or a function that the user named as its engine.
+
+    A class is an adapter, which the role's own loop calls.
+    """
+    engines = {"actor": ("trainer.engine", recipe.trainer.engine), "rollout": ("rollout.engine", recipe.rollout.engine)}
+    if role in engines and isinstance(engine := resolve_engine(*engines[role]), ProcessFunction):
+        return engine.run
+    return importlib.import_module(_MAINS[role]).run
+
+
+def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
+    """Log an error of the role and tell who has to know; a crashed rollout, say, is only started again, by its seat."""
+    if isinstance(error, SettingError):
+        report(mailbox, recipe, role, str(error), exit_code=2)
+        sys.stderr.write(f"{error}\n")
+        return 2
+    log.error("the %s failed", role, exc_info=error)
+    if role not in started_again(recipe.roles):
+        report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
+    return 1
+
+
+def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code: int) -> None:
+    """Tell the hub that the run fails; in the hub's own place, write the summary and tell everybody to stop."""
+    from ...comm.messages import Failed, Stop
+    from ...relay.hub.shutdown import write_summary
+
+    if role != "hub":
+        mailbox.send("hub", Failed(error, exit_code))
+        return
+    write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
+    for name, count in (
+        ("actor", recipe.roles.actor),
+        ("rollout", recipe.num_replicas),
+        ("relay", recipe.roles.relay),
+        ("reference", recipe.roles.reference),
+        ("task", recipe.roles.task),
+    ):
+        for index in range(count):
+            mailbox.send(f"{name}-{index}", Stop("failed"))
+
+
+def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
+    from ...comm.mailbox import StorePost
+
+    post = StorePost(address, read_secret(Path(recipe.run.dir)))
+    report(post.open(name), recipe, role, error, exit_code=1)
+    post.close()
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the process; the flags are those of this module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace.launch.processes.worker", description="One role's process."
+    )
+    parser.add_argument("--role", required=True, choices=_MAINS, help="what to be")
+    parser.add_argument("--index", type=int, required=True, help="which one of its role")
+    parser.add_argument("--run", type=Path, required=True, help="the run folder, with config.yaml")
+    parser.add_argument("--failed", metavar="TEXT", help="only report that this role died, and why")
+    arguments = parser.parse_args(argv)
+    for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
+        os.environ.setdefault(key, value)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    interruption = Interruption()
+    set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
+
+    from ...comm.store import find_address
+
+    address = find_address(_STORE_DEADLINE_S)  # once it is published, the run folder is complete too
+    recipe = read_recipe(arguments.run / CONFIG_FILE)
+    if arguments.failed is not None:
+        name = "hub" if arguments.role == "hub" else f"{arguments.role}-{arguments.index}"
+        return _report_death(name, arguments.role, recipe, address, arguments.failed)
+    return run_role(arguments.role, arguments.index, recipe, address, interruption)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process. A role that failed leaves threads behind, and one of them inside torch aborts the interpreter's exit."""
+    if code == 0:
+        sys.exit(0)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

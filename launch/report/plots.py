@@ -1,0 +1,83 @@
+"""Pictures of compared runs: bars for the figures, and a Gantt chart of each run's timeline."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...comm.errors import SettingError
+from .figures import Figures
+from .timeline import Timeline
+
+_COLOURS = {
+    "generate": "#4c9f70", "train": "#3b6ea5", "pull": "#e07b39", "publish": "#e07b39", "idle": "#dddddd", "wait": "#dddddd",
+    "move": "#b03a48",
+}  # fmt: skip
+
+
+def draw_comparison(figures: Mapping[str, Figures], path: Path) -> None:
+    """One picture of all runs: throughput, idle shares, KV utilisation, staleness, trajectory latency, weight waiting."""
+    names = list(figures)
+    each = list(figures.values())
+    figure, axes = _pyplot().subplots(2, 3, figsize=(15, 7), layout="constrained")
+    panels: dict[str, dict[str, list[float]]] = {
+        "tokens/s": {"": [f.tokens_per_s for f in each]},
+        "idle share": {"trainer": [f.idle_actor for f in each], "rollouts": [f.idle_rollout for f in each]},
+        "KV cache in use": {"": [f.kv_util for f in each]},
+        "staleness, share of trajectories": _staleness(each),
+        "trajectory latency, s": {"mean": [f.latency.mean for f in each], "max": [f.latency.max for f in each]},
+        "weight waiting, s per rollout and step": {"": [f.weight_wait_s for f in each]},
+    }
+    for axis, (title, series) in zip(axes.flat, panels.items(), strict=True):
+        width = 0.8 / len(series)
+        for number, (label, values) in enumerate(series.items()):
+            places = [place + width * number for place in range(len(names))]
+            axis.bar(places, values, width, label=label)
+        axis.set_title(title)
+        axis.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=30, ha="right")
+        if len(series) > 1:
+            axis.legend(fontsize="small")
+    _save(figure, path)
+
+
+def draw_gantt(timeline: Timeline, title: str, path: Path) -> None:
+    """Who did what when, one line per process; the rollouts' weight versions tell neighbours apart by shade."""
+    names = [name for name, spans in timeline.spans.items() if spans]
+    zero = min(spans[0].start for spans in timeline.spans.values() if spans)
+    figure, axis = _pyplot().subplots(figsize=(16, 0.35 * len(names) + 1.5), layout="constrained")
+    for line, name in enumerate(names):
+        spans = timeline.spans[name]
+        axis.broken_barh(
+            [(span.start - zero, span.end - span.start) for span in spans],
+            (line - 0.4, 0.8),
+            facecolors=[_COLOURS.get(span.state, "#999999") for span in spans],
+            alpha=None,
+        )
+        for span in spans:
+            if span.state == "generate" and span.end - span.start > 20:
+                axis.text(span.start - zero, line, str(span.facts.get("version", "")), fontsize=6, va="center")
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds (emulated, where devices are)")
+    axis.set_title(f"{title}: {', '.join(f'{state}' for state in _COLOURS)}")
+    _save(figure, path)
+
+
+def _staleness(each: list[Figures]) -> dict[str, list[float]]:
+    lags = sorted({lag for figures in each for lag in figures.staleness}, key=int)
+    return {lag: [figures.staleness.get(lag, 0.0) for figures in each] for lag in lags}
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SettingError("pictures need matplotlib: install headrace[report]") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110)
+    _pyplot().close(figure)

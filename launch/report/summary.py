@@ -1,0 +1,59 @@
+"""The end of a run as its user sees it: `summary.json` as a table."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..processes.child import say
+from ..processes.supervisor import SUMMARY_FILE
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """What the hub wrote when the run ended, None if it could not."""
+    try:
+        return json.loads((run_dir / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
+    """Print the summary as a table, after the error if the run failed."""
+    if summary.get("status") == "failed":
+        say(f"error: {summary.get('error') or 'the run failed'}")
+    if "accounting" not in summary:
+        return
+    rows = [*summary_rows(summary), ("run folder", str(run_dir))]
+    width = 2 + max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(name.ljust(width) + value, flush=True)
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and text of each line of the table."""
+    rows = [("run", f"{summary.get('status')} after {summary.get('steps')} steps")]
+    if "reward_first" in summary:
+        rows.append(
+            ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}  (first and last tenth)")
+        )
+    rows.append(("tokens/s", f"{summary.get('tokens_per_s', 0):,.0f}"))
+    rows.append(("staleness", _histogram(summary.get("staleness", {}))))
+    rows.append(("versions per trajectory", _histogram(summary.get("versions_per_trajectory", {}))))
+    account = summary["accounting"]
+    parts = " + ".join(f"{account[key]} {key.replace('_', ' ')}" for key in _PARTS if key in account)
+    rows.append(
+        ("accounting", f"{account['leased']} leased = {parts}: {'holds' if account['holds'] else 'DOES NOT HOLD'}")
+    )
+    if summary.get("export"):
+        rows.append(("exported model", str(summary["export"])))
+    return rows
+
+
+_PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
+
+
+def _histogram(counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    if not total:
+        return "none"
+    return ", ".join(f"{key}: {100 * count / total:.1f} %" for key, count in counts.items())

@@ -1,0 +1,301 @@
+"""The hub's state: a fold over events, free of I/O.
+
+Invariant, in trajectories, after every event:
+
+    leased = trained + evicted + filtered + failed + in flight
+
+where *leased* counts each trajectory at its first lease, and *in flight* is what is wanted, leased, ready or handed out.
+`apply` asserts that every event is legal in the state it meets; the hub decides, this file only believes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatch
+
+from ...comm.messages import GroupId, RowId
+from . import events as ev
+from .records import Group, Row, RowStatus
+from .task_records import TaskRecord
+
+
+@dataclass(slots=True)
+class Account:
+    """Trajectories by their end; `leased` counts each once, at its first lease."""
+
+    leased: int = 0
+    trained: int = 0
+    evicted: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class HubState:
+    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data."""
+
+    epoch: int = 0
+    samples_per_prompt: int = 0
+    cursor: int = 0
+    step: int = 0
+    version: int = -1
+    digest: str = ""
+    tokens_trained: int = 0
+    num_moved: int = 0
+    """Trajectories that went from one rollout to another."""
+    regenerated: int = 0
+    """Trajectories that were ready and whose last copy was lost."""
+    ended: str = ""
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    wanted: dict[GroupId, None] = field(default_factory=dict)
+    handed: list[GroupId] = field(default_factory=list)
+    lost_units: set[str] = field(default_factory=set)
+    tasks: dict[str, TaskRecord] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    staleness: Counter[int] = field(default_factory=Counter)
+    versions_per_trajectory: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories that are leased but have met no end yet."""
+        return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
+
+    @property
+    def holds(self) -> bool:
+        """The accounting identity."""
+        a = self.account
+        return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
+
+    def queued(self) -> list[Group]:
+        """Groups that take a place in the queue: leased or ready, not handed out."""
+        return [group for group in self.groups.values() if group.step is None]
+
+    def row(self, row_id: RowId) -> Row | None:
+        """The open trajectory of this name, or None if it has met its end."""
+        group = self.groups.get(row_id.group)
+        return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
+
+    def has_attempt(self, row_id: RowId, attempt: int) -> bool:
+        """Whether this attempt of a row lies in the queue."""
+        row = self.row(row_id)
+        return row is not None and row.is_ready(attempt)
+
+    def gone(self, attempts: Mapping[RowId, int]) -> list[RowId]:
+        """Those of these attempts that lie in the queue no more."""
+        return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
+
+    def forget(self, rows: Iterable[RowId]) -> None:
+        """Rows leave the queue, or lose their attempt: no task has had them any more."""
+        gone = list(rows)
+        for record in self.tasks.values():
+            record.taken.difference_update(gone)
+
+    def group_of(self, row_id: RowId) -> Group:
+        """The group of an open trajectory."""
+        return self.groups[row_id.group]
+
+
+@singledispatch
+def apply(event: ev.Event, state: HubState) -> None:
+    """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
+    raise AssertionError(f"no rule for {event}")
+
+
+@apply.register
+def _(event: ev.Opened, state: HubState) -> None:
+    assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
+    state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
+    state.handed.clear()
+    state.lost_units.clear()  # the incarnations of a resumed run count from 1 again
+    for record in state.tasks.values():
+        for number in list(record.open):
+            record.close(number, consumed=(), gone=list(record.open[number].attempts))
+        record.taken.clear()
+    for group in state.groups.values():
+        group.step = None
+        for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
+            group.rows[sample].lose()
+        state.wanted[group.id] = None
+
+
+@apply.register
+def _(event: ev.Leased, state: HubState) -> None:
+    group = state.groups.get(event.group)
+    if group is None:
+        assert event.attempt == 1, f"group {event.group} is not open"
+        group = Group(event.group, state.cursor, [Row() for _ in event.samples])
+        state.groups[event.group] = group
+        state.cursor += 1
+        state.account.leased += len(event.samples)
+    state.wanted.pop(event.group, None)
+    for sample in event.samples:
+        row = group.rows[sample]
+        assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
+        assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
+        row.status, row.attempt = RowStatus.LEASED, event.attempt
+        row.version, row.holder = event.version, event.holder
+
+
+@apply.register
+def _(event: ev.Returned, state: HubState) -> None:
+    group = state.groups[event.group]
+    for sample in group.samples(RowStatus.LEASED):
+        if group.rows[sample].attempt == event.attempt:
+            group.rows[sample].status = RowStatus.WANTED
+            state.wanted[event.group] = None
+
+
+@apply.register
+def _(event: ev.Moved, state: HubState) -> None:
+    for row_id, attempt in zip(event.rows, event.attempts, strict=True):
+        row = state.row(row_id)
+        assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
+        assert row.holder == event.source, f"row {row_id} is with {row.holder}"
+        assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
+        row.holder, row.attempt = event.holder, attempt
+    state.num_moved += len(event.rows) * (event.source != event.holder)
+
+
+@apply.register
+def _(event: ev.RowReady, state: HubState) -> None:
+    row = state.row(event.row)
+    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    assert not state.lost_units.intersection(event.units), f"row {event.row} lies in a unit that is lost"
+    row.status, row.units, row.version = RowStatus.READY, list(event.units), event.version
+    row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+
+
+@apply.register
+def _(event: ev.RowFailed, state: HubState) -> None:
+    row = state.row(event.row)
+    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    row.status = RowStatus.FAILED
+    state.account.failed += 1
+    group_id = event.row.group
+    if all(row.status is RowStatus.FAILED for row in state.groups[group_id].rows):
+        del state.groups[group_id]
+
+
+@apply.register
+def _(event: ev.RowsLost, state: HubState) -> None:
+    for row_id, attempt in zip(event.rows, event.attempts, strict=True):
+        row = state.row(row_id)
+        assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
+        assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
+        state.regenerated += row.status is RowStatus.READY
+        group = state.group_of(row_id)
+        row.lose()
+        state.forget([row_id])
+        state.wanted[group.id] = None
+        if group.step is not None:  # it goes out again when it is complete again
+            group.step = None
+            state.handed.remove(group.id)
+
+
+@apply.register
+def _(event: ev.UnitLost, state: HubState) -> None:
+    state.lost_units.add(event.unit)
+    for group in state.groups.values():
+        for sample in group.samples(RowStatus.READY):
+            row = group.rows[sample]
+            if event.unit not in row.units:
+                continue
+            row.units = [unit for unit in row.units if unit != event.unit]
+            if not row.units and group.step is None:
+                state.regenerated += 1
+                row.lose()
+                state.forget([group.row_id(sample)])
+                state.wanted[group.id] = None
+
+
+@apply.register
+def _(event: ev.TaskHanded, state: HubState) -> None:
+    attempts = dict(zip(event.rows, event.attempts, strict=True))
+    for row_id, attempt in attempts.items():
+        assert state.has_attempt(row_id, attempt), f"row {row_id} has no attempt {attempt} in the queue"
+        assert state.group_of(row_id).step is None, f"row {row_id} is handed out for training"
+    state.tasks.setdefault(event.task, TaskRecord()).hand_out(event.number, event.consumer, attempts)
+
+
+@apply.register
+def _(event: ev.ColumnsReady, state: HubState) -> None:
+    record = state.tasks[event.task]
+    attempts = record.open[event.number].attempts
+    for row_id, units in zip(event.rows, event.units, strict=True):
+        assert state.has_attempt(row_id, attempts[row_id]), f"row {row_id} is not in the queue any more"
+        row = state.group_of(row_id).rows[row_id.sample]
+        assert units and set(units) <= set(row.units), f"row {row_id} lies in {row.units}, not in {units}"
+        row.units = list(units)
+        row.columns |= set(event.columns)
+    record.close(event.number, consumed=event.rows, gone=state.gone(attempts))
+
+
+@apply.register
+def _(event: ev.TaskReturned, state: HubState) -> None:
+    record = state.tasks[event.task]
+    attempts = record.open[event.number].attempts
+    record.close(event.number, consumed=(), gone=state.gone(attempts))
+
+
+@apply.register
+def _(event: ev.Evicted, state: HubState) -> None:
+    group = state.groups.pop(event.group)
+    assert group.step is None, f"group {event.group} is handed out"
+    state.wanted.pop(event.group, None)
+    rows = group.row_ids(RowStatus.WANTED, RowStatus.LEASED, RowStatus.READY)
+    state.account.evicted += len(rows)
+    state.forget(rows)
+
+
+@apply.register
+def _(event: ev.GroupFiltered, state: HubState) -> None:
+    group = state.groups.pop(event.group)
+    state.forget(group.row_ids(RowStatus.READY))
+    assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
+    state.account.filtered += len(group.samples(RowStatus.READY))
+
+
+@apply.register
+def _(event: ev.Handed, state: HubState) -> None:
+    assert event.step == state.step, f"hand-out for step {event.step} while step {state.step} is trained"
+    for group_id in event.groups:
+        group = state.groups[group_id]
+        assert group.is_complete and group.step is None, f"group {group_id} cannot be handed out"
+        group.step = event.step
+        state.handed.append(group_id)
+
+
+@apply.register
+def _(event: ev.Trained, state: HubState) -> None:
+    assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
+    for group_id in state.handed:
+        group = state.groups.pop(group_id)
+        rows = [group.rows[sample] for sample in group.samples(RowStatus.READY)]
+        state.account.trained += len(rows)
+        state.forget(group.row_ids(RowStatus.READY))
+        state.tokens_trained += sum(row.num_tokens for row in rows)
+        state.staleness.update(event.step - row.version for row in rows)
+        state.versions_per_trajectory.update(row.num_versions for row in rows)
+    state.handed.clear()
+    state.step += 1
+
+
+@apply.register
+def _(event: ev.Published, state: HubState) -> None:
+    if event.version >= state.version:
+        state.version, state.digest = event.version, event.digest
+
+
+@apply.register
+def _(event: ev.Received, state: HubState) -> None:
+    """A receipt is for those who audit; no decision hangs on it."""
+
+
+@apply.register
+def _(event: ev.Checkpointed, state: HubState) -> None:
+    assert event.step == state.step, f"checkpoint of step {event.step} at step {state.step}"
+
+
+@apply.register
+def _(event: ev.Ended, state: HubState) -> None:
+    state.ended = event.reason

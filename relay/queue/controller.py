@@ -1,0 +1,72 @@
+"""A controller for each task: which rows are ready for it, column by column, and which of them go out next."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...comm.messages.queue import GroupRef
+from ..journal.state import Group, HubState, RowStatus, TaskRecord
+from .samplers import Fifo, Item, Room, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A consumer of rows: it is given rows that have the columns it `needs`, and adds those it `yields`.
+
+    `needs` names only columns of other tasks: a row has those of its rollout from the moment it is in the queue.
+    """
+
+    name: str
+    needs: frozenset[str] = frozenset()
+    yields: tuple[str, ...] = ()
+
+
+class Controller:
+    """Hands out a task's rows, exactly once: the task's record in the hub's state is written for its events alone."""
+
+    def __init__(self, task: Task, sampler: Callable[[int], Sampler] | None = None) -> None:
+        self.task = task
+        self._sampler_for = sampler or (lambda num_consumers: Fifo())
+
+    def ready(self, state: HubState) -> Iterator[Item]:
+        """Rows that have what the task needs, that it has not had, and that are not in training yet."""
+        record = state.tasks.get(self.task.name, TaskRecord())
+        for group in state.queued():
+            for sample in group.samples(RowStatus.READY):
+                row = group.rows[sample]
+                if row.columns >= self.task.needs and group.row_id(sample) not in record.taken:
+                    yield Item(group.id, (sample,), group.order, row.version, row.num_tokens, (row.reward,))
+
+    def next(self, state: HubState, max_tokens: int, num_consumers: int = 1) -> list[GroupRef]:
+        """The rows to hand out now, by group; none if nothing is ready."""
+        items = list(self.ready(state))
+        sampler = self._sampler_for(num_consumers)
+        chosen = sampler.sample(items, Room(len(items), max_tokens, state.step))
+        assert set(chosen) <= set(items) and len(set(chosen)) == len(chosen), f"sampler of {self.task.name}"
+        by_group: dict[int, list[int]] = {}
+        for item in chosen:
+            by_group.setdefault(item.order, []).extend(item.samples)
+        groups = {group.order: group for group in state.queued()}
+        return [reference(groups[order], samples) for order, samples in by_group.items()]
+
+
+def item_of(group: Group) -> Item:
+    """A group as an item: its finished members."""
+    samples = tuple(group.samples(RowStatus.READY))
+    rows = [group.rows[sample] for sample in samples]
+    missing = len(group.samples(RowStatus.WANTED, RowStatus.LEASED))
+    num_tokens = sum(row.num_tokens for row in rows)
+    return Item(group.id, samples, group.order, group.version, num_tokens, tuple(row.reward for row in rows), missing)
+
+
+def reference(group: Group, samples: list[int]) -> GroupRef:
+    """What a consumer is told of these samples of a group."""
+    rows = [group.rows[sample] for sample in samples]
+    return GroupRef(
+        group=group.id,
+        samples=samples,
+        attempts=[row.attempt for row in rows],
+        units=[row.units for row in rows],
+        versions=[row.version for row in rows],
+        num_tokens=[row.num_tokens for row in rows],
+        rewards=[row.reward for row in rows],
+    )

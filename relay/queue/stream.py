@@ -1,0 +1,350 @@
+"""A consumer's side of the experience queue: metadata from the hub, bytes straight from the units, fetched ahead in a thread.
+
+    stream = ExperienceStream(mailbox, units, ["score"], columns=["response_ids"]).start()
+    for batch in stream:                       # as soon as rows are ready, until the hub ends the run
+        values = score(batch["response_ids"])  # a list of one array for each row
+        stream.put(batch, {"score": values})
+
+With several ranks the lead talks to the hub and shares each hand-out with the others, and each rank fetches its own rows.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from ...comm.errors import HeadraceError
+from ...comm.mailbox import Mailbox
+from ...comm.messages import ColumnsDone, GroupId, HandOut, Message, RowsMissing, Stop, TakeRows
+from ...comm.messages.queue import RowRef
+from ...comm.waits import waiting
+from .balance import rounds
+from .replicated_rows import RowGone, Units
+from .tasks import TRAIN
+
+REPEAT_S = 2.0
+"""A question is asked again after this long: the hub answers the same again."""
+LOOK_S = 0.1
+
+
+class RunStopped(HeadraceError):
+    """The hub ended the run while this process worked or waited."""
+
+
+class ThreadTeam(Protocol):
+    """The ranks of a task, for the collectives of their streams' threads."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 talks to the hub."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def share(self, message: Message | None) -> Message:
+        """Rank 0's message, on all ranks."""
+        ...
+
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank has raised it."""
+        ...
+
+
+class CallerTeam(Protocol):
+    """The same ranks, for the collectives of the streams' callers: their group is not the threads'."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 talks to the hub."""
+        ...
+
+    def summed(self, values: list[float]) -> list[float]:
+        """Sums over the ranks."""
+        ...
+
+
+class Alone:
+    """A single rank: both teams."""
+
+    rank, size = 0, 1
+
+    def share(self, message: Message | None) -> Message:
+        """The message."""
+        assert message is not None
+        return message
+
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """The flags."""
+        return list(flags)
+
+    def summed(self, values: list[float]) -> list[float]:
+        """The values."""
+        return values
+
+
+@dataclass(slots=True)
+class Batch:
+    """This rank's share of a hand-out: its rows in micro-batches, and their columns by key of the row.
+
+    `hand_out` is the same on all ranks, without the groups that could not be read. All ranks have equally many
+    micro-batches, some of them empty, since ranks that share one policy run together.
+    """
+
+    hand_out: HandOut
+    micro_batches: list[list[RowRef]]
+    columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """The task that it is for."""
+        return self.hand_out.task
+
+    @property
+    def rows(self) -> list[RowRef]:
+        """This rank's rows, in the order of training."""
+        return [row for part in self.micro_batches for row in part]
+
+    def without(self, groups: Collection[GroupId]) -> "Batch":
+        """The batch without some of its groups; as many micro-batches as before."""
+        kept = [group for group in self.hand_out.groups if group.group not in groups]
+        parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
+        return Batch(msgspec.structs.replace(self.hand_out, groups=kept), parts, self.columns)
+
+    def __getitem__(self, column: str) -> list[np.ndarray]:
+        return [self.columns[row.key][column] for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class RowRequester:
+    """A stream's talk with the hub: asks for hand-outs, acknowledges them, and reports rows that are missing.
+
+    Rank 0 asks and acknowledges; any rank reports.
+    """
+
+    def __init__(self, mailbox: Mailbox, tasks: Sequence[str], max_tokens: int) -> None:
+        self._mailbox = mailbox
+        self._tasks = list(tasks)
+        self._max_tokens = max_tokens
+        self._question = 0
+        self._holding: set[int] = set()
+        self._is_closing = threading.Event()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing.is_set()
+
+    def close(self) -> None:
+        """Let the present and every later request end with `Stop`; the mailbox stays open."""
+        self._is_closing.set()
+
+    def request(self, step: int, received: int) -> HandOut | Stop:
+        """The next hand-out, or the reason why there is none: `step` is in training, with `received` groups so far."""
+        self._question += 1
+        holding = tuple(sorted(self._holding))
+        request = TakeRows(self._question, self._tasks, step, received, holding, self._max_tokens)
+        asked = -float("inf")  # the deadline is that of `ExperienceStream.next`
+        while not self.is_closing:
+            if time.monotonic() - asked >= REPEAT_S:
+                asked = time.monotonic()
+                self._mailbox.send("hub", request)
+            letter = self._mailbox.receive(LOOK_S)
+            match letter.message if letter else None:
+                case Stop() as stop:
+                    return stop
+                case HandOut(question=question) as hand_out if question == self._question:
+                    if hand_out.task != TRAIN:
+                        self._holding.add(hand_out.number)
+                    return hand_out
+        return Stop("closed")
+
+    def acknowledge(self, hand_out: HandOut, names: Sequence[str], units: Mapping[str, list[str]]) -> None:
+        """Tell the hub that a hand-out is done: the new columns, and for each row's key the units that have them."""
+        rows = hand_out.rows()
+        held = [units.get(row.key, []) for row in rows]
+        done = ColumnsDone(hand_out.task, hand_out.number, list(names), [row.row for row in rows], held)
+        self._mailbox.send("hub", done)
+        self._holding.discard(hand_out.number)
+
+    def report(self, row: RowRef, reason: str) -> None:
+        """Tell the hub that a row is in none of its units; it takes the first report."""
+        self._mailbox.send("hub", RowsMissing([row.row], [row.attempt], reason))
+
+
+class RowFetcher:
+    """A stream's bytes: a thread that takes hand-outs from the requester and fetches this rank's rows ahead of `next`.
+
+    `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
+    """
+
+    def __init__(
+        self,
+        requester: RowRequester,
+        units: Units,
+        columns: Sequence[str] | None,
+        team: ThreadTeam,
+        *,
+        max_tokens: int,
+        steps: range,
+        prefetch: int,
+    ) -> None:
+        self._requester = requester
+        self._units = units
+        self._columns = columns
+        self._team = team
+        self._max_tokens = max_tokens
+        self._steps = steps
+        self._places = threading.Semaphore(prefetch + 1)
+        self._ahead: queue.Queue[Batch | Exception] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="experience stream", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. With several ranks it ends when rank 0's does."""
+        self._requester.close()
+        self._thread.join()
+
+    def next(self, timeout_s: float) -> Batch | None:
+        """The next batch; None if there is none yet. Raises the thread's error, or `RunStopped`, each time again."""
+        try:
+            found = self._ahead.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(found, Exception):
+            self._ahead.put(found)
+            raise found
+        self._places.release()
+        return found
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001 - the next call of `next` raises it
+            self._ahead.put(error)
+
+    def _follow(self) -> None:
+        """Take hand-out after hand-out until the last step is complete or the run ends."""
+        step, received = next(iter(self._steps), -1), 0
+        while not (self._steps and step not in self._steps):
+            message = self._team.share(self._take(step, received) if self._team.rank == 0 else None)
+            if isinstance(message, Stop):
+                raise RunStopped(message.reason)
+            assert isinstance(message, HandOut)
+            batch = self._fetch(message)
+            if message.task == TRAIN:
+                received += len(batch.hand_out.groups)
+                if received == message.total:
+                    step, received = step + 1, 0
+            if batch.hand_out.groups:
+                self._ahead.put(batch)
+                continue
+            self._places.release()
+            if message.task != TRAIN and self._team.rank == 0:
+                self._requester.acknowledge(batch.hand_out, [], {})
+
+    def _take(self, step: int, received: int) -> HandOut | Stop:
+        """The next hand-out, once there is a place for it."""
+        while not self._places.acquire(timeout=LOOK_S):
+            if self._requester.is_closing:
+                break
+        return self._requester.request(step, received)
+
+    def _fetch(self, hand_out: HandOut) -> Batch:
+        """Plan the micro-batches of all ranks and fetch this rank's; if any rank misses a row, all leave out its group."""
+        planned = rounds(hand_out.rows(), self._team.size, self._max_tokens)
+        batch = Batch(hand_out, [parts[self._team.rank] for parts in planned])
+        missing = {group.group: False for group in hand_out.groups}
+        for row in batch.rows:
+            try:
+                batch.columns[row.key] = self._units.fetch(row.key, row.units, self._columns)
+            except RowGone as gone:
+                missing[row.row.group] = True
+                self._requester.report(row, str(gone))
+        flags = self._team.true_anywhere(list(missing.values()))
+        lost = [group for group, is_lost in zip(missing, flags, strict=True) if is_lost]
+        return batch.without(lost) if lost else batch
+
+
+class ExperienceStream:
+    """Batches of `tasks`, in the order of their urgency, until the hub ends the run. The module's docstring has an example.
+
+    `steps` are the optimizer steps to take groups for, if `train` is one of the tasks; the stream ends with the last.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        units: Units,
+        tasks: Sequence[str],
+        columns: Sequence[str] | None = None,
+        *,
+        steps: range = range(0),
+        max_tokens: int = 1 << 14,
+        prefetch: int = 1,
+        thread_team: ThreadTeam | None = None,
+        caller_team: CallerTeam | None = None,
+        deadline_s: float = float("inf"),
+    ) -> None:
+        team = thread_team or Alone()
+        self._units = units
+        self._waited_for = f"rows for {' or '.join(tasks)}"
+        self._team: CallerTeam = caller_team or Alone()
+        self._deadline_s = deadline_s
+        self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
+        self._fetcher = RowFetcher(
+            self._requester, units, columns, team, max_tokens=max_tokens, steps=steps, prefetch=prefetch
+        )
+
+    def start(self) -> "ExperienceStream":
+        """Begin to ask and to fetch ahead; returns the stream."""
+        self._fetcher.start()
+        return self
+
+    def close(self) -> None:
+        """End the thread; the mailbox and the units stay open."""
+        self._fetcher.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Ends when the run does."""
+        try:
+            while True:
+                yield self.next()
+        except RunStopped:
+            return
+
+    def next(self) -> Batch:
+        """The next batch. Raises `RunStopped` when the hub ended the run, and the error of the thread if it failed."""
+        with waiting("hub", self._waited_for, self._deadline_s) as wait:
+            while (batch := self._fetcher.next(LOOK_S)) is None:
+                wait.check()
+        return batch
+
+    def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """Add columns to the rows of a batch, a list of one array for each row, and tell the hub that its hand-out is done.
+
+        With several ranks a collective of `caller_team`.
+        """
+        held = {
+            row.key: self._units.add(row.key, row.units, {name: column[i] for name, column in columns.items()})
+            for i, row in enumerate(batch.rows)
+        }
+        copies = [(row.key, unit) for row in batch.hand_out.rows() for unit in row.units]
+        counts = self._team.summed([float(unit in held.get(key, ())) for key, unit in copies])
+        if self._team.rank == 0:
+            units: dict[str, list[str]] = {}
+            for (key, unit), count in zip(copies, counts, strict=True):
+                units.setdefault(key, []).extend([unit] if count else [])
+            self._requester.acknowledge(batch.hand_out, list(columns), units)

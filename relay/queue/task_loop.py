@@ -1,0 +1,49 @@
+"""The user's tasks on a rank of their own: functions that add columns to rows, before they are trained.
+
+Consumes rows of `queue.tasks`; waits for the hub only; woken by its hand-outs. Every rank serves all of them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ...comm.errors import SettingError
+from ...comm.fleet import Fleet
+from ...comm.messages import Holding
+from ...comm.plugins import load_plugin
+from ...comm.recipe import Recipe, TaskSettings
+from .replicated_rows import Units
+from .stream import Batch, ExperienceStream
+
+Columns = dict[str, list[np.ndarray]]
+
+
+def run(fleet: Fleet, recipe: Recipe) -> None:
+    """The process, until the hub ends the run."""
+    tasks = {task.name: task for task in recipe.queue.tasks}
+    functions = {name: load_plugin("queue.tasks", task.function) for name, task in tasks.items()}
+    mailbox, units = fleet.post.open(fleet.name), Units(fleet)
+    stream = ExperienceStream(mailbox, units, list(tasks)).start()
+    for batch in stream:
+        stream.put(batch, apply_task(tasks[batch.task], functions[batch.task], batch))
+    stream.close()
+    mailbox.send("hub", Holding([], []))
+    units.close()
+    mailbox.close()
+
+
+def apply_task(task: TaskSettings, function: Callable[[Columns], Columns], batch: Batch) -> Columns:
+    """The new columns of a batch, a list of one array for each row. Raises `SettingError` if they are not what was promised."""
+    try:
+        found = function({column: batch[column] for column in task.needs})
+    except Exception as error:
+        raise SettingError(f"queue.tasks: {task.function} raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict) or set(found) != set(task.yields):
+        raise SettingError(f"queue.tasks: {task.function} is to return a dictionary of {task.yields}")
+    columns = {name: [np.asarray(value) for value in values] for name, values in found.items()}
+    for name, values in columns.items():
+        if len(values) != len(batch):
+            raise SettingError(
+                f"queue.tasks: {task.function} gave {len(values)} values of {name} for {len(batch)} rows"
+            )
+    return columns

@@ -1,0 +1,54 @@
+"""Versions that no relay holds any more: from the trainer's checkpoints, proved by the journal."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ...comm.errors import WrongDigest
+from ..journal.events import Checkpointed, Published
+from ..journal.journal import read_events
+from .layout import Layout
+from .slots import NothingReadable
+
+Load = Callable[[Path], Mapping[str, Tensor]]
+"""The weights in a folder that the trainer exported, on CPU, by the layout's names (those on disk may be others)."""
+
+
+class Archive:
+    """The checkpoints of one run folder. Version N is the state after N steps; the journal has its digest."""
+
+    def __init__(self, run_dir: Path, load: Load) -> None:
+        self._run_dir = run_dir
+        self._load = load
+
+    def read(self, version: int, layout: Layout, into: np.ndarray) -> str:
+        """Put a version into a buffer, uint8 [layout.num_bytes]; returns its digest.
+
+        Raises `NothingReadable` if the run has no checkpoint of it, `WrongDigest` if that is not what was published.
+        """
+        published, folder = self._find(version)
+        layout.write(self._load(folder), into)
+        if layout.digest(into) != published.digest:
+            raise WrongDigest(f"{folder} does not hold version {version}: the journal has another digest of it")
+        return published.digest
+
+    def _find(self, version: int) -> tuple[Published, Path]:
+        journal = self._run_dir / "journal.jsonl"
+        published, folders = None, {}
+        for _, event in read_events(journal) if journal.exists() else ():
+            if isinstance(event, Published) and event.version == version:
+                published = event
+            elif isinstance(event, Checkpointed):
+                # By its name, since the run folder may have another path here.
+                folders[event.step] = self._run_dir / "checkpoints" / Path(event.path).name / "hf"
+        if published is None:
+            raise NothingReadable(f"version {version} was never complete on a relay: the journal does not know it")
+        folder = folders.get(version)
+        if folder is None or not folder.is_dir():
+            raise NothingReadable(
+                f"version {version} is held by no relay, and there is no checkpoint of step {version};"
+                " checkpoint.every and checkpoint.keep say which there are"
+            )
+        return published, folder

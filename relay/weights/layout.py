@@ -1,0 +1,228 @@
+"""The flat layout of a model's weights: where in one byte buffer each tensor lies, the same on all sides.
+
+Tensors stand in the order given, aligned to 64 bytes, zero padded, tied weights once. Floating tensors take the layout's
+dtype, others keep theirs. Digests run over a fixed grid of chunks, so that pieces can be checked as they arrive.
+
+For rollouts of `tp` ranks each, what all ranks hold comes first, then the slices of rank 0, of rank 1 and so on: what one rank
+takes is two ranges of bytes, and a row shard of a tensor that is sliced by columns is one range in each rank's slices.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ...comm.errors import WrongDigest
+from .digests import digest
+
+ALIGNMENT = 64
+_SHARED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the ranks of a replica share a tensor: equal slices along `dim` (0 rows, 1 columns).
+
+    Where several tensors are fused by rows, `blocks` are their numbers of rows, and each is sliced by itself.
+    """
+
+    dim: int
+    blocks: tuple[int, ...] = ()
+
+    def share(
+        self, shape: tuple[int, ...], rank: int, tp: int
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, int] | None]:
+        """Rows and columns of one rank's slice; columns None for all."""
+        if self.dim == 1:
+            return ((0, shape[0]),), _share(0, shape[1], rank, tp)
+        starts = [sum(self.blocks[:i]) for i in range(len(self.blocks))] or [0]
+        sizes = self.blocks or (shape[0],)
+        return tuple(_share(start, size, rank, tp) for start, size in zip(starts, sizes, strict=True)), None
+
+
+def _share(start: int, size: int, rank: int, tp: int) -> tuple[int, int]:
+    assert size % tp == 0, f"{size} does not divide by {tp} ranks"
+    return start + rank * size // tp, start + (rank + 1) * size // tp
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The place of one tensor, or of one rank's slice of it: `shape` is that of the slice."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    rows: tuple[tuple[int, int], ...]
+    """Which rows [start, end) of the tensor lie here, one run after the other; a scalar has one row."""
+    columns: tuple[int, int] | None = None
+    """Which columns of it; None for all."""
+    rank: int = _SHARED
+    """Whose slice it is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor or slice, padding excluded."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """Where rows [first, last) of the tensor lie here: (row, end of rows, byte, end of bytes) of each run of them."""
+        row_bytes, at = self.num_bytes // max(1, self.shape[0] if self.shape else 1), self.offset
+        for start, end in self.rows:
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                yield low, high, at + (low - start) * row_bytes, at + (high - start) * row_bytes
+            at += (end - start) * row_bytes
+
+    def write(self, tensor: Tensor, low: int, high: int, buffer: np.ndarray) -> None:
+        """Cast and copy rows [low, high) of a tensor that has all columns into the bytes of that run."""
+        rows = (tensor if tensor.dim() else tensor[None])[low:high]
+        write_tensor(rows if self.columns is None else rows[:, slice(*self.columns)], buffer, self.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of a model in one buffer of `num_bytes` bytes; `aliases` are further names of tied weights."""
+
+    entries: tuple[Entry, ...]
+    aliases: Mapping[str, str]
+    num_bytes: int
+    tp: int = 1
+
+    @staticmethod
+    def of(
+        named_tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | str,
+        tp: int = 1,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> "Layout":
+        """The layout of these tensors; their values do not matter and they may live on any device, meta included.
+
+        `cuts` says for rollouts of `tp` ranks which tensors they share and how; each rank holds the others whole.
+        """
+        wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        first_names: dict[tuple[object, ...], str] = {}
+        aliases: dict[str, str] = {}
+        for name, tensor in named_tensors.items():
+            first = first_names.setdefault(_identity(tensor), name)
+            if first != name:
+                aliases[name] = first
+        cuts = {name: cut for name, cut in (cuts or {}).items() if tp > 1}
+        entries, offset = [], 0
+        for rank in (_SHARED, *range(tp if cuts else 0)):
+            for name in first_names.values():
+                if (name in cuts) == (rank != _SHARED):
+                    entry = _entry(name, named_tensors[name], wanted, offset, cuts.get(name), rank, tp)
+                    entries.append(entry)
+                    offset += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
+        return Layout(tuple(entries), aliases, offset, tp)
+
+    def spans_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The byte ranges [start, end) that one rank of a rollout takes."""
+        starts = {r: next((e.offset for e in self.entries if e.rank == r), self.num_bytes) for r in (0, rank, rank + 1)}
+        spans = ((0, starts[0]), (starts[rank], starts[rank + 1]))
+        return tuple((start, end) for start, end in spans if end > start)
+
+    def of_rank(self, rank: int) -> "Layout":
+        """The layout of a buffer that holds `spans_of(rank)`, one after the other."""
+        spans = self.spans_of(rank)
+        back = spans[-1][0] - (spans[0][1] if len(spans) > 1 else 0)
+        entries = tuple(
+            replace(e, offset=e.offset - (0 if e.rank == _SHARED else back))
+            for e in self.entries
+            if e.rank in (_SHARED, rank)
+        )
+        return Layout(entries, self.aliases, sum(end - start for start, end in spans))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """What two processes compare to know that they mean the same layout: 63 bits over the manifest."""
+        manifest = [f"{e.name} {e.dtype} {e.shape} {e.offset} {e.rank} {e.rows} {e.columns}" for e in self.entries]
+        return xxhash.xxh3_64_intdigest("\n".join(manifest).encode()) >> 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of the elements in which two versions are best compared: those of the smallest dtype, at least 2."""
+        return max(2, min((entry.dtype.itemsize for entry in self.entries), default=2))
+
+    def digest(self, buffer: np.ndarray) -> str:
+        """The digest of a whole buffer, uint8 [num_bytes]: 32 hex digits."""
+        return digest(buffer)
+
+    def views(self, buffer: np.ndarray | Tensor) -> dict[str, Tensor]:
+        """Each tensor as a view into the buffer (uint8 [num_bytes], on any device), tied weights under all their names.
+
+        Of a layout for several ranks, only what one of them takes has views: `of_rank`.
+        """
+        assert self.tp == 1, "the views of a layout for several ranks are those of each rank's"
+        flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+        assert flat.dtype == torch.uint8 and flat.shape == (self.num_bytes,), (flat.dtype, flat.shape)
+        views = {e.name: flat[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape) for e in self.entries}
+        return views | {alias: views[name] for alias, name in self.aliases.items()}
+
+    def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
+        """Cast and copy all tensors to their places in the buffer. Raises `KeyError` for a missing one."""
+        for entry in self.entries:
+            tensor = tensors[entry.name]
+            for low, high, start, end in entry.runs(0, num_rows(tensor)):
+                entry.write(tensor, low, high, buffer[start:end])
+        if any(tensors[entry.name].is_cuda for entry in self.entries):
+            torch.cuda.synchronize()
+
+    def check(self, fingerprint: int, whom: str) -> None:
+        """Raise `WrongDigest` unless `whom` means this layout."""
+        if fingerprint != self.fingerprint:
+            raise WrongDigest(
+                f"{whom} serves weights of another layout: is `model.path`, `model.dtype` or `rollout.tp` not the same?"
+            )
+
+
+@torch.no_grad()
+def write_tensor(tensor: Tensor, buffer: np.ndarray, dtype: torch.dtype) -> None:
+    """Cast and copy one tensor into its bytes; from a GPU the copy may still be under way afterwards."""
+    if tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
+        source = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        np.copyto(buffer, source)  # twice as fast as `copy_`
+    else:
+        torch.from_numpy(buffer).view(dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
+def host_buffer(num_bytes: int) -> np.ndarray:
+    """Zeroed host memory, uint8 [num_bytes], with all pages in place and pinned where there is a GPU to copy from."""
+    if torch.cuda.is_available():
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    buffer = np.empty(num_bytes, np.uint8)
+    buffer.fill(0)
+    return buffer
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the shard of a DTensor, else all of it."""
+    # Asking for the type would load torch.distributed.tensor, a second of each process's start.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def num_rows(tensor: Tensor) -> int:
+    """Rows of a tensor; a scalar has one."""
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _entry(name: str, tensor: Tensor, dtype: torch.dtype, offset: int, cut: Cut | None, rank: int, tp: int) -> Entry:
+    kind, shape = dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape)
+    if cut is None:
+        return Entry(name, kind, shape, offset, ((0, num_rows(tensor)),))
+    rows, columns = cut.share(shape, rank, tp)
+    width = shape[1:] if columns is None else (columns[1] - columns[0], *shape[2:])
+    return Entry(name, kind, (sum(end - start for start, end in rows), *width), offset, rows, columns, rank)
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    local = local_tensor(tensor)
+    if local.device.type == "meta" or local.numel() == 0:
+        return (id(tensor),)
+    return (local.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -1,0 +1,155 @@
+"""Versions over a link: one side offers, the other says from which byte on it wants them.
+
+    sender                                  receiver
+    Offer(version, bytes, layout)        ->
+                                         <- Answer(offset to go on from, or -1: not wanted)
+    data, as it becomes available        ->
+    Trailer(digest, "" if given up)      ->
+                                         <- Verdict(are the bytes those of the digest?)
+
+A frame is a header of two int64 (kind, bytes) and its bytes. In pauses the sender sends idle frames, so that silence means
+that it is gone. The offset makes a transfer that broke go on where it was, over whatever link comes next.
+"""
+
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from ...comm.errors import LinkBroken
+from ...comm.links.opening import Link
+from ...comm.messages.offer import Offer
+from .delta import Difference
+from .frames import Answer, Frame, Kind, Trailer, Verdict, ranges_of
+
+IDLE_S = 1.0
+SILENCE_S = 5.0
+PIECE_BYTES = 1 << 20
+"""Bytes of a data frame where nobody says otherwise."""
+MAX_PIECE_BYTES = 32 << 20
+_MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
+_MAX_ATTEMPTS = 3
+
+
+F = TypeVar("F", Offer, Answer, Trailer, Verdict)
+_decoder = msgspec.json.Decoder(Frame)
+
+
+class Cargo(Protocol):
+    """A version to be sent, which may still be arriving."""
+
+    offer: Offer
+    difference: Difference | None
+    """The same as a difference to an older version, for a receiver that has that one."""
+
+    def view(self, at: int, start: int, end: int) -> np.ndarray:
+        """The bytes from `at` of the part on, which are those of [start, end) of the layout."""
+        ...
+
+    def arrived(self, beyond: int, timeout_s: float) -> int:
+        """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
+        ...
+
+    def digest(self, timeout_s: float) -> str | None:
+        """The digest, or None if it was not known within `timeout_s`."""
+        ...
+
+    def is_still(self) -> bool:
+        """False once the version was given up or its bytes were overwritten."""
+        ...
+
+
+def send_cargo(link: Link, cargo: Cargo, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
+    """Offer a version and send what the receiver lacks; False if the version was given up on the way.
+
+    Raises `LinkBroken`; `deadline_s` bounds each piece.
+    """
+    for attempt in range(_MAX_ATTEMPTS):
+        difference = cargo.difference if attempt == 0 else None
+        delta = None if difference is None else difference.delta
+        send_frame(link, msgspec.structs.replace(cargo.offer, delta=delta), deadline_s)
+        answer = receive_frame(link, Answer, deadline_s)
+        if answer.offset < 0:
+            return True
+        if difference is not None and answer.takes_delta:
+            _send_changes(link, difference.changes, deadline_s)
+        elif not _send_bytes(link, cargo, answer.offset, deadline_s, piece_bytes):
+            return False
+        while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
+            send_idle(link, deadline_s)
+        digest = digest if cargo.is_still() else ""
+        send_frame(link, Trailer(digest or ""), deadline_s)
+        if not digest:
+            return False
+        if receive_frame(link, Verdict, deadline_s).is_right:
+            return True
+    raise LinkBroken(f"version {cargo.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
+
+
+def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float, piece_bytes: int) -> bool:
+    for offset, start, end in ranges_of(cargo.offer).pieces(at, piece_bytes):
+        while (ready := cargo.arrived(offset, IDLE_S)) < offset + end - start and cargo.is_still():
+            if ready <= offset:
+                send_idle(link, deadline_s)
+        if not cargo.is_still():
+            send_frame(link, Trailer(""), deadline_s)
+            return False
+        _send_header(link, Kind.DATA, end - start, deadline_s)
+        link.send(cargo.view(offset, start, end), deadline_s)
+    return True
+
+
+def _send_changes(link: Link, changes: np.ndarray, deadline_s: float) -> None:
+    for start in range(0, changes.nbytes, PIECE_BYTES):
+        piece = changes[start : start + PIECE_BYTES]
+        _send_header(link, Kind.DATA, piece.nbytes, deadline_s)
+        link.send(piece, deadline_s)
+
+
+def send_idle(link: Link, deadline_s: float) -> None:
+    """Show that this end is there."""
+    _send_header(link, Kind.IDLE, 0, deadline_s)
+
+
+def send_frame(link: Link, frame: Frame, deadline_s: float) -> None:
+    """Send one struct."""
+    body = np.frombuffer(msgspec.json.encode(frame), dtype=np.uint8)
+    _send_header(link, Kind.STRUCT, body.nbytes, deadline_s)
+    link.send(body, deadline_s)
+
+
+def receive_header(link: Link, deadline_s: float) -> tuple[Kind, int]:
+    """What comes next and how many bytes it has. Raises `LinkBroken`."""
+    header = np.empty(16, np.uint8)
+    link.receive(header, deadline_s)
+    kind, num_bytes = header.view(np.int64).tolist()
+    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else MAX_PIECE_BYTES):
+        raise LinkBroken(f"no frame begins with {kind}, {num_bytes}")
+    return Kind(kind), num_bytes
+
+
+def receive_frame(link: Link, expected: type[F], deadline_s: float) -> F:
+    """The next struct, idle frames skipped. Raises `LinkBroken` for anything else."""
+    kind, num_bytes = receive_header(link, deadline_s)
+    while kind is Kind.IDLE:
+        kind, num_bytes = receive_header(link, deadline_s)
+    if kind is not Kind.STRUCT:
+        raise LinkBroken(f"data where {expected.__name__} was due")
+    frame = receive_struct(link, num_bytes, deadline_s)
+    if not isinstance(frame, expected):
+        raise LinkBroken(f"{type(frame).__name__} where {expected.__name__} was due")
+    return frame
+
+
+def receive_struct(link: Link, num_bytes: int, deadline_s: float) -> Frame:
+    """The struct that a header announced."""
+    body = np.empty(num_bytes, np.uint8)
+    link.receive(body, deadline_s)
+    try:
+        return _decoder.decode(body.tobytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LinkBroken(f"no frame of this protocol: {error}") from error
+
+
+def _send_header(link: Link, kind: Kind, num_bytes: int, deadline_s: float) -> None:
+    link.send(np.array([kind, num_bytes], dtype=np.int64).view(np.uint8), deadline_s)

@@ -1,0 +1,158 @@
+"""Paged decode attention on CPU: straight on the page pool, and the gathering reference."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...trainer.policy.attention import Rule, masked_attention
+from ...trainer.policy.exact_attention import NEVER, ROWS, attend_pages, merge_in_order
+from .batch import DecodeBatch
+from .kv_cache import KVCache
+
+NOWHERE = 1 << 40
+"""Position of a key that no query may see."""
+
+
+class PoolAttention:
+    """Decode attention in place: every page in use is one row of a single SDPA call, queried by the page's owner.
+
+    The partial results of a sequence's pages are merged by their log-sum-exp. Nothing is gathered, and the cost grows
+    with the pages in use. Pages that several samples share lie at the pool's upper end and are read once, with the
+    queries of all their owners as rows. `is_exact` follows the rules of `trainer.exact`.
+    """
+
+    name = "pool"
+
+    def __init__(self, cache: KVCache, is_exact: bool = False) -> None:
+        self.cache = cache
+        self.is_exact = is_exact
+        self._merge: Callable[[Tensor, Tensor, Tensor], Tensor] = merge_in_order if is_exact else _merge
+        self._generation = -1
+
+    def prepare(self, batch: DecodeBatch) -> None:
+        """Bring the plan up to the batch's positions."""
+        self.lines = self.cache.lines(batch.slots())
+        if self._generation != batch.generation:
+            self._generation = batch.generation
+            self._plan(batch)
+        self._positions = torch.from_numpy(batch.positions)
+        self._age = self._positions.index_select(0, self._owner)[:, None] - self._keys
+        self._biases: dict[int | None, Tensor] = {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
+        self.cache.write(layer, self.lines, key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        heads = (key.shape[1], query.shape[1] // key.shape[1])
+        q = query.index_select(0, self._owner).unflatten(1, heads)
+        out, lse = self._attend(q, keys[: self._num_low], values[: self._num_low], self._low_bias(rule, query), rule)
+        if self._num_high:
+            places = self._sharers.shape[1]
+            q = query.index_select(0, self._sharers.flatten()).view(self._num_high, places, *heads, -1)
+            q = q.transpose(1, 2).flatten(2, 3)
+            bias = self._high_bias(rule, query, heads[1])
+            more, more_lse = self._attend(q, keys[-self._num_high :], values[-self._num_high :], bias, rule)
+            # [pages, places * group, kv_heads, d] -> one part per page and place
+            out = torch.cat((out, more.reshape(-1, *out.shape[1:])))
+            lse = torch.cat((lse, more_lse.reshape(-1, *lse.shape[1:])))
+        merged = self._merge(out, lse, self._parts)
+        return merged.transpose(1, 2).flatten(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Partial results [N, R, kv_heads, d] and their log-sum-exps [N, R, kv_heads] of q [N, kv_heads, R, d]."""
+        rows = q.shape[2]
+        if self.is_exact:
+            q = F.pad(q, (0, 0, 0, -rows % ROWS))
+            if bias is not None and bias.shape[2] > 1:
+                bias = F.pad(bias, (0, 0, 0, -rows % ROWS))
+        out, lse = attend_pages(q, k, v, bias, rule.scale)
+        return out.transpose(1, 2)[:, :rows], lse.transpose(1, 2)[:, :rows]
+
+    def _low_bias(self, rule: Rule, like: Tensor) -> Tensor:
+        if rule.window not in self._biases:
+            sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
+            self._biases[rule.window] = torch.where(sees, 0.0, NEVER).to(like.dtype)[:, None, None, :]
+        return self._biases[rule.window]
+
+    def _high_bias(self, rule: Rule, like: Tensor, group: int) -> Tensor | None:
+        """Shared pages are full: only a window hides keys. [pages, 1, places * group, page_size]."""
+        if rule.window is None:
+            return like.new_zeros(1, 1, 1, self.cache.page_size) if self.is_exact else None
+        age = self._positions[self._sharers][:, :, None] - self._high_keys[:, None, :]
+        bias = torch.where(age < rule.window, 0.0, NEVER).to(like.dtype)
+        return bias.repeat_interleave(group, 1).unsqueeze(1)
+
+    def _plan(self, batch: DecodeBatch) -> None:
+        columns = np.arange(int(batch.num_pages.max()))[None, :]
+        is_shared = columns < batch.num_shared[:, None]
+        parts = np.zeros((len(batch), columns.size), dtype=np.int64)
+        rows, cols = np.nonzero((columns < batch.num_pages[:, None]) & ~is_shared)
+        pages = batch.table[rows, cols]
+        self._num_low = int(pages.max()) + 1
+        owner = np.zeros(self._num_low, dtype=np.int64)
+        owner[pages] = rows
+        parts[rows, cols] = pages
+        starts = np.full(self._num_low, NOWHERE, dtype=np.int64)
+        starts[pages] = cols * self.cache.page_size
+        self._keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
+        self._owner = torch.from_numpy(owner)
+        rows, cols = np.nonzero(is_shared)
+        self._num_high = 0
+        if rows.size:
+            self._plan_shared(batch, parts, rows, cols)
+        self._parts = torch.from_numpy(parts)
+
+    def _plan_shared(self, batch: DecodeBatch, parts: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> None:
+        pages = batch.table[rows, cols]
+        first = int(pages.min())
+        self._num_high = batch.pool.num_pages - first
+        order = np.argsort(pages, kind="stable")
+        rows, cols, pages = rows[order], cols[order], pages[order]
+        place = np.arange(pages.size) - np.searchsorted(pages, pages)
+        num_places = int(place.max()) + 1
+        sharers = np.zeros((self._num_high, num_places), dtype=np.int64)
+        sharers[pages - first, place] = rows
+        parts[rows, cols] = self._num_low + (pages - first) * num_places + place
+        starts = np.zeros(self._num_high, dtype=np.int64)
+        starts[pages - first] = cols * self.cache.page_size
+        self._sharers = torch.from_numpy(sharers)
+        self._high_keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
+
+
+class GatherAttention:
+    """The plain reference: every row's keys gathered, padded to the longest, one masked attention. Takes any rule."""
+
+    name = "gather"
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+    def prepare(self, batch: DecodeBatch) -> None:
+        """Bring the plan up to the batch's positions."""
+        device, size = self.cache.keys[0].device, self.cache.page_size
+        self.lines = self.cache.lines(batch.slots())
+        positions = torch.from_numpy(batch.positions).to(device)
+        keys = torch.arange(int(batch.num_pages.max()) * size, device=device)
+        table = torch.from_numpy(batch.table).to(device)
+        self._every = self.cache.lines((table[:, keys // size] * size + keys % size).flatten())
+        self._age = positions[:, None] - keys[None, :]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
+        self.cache.write(layer, self.lines, key, value)
+        keys, values = (x.unflatten(0, (len(query), -1)) for x in self.cache.read(layer, self._every))
+        sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
+        q, k, v = query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
+        return masked_attention(q, k, v, sees[:, None, None, :], rule)[:, :, 0]
+
+
+def _merge(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
+    """Merge partial results `out` [N, ...rest, d], `lse` [N, ...rest] by the rows `parts` [B, P] names."""
+    count, width = parts.shape
+    index = parts.flatten()
+    weights = lse.index_select(0, index).view(count, width, *lse.shape[1:]).softmax(1)
+    values = out.index_select(0, index).view(count, width, *out.shape[1:])
+    return (values * weights[..., None]).sum(1).to(out.dtype)

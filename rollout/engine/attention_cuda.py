@@ -1,0 +1,129 @@
+"""Paged decode attention on CUDA: our Triton kernels, flash-attn, PyTorch's own. All read a table of pages on the device."""
+
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...trainer.policy.attention import Rule
+from .batch import DecodeBatch
+from .kv_cache import KVCache
+
+FLASH_PAGE = 256
+"""Pages of FlashAttention-2 come in multiples of this."""
+
+
+class TableAttention:
+    """What the CUDA back-ends share: `table` int32 [B, P] and `lengths` int32 [B], the step's own token included.
+
+    `prepare` fills them from a batch; a captured graph sets them to tensors of its own instead.
+    """
+
+    name = ""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.table = torch.zeros(0, dtype=torch.int32)
+        self.lengths = torch.zeros(0, dtype=torch.int32)
+        self.lines = torch.zeros(0, dtype=torch.long)
+        self._generation = -1
+
+    def prepare(self, batch: DecodeBatch) -> None:
+        """Bring table and lengths up to the batch's positions."""
+        if self._generation != batch.generation:
+            self._generation = batch.generation
+            width = int(batch.num_pages.max())
+            self.table = torch.from_numpy(batch.table[:, :width]).to(batch.device, torch.int32).contiguous()
+        self.lengths = torch.from_numpy(batch.positions + 1).to(batch.device, torch.int32)
+        self.lines = self.cache.lines(batch.slots())
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
+        self.cache.write(layer, self.lines, key, value)
+        return self.attend(query, self.cache.keys[layer], self.cache.values[layer], rule)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """query [B, heads, d] over keys and values [pages, kv_heads, page_size, d]."""
+        raise NotImplementedError
+
+
+class TritonAttention(TableAttention):
+    """Our own kernels: any page size, any head size, windows and soft-capping."""
+
+    name = "triton"
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache)
+        from .attention_triton import paged_decode  # there is no Triton on machines without a GPU
+
+        self._paged_decode = paged_decode
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """See `TableAttention`."""
+        return self._paged_decode(query, keys, values, self.table, self.lengths, rule.scale, rule.window, rule.softcap)
+
+
+class FlashAttention(TableAttention):
+    """flash-attn's decode kernel; never splits by batch, so that a row's bits do not depend on the others."""
+
+    name = "flash"
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache)
+        from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports] - an extra
+
+        self._kernel: Any = flash_attn_with_kvcache
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """See `TableAttention`."""
+        out = self._kernel(
+            query[:, None], keys.transpose(1, 2), values.transpose(1, 2), cache_seqlens=self.lengths,
+            block_table=self.table, softmax_scale=rule.scale, causal=True, num_splits=1, softcap=rule.softcap or 0.0,
+            window_size=(-1, -1) if rule.window is None else (rule.window - 1, 0),
+        )  # fmt: skip
+        return out[:, 0]
+
+
+class VarlenAttention(TableAttention):
+    """PyTorch's `varlen_attn` with block tables; one split only, because its split path leaves rows unwritten."""
+
+    name = "varlen"
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache)
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._kernel: Any = varlen_attn
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """See `TableAttention`."""
+        starts = torch.arange(len(query) + 1, device=query.device, dtype=torch.int32)
+        key_starts = F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = self.table.shape[1] * self.cache.page_size
+        return self._kernel(
+            query.contiguous(), keys.transpose(1, 2), values.transpose(1, 2), starts, key_starts, 1, longest, scale=rule.scale,
+            window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0), enable_gqa=True,
+            seqused_k=self.lengths, block_table=self.table, num_splits=1,
+        )  # fmt: skip
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def has_flash() -> bool:
+    """Whether flash-attn is installed."""
+    return find_spec("flash_attn") is not None
+
+
+def has_varlen() -> bool:
+    """Whether this PyTorch's `varlen_attn` takes block tables (2.12 and later)."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "block_table" in signature(varlen_attn).parameters

@@ -1,0 +1,74 @@
+"""How many pages the KV cache gets, from what the user allows and what the machine has."""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from ...comm.errors import SettingError
+from ...trainer.policy.model import Policy
+
+
+class Budget(NamedTuple):
+    """Pages of the cache, the tokens and the bytes of one."""
+
+    num_pages: int
+    page_size: int
+    page_bytes: int
+
+    def __str__(self) -> str:
+        size = self.num_pages * self.page_bytes / 1e9
+        return f"{self.num_pages} pages of {self.page_size} tokens, {size:.3g} GB of KV cache"
+
+
+class Memory(NamedTuple):
+    """Bytes that a cache may take, those that it takes unasked, and what bounds them."""
+
+    free: int
+    usual: int
+    bound: str
+
+
+def memory_of(device: torch.device, gpu_share: float) -> Memory:
+    """Of a GPU, `gpu_share` less what is taken; of the host, what is free, unasked half of it, since others start beside."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        left = max(0, int(gpu_share * total) - (total - free))
+        return Memory(left, left, f"generator.gpu_share={gpu_share:g} of the GPU")
+    free = _free_on_host()
+    return Memory(free, free // 2, "the free memory")
+
+
+def page_budget(policy: Policy, page_size: int, max_running: int, kv_gb: float | None, memory: Memory) -> Budget:
+    """Pages for `kv_gb`, or by default for `max_running` sequences of full context as far as the memory goes.
+
+    All ranks of a replica get the same number, that of the rank with the least room. Raises SettingError for more than there
+    is, and for less than one sequence of full context needs.
+    """
+    num_kv_heads = policy.num_kv_heads // policy.shard.size
+    page_bytes = 2 * policy.num_layers * page_size * num_kv_heads * policy.head_dim * policy.dtype.itemsize
+    # One page is nobody's, one more lets a sequence fork.
+    least = -(-policy.context // page_size) + 2
+    if kv_gb is None:
+        num_pages = min(max_running * (least - 2) + 2, memory.usual // page_bytes)
+    else:
+        num_pages = int(kv_gb * 1e9) // page_bytes
+        if kv_gb * 1e9 > memory.free:
+            raise SettingError(
+                f"generator.kv_gb: {kv_gb} GB of KV cache, but {memory.bound} leaves {memory.free / 1e9:.3g} GB"
+            )
+    if num_pages < least:
+        given = memory.bound if kv_gb is None else f"{kv_gb} GB"
+        raise SettingError(
+            f"generator.kv_gb: {given} does not hold one sequence of {policy.context} tokens; "
+            f"at least {least * page_bytes / 1e9:.3g} GB are needed"
+        )
+    return Budget(policy.shard.least(num_pages, policy.device), page_size, page_bytes)
+
+
+def _free_on_host() -> int:
+    with open("/proc/meminfo") as lines:
+        known = dict(line.split(":", 1) for line in lines)
+    if "MemAvailable" in known:
+        return int(known["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,202 @@
+"""Sampling: from logits to tokens and their log-probabilities.
+
+One random number per token, a hash of (seed, trajectory, position in the response), drawn through the inverse of the
+cumulative distribution. So a trajectory does not depend on what it is batched with, where it runs, or how often it was
+interrupted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...comm.errors import SettingError
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one prompt's responses are drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    max_new_tokens: int = 256
+    """Most tokens of a response; the policy's context bounds it too."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    top_k: int = 0
+    """Keep the k most likely tokens."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the most likely one."""
+    n: int = 1
+    """Responses per prompt."""
+    stop: str | int | Sequence[str | int] = ()
+    """More stops than the policy's own: token ids, or strings (the text ends before the string)."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens already in prompt or response are divided by this if positive, else multiplied."""
+    raw_logprobs: bool = False
+    """Also report log-probabilities of the policy's own distribution, before temperature and filters."""
+    ignore_eos: bool = False
+    """Go on past the policy's own stop tokens."""
+    seed: int | None = None
+    """Seed of this prompt alone; None takes the engine's."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
+            "temperature must be 0 or more": self.temperature >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must be 0 or more": self.top_k >= 0,
+            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+            "n must be at least 1": self.n >= 1,
+            "repetition_penalty must be above 0": self.repetition_penalty > 0,
+        }
+        for rule, is_kept in rules.items():
+            if not is_kept:
+                raise SettingError(f"sampling.{rule}")
+
+    @property
+    def stops(self) -> tuple[str | int, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str | int) else tuple(self.stop)
+
+    @property
+    def is_plain(self) -> bool:
+        """No token is filtered out."""
+        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0)
+
+
+def stream_key(seed: int, trajectory_id: int) -> int:
+    """The random stream of one trajectory, as a signed 64-bit number."""
+    key = _mix((_mix(seed & _MASK) + trajectory_id * _GOLDEN) & _MASK)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in (0, 1), fp32 [B]: entry `positions` [B] of the streams `keys` [B], both int64."""
+    x = keys + (positions + 1) * _signed(_GOLDEN)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    return ((x >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
+
+
+class SamplingRows:
+    """The sampling parameters of the sequences that decode together, by row; on the device that samples."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device | str = "cpu"
+    ) -> None:
+        self.device = device
+
+        def column(values: Sequence[float]) -> Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.float32)).to(device)
+
+        self.keys = torch.from_numpy(np.array(keys, dtype=np.int64)).to(device)
+        self.is_greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        self.has_greedy = any(p.temperature == 0 for p in params)
+        self.has_random = any(p.temperature != 0 for p in params)
+        scales = [1.0 if p.temperature == 0 else 1 / p.temperature for p in params]
+        self.scale = None if all(s == 1 for s in scales) else column(scales)[:, None]
+        self.is_plain = all(p.is_plain for p in params)
+        if not self.is_plain:
+            free = [p.is_plain for p in params]
+            self.top_p = column([1 if f else p.top_p for f, p in zip(free, params, strict=True)])[:, None]
+            self.min_p = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])[:, None]
+            top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
+            self.top_k = torch.tensor([k or (1 << 30) for k in top_k], device=device)[:, None]
+        self.wants_raw = any(p.raw_logprobs for p in params)
+        self.seen: Tensor | None = None
+        self._has_penalty = any(p.repetition_penalty != 1 for p in params)
+        if self._has_penalty:
+            self.penalty = column([p.repetition_penalty for p in params])[:, None]
+
+    @classmethod
+    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingRows":
+        """Plain rows, greedy or not, whose parameters lie in tensors that may be overwritten: for captured graphs."""
+        rows = cls([], [])
+        rows.keys, rows.scale, rows.is_greedy = keys, scale, is_greedy
+        rows.has_greedy = rows.has_random = rows.is_plain = True
+        return rows
+
+    def remember(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
+        """What each row has said so far; needed for a repetition penalty only."""
+        if self._has_penalty:
+            self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.device)
+            for row, said in zip(self.seen, tokens, strict=True):
+                row[torch.tensor(said, device=self.device)] = True
+
+
+class Draw(NamedTuple):
+    """Tokens [B] int64; their log-probabilities fp32 [B]; the raw ones where a row wants them."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    raw: Tensor | None
+
+    def to_host(self) -> "tuple[Draw, torch.cuda.Event | None]":
+        """A copy on the host, and the event after which it is there: steps launched later do not hold it up."""
+        if not self.tokens.is_cuda:
+            return self, None
+        copy = Draw(*(None if x is None else x.to("cpu", non_blocking=True) for x in self))  # pyright: ignore
+        ready = torch.cuda.Event()
+        ready.record()
+        return copy, ready
+
+
+def sample(logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tensor | None = None) -> Draw:
+    """One token per row, with its log-probability under the distribution it was drawn from.
+
+    logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: space
+    of the logits' shape. Greedy rows report the log-probability at temperature 1.
+    """
+    scratch = torch.empty_like(logits) if scratch is None else scratch
+    raw = torch.log_softmax(logits, -1) if rows.wants_raw else None
+    if rows.seen is not None:
+        penalized = torch.where(logits > 0, logits / rows.penalty, logits * rows.penalty)
+        logits.copy_(torch.where(rows.seen, penalized, logits))
+    scaled = logits if rows.scale is None else logits.mul_(rows.scale)
+    if not rows.is_plain:
+        scaled = _filtered(scaled, rows)
+    logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
+    if rows.has_random:
+        cdf = torch.exp(logprobs, out=scaled).cumsum_(-1)
+        total = cdf[:, -1:]
+        aim = torch.minimum(uniforms(rows.keys, positions)[:, None] * total, torch.nextafter(total, -total))
+        tokens = torch.searchsorted(cdf, aim, right=True)[:, 0]
+        if rows.has_greedy:
+            tokens = torch.where(rows.is_greedy, logprobs.argmax(-1), tokens)
+    else:
+        tokens = logprobs.argmax(-1)
+    at = tokens[:, None]
+    if rows.seen is not None:
+        rows.seen.scatter_(1, at, True)
+    return Draw(tokens, logprobs.gather(1, at)[:, 0], None if raw is None else raw.gather(1, at)[:, 0])
+
+
+def _filtered(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """Logits [B, vocab] with -inf where top-k, then top-p, then min-p drop a token."""
+    values, order = scaled.sort(dim=-1, descending=True)
+    rank = torch.arange(values.shape[-1], device=values.device)
+    values = values.masked_fill(rank >= rows.top_k, float("-inf"))
+    probs = values.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    drop = (before >= rows.top_p) | (probs < rows.min_p * probs[:, :1])
+    drop[:, 0] = False
+    values = values.masked_fill(drop, float("-inf"))
+    return torch.empty_like(scaled).scatter_(1, order, values)
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x

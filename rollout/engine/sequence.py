@@ -1,0 +1,134 @@
+"""A trajectory while it is generated, and what the engine gives back of it."""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished trajectory. `token_ids` include the stop token; `logprobs` are one per token of the response."""
+
+    trajectory_id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """`stop` or `length`."""
+    raw_logprobs: list[float] | None = None
+    """Log-probabilities before temperature and filters, where the parameters asked for them."""
+    text: str = ""
+    """The response decoded, without special tokens, up to a stop string; empty where the policy has no tokenizer."""
+
+
+class Live(NamedTuple):
+    """An unfinished trajectory in a generator; `num_tokens` of prompt and response so far."""
+
+    trajectory_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """An unfinished trajectory on its way to another engine with the same weights."""
+
+    trajectory_id: int
+    key: int
+    """Its random stream."""
+    params: SamplingParams
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    cache: Tensor | None = None
+    """Keys and values of every token but the newest, [layers, 2, tokens, kv_heads, head_dim]; None: compute them again."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One trajectory in the engine. Its KV cache holds `num_cached` tokens in `pages`; the newest token is never in it."""
+
+    trajectory_id: int
+    key: int
+    """Random stream of its sampling."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    limit: int
+    """Most new tokens: the smaller of max_new_tokens and what the context leaves."""
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    """Leading pages that lie in the shared range."""
+    num_cached: int = 0
+    finish_reason: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def append(self, token: int, logprob: float, raw_logprob: float = 0.0) -> None:
+        """Take a sampled token; sets `finish_reason` when it ends the trajectory."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.params.raw_logprobs:
+            self.raw_logprobs.append(raw_logprob)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+
+    def insert(self, token_ids: Many[int]) -> None:
+        """Take tokens that were not sampled; their log-probability counts as 0."""
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend([0.0] * len(token_ids))
+        if self.params.raw_logprobs:
+            self.raw_logprobs.extend([0.0] * len(token_ids))
+
+    def completion(self, text: str) -> Completion:
+        """What the caller gets."""
+        raw = self.raw_logprobs if self.params.raw_logprobs else None
+        return Completion(
+            self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, raw, text
+        )
+
+    def take_over(self, parcel: Parcel) -> None:
+        """Be where the parcel's trajectory was."""
+        self.key = parcel.key
+        self.token_ids, self.logprobs = list(parcel.token_ids), list(parcel.logprobs)
+        self.raw_logprobs = list(parcel.raw_logprobs)
+
+    def parcel(self, cache: Tensor | None = None) -> Parcel:
+        """All that another engine needs to go on with it."""
+        return Parcel(
+            self.trajectory_id, self.key, self.params, self.prompt_ids, self.token_ids, self.logprobs, self.raw_logprobs,
+            cache,
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sequences with the same tokens so far, waiting: their common prefix is prefilled once, then each one forks from it.
+
+    The prefix is every token but the last, which the first decode step of each sequence takes. While the group waits it
+    owns `pages`, which hold the first `num_cached` tokens.
+    """
+
+    sequences: list[Sequence]
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    num_cached: int = 0
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens that must be in the cache before a sequence may fork."""
+        return len(self.tokens) - 1

@@ -1,0 +1,88 @@
+"""Trajectories as bytes, between two rollouts: a head in msgpack, then keys and values as they lie in memory.
+
+Eight bytes tell the head's length; it is padded to eight. Floating-point numbers keep every bit. Nothing in it is executed; what is no freight is
+refused.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...comm.errors import MessageRefused
+from ..engine.sequence import Parcel
+from ..leases import Held
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LENGTH_BYTES = 8
+
+
+class Traveller(NamedTuple):
+    """A trajectory on its way: what its rollout is answerable for, and what its generator goes on from."""
+
+    held: Held
+    parcel: Parcel
+
+
+class _Item(msgspec.Struct, frozen=True):
+    held: Held
+    parcel: Parcel
+    """Without its cache."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of the cache, whose bytes follow the head in the travellers' order; empty: it has none."""
+
+
+def _refuse(kind: type, _: Any) -> None:
+    raise NotImplementedError(f"a {kind.__name__} has no place in a head")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[_Item], dec_hook=_refuse)
+
+
+def pack(travellers: Sequence[Traveller]) -> list[np.ndarray]:
+    """The bytes of these trajectories in pieces, each uint8 and one-dimensional; caches are not copied."""
+    caches = [t.parcel.cache for t in travellers]
+    items = [
+        _Item(t.held, replace(t.parcel, cache=None), *_form(cache)) for t, cache in zip(travellers, caches, strict=True)
+    ]
+    head = _encoder.encode(items)
+    padding = bytes(-(_LENGTH_BYTES + len(head)) % _LENGTH_BYTES)
+    pieces = [np.frombuffer(len(head).to_bytes(_LENGTH_BYTES, "little") + head + padding, dtype=np.uint8)]
+    return pieces + [c.contiguous().flatten().view(torch.uint8).numpy() for c in caches if c is not None]
+
+
+def unpack(freight: np.ndarray) -> list[Traveller]:
+    """The trajectories in these bytes, uint8 [num_bytes]; their caches are views of them. Raises `MessageRefused`."""
+    length = int.from_bytes(freight[:_LENGTH_BYTES].tobytes(), "little")
+    at = _LENGTH_BYTES + length
+    try:
+        items = _decoder.decode(freight[_LENGTH_BYTES:at].tobytes())
+    except (msgspec.DecodeError, NotImplementedError) as error:
+        raise MessageRefused(f"no freight: {error}") from error
+    return list(_travellers(items, freight, at + -at % _LENGTH_BYTES))
+
+
+def _travellers(items: Iterable[_Item], freight: np.ndarray, at: int) -> Iterator[Traveller]:
+    for item in items:
+        cache = None
+        if item.shape:
+            if item.dtype not in _DTYPES:
+                raise MessageRefused(f"no freight: a cache of type {item.dtype!r}")
+            stop = at + math.prod(item.shape) * _DTYPES[item.dtype].itemsize
+            if min(item.shape) < 1 or stop > freight.nbytes:
+                raise MessageRefused(f"no freight: a cache of shape {item.shape} in {freight.nbytes} bytes")
+            cache = torch.from_numpy(freight[at:stop]).view(_DTYPES[item.dtype]).view(item.shape)
+            at = stop
+        params = replace(item.parcel.params, stop=tuple(item.parcel.params.stops))
+        yield Traveller(item.held, replace(item.parcel, cache=cache, params=params))
+
+
+def _form(cache: Tensor | None) -> tuple[str, tuple[int, ...]]:
+    return ("", ()) if cache is None else (str(cache.dtype).removeprefix("torch."), tuple(cache.shape))

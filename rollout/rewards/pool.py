@@ -1,0 +1,178 @@
+"""Rewards: the user's function in processes of its own, with a deadline for each call.
+
+A call that raises, hangs or crashes costs the reward of its trajectories, never the run. If no call has ever succeeded after
+`PATIENCE` failures in a row, the function itself is broken, and that is a user's mistake.
+"""
+
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.errors import SettingError
+from ...comm.recipe import RewardSettings
+
+PATIENCE = 3
+MAX_BATCH = 64
+STARTUP_S = 60.0
+LAST_BREATH_S = 1.0
+
+
+@dataclass(slots=True)
+class Scored:
+    """A trajectory's way through the reward function. `key` is the caller's; `row` the data set's row."""
+
+    key: Any
+    row: dict[str, Any]
+    completion: str
+    completion_ids: list[int]
+    reward: float | None = None
+    failure: str = ""
+
+
+class RewardPool:
+    """Worker threads, each with one reward process. `submit` and `finished` never block."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        self.settings = settings
+        self._todo: queue.Queue[Scored | None] = queue.Queue()
+        self._done: queue.Queue[Scored] = queue.Queue()
+        self._failures_in_a_row = 0
+        self._has_succeeded = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(settings.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, item: Scored) -> None:
+        self._todo.put(item)
+
+    def finished(self) -> list[Scored]:
+        """Those scored since the last call. Raises `SettingError` when the function has only ever failed."""
+        items: list[Scored] = []
+        while not self._done.empty():
+            items.append(self._done.get())
+        for item in items:
+            self._has_succeeded |= not item.failure
+            self._failures_in_a_row = self._failures_in_a_row + 1 if item.failure else 0
+        if not self._has_succeeded and self._failures_in_a_row >= PATIENCE:
+            raise SettingError(f"reward.path: {self.settings.path} fails on every trajectory: {items[-1].failure}")
+        return items
+
+    def close(self) -> None:
+        """End the reward processes; what is pending stays unscored."""
+        while not self._todo.empty():
+            self._todo.get()
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join(self.settings.timeout_s)
+
+    def _work(self) -> None:
+        process = _RewardProcess(self.settings)
+        while (first := self._todo.get()) is not None:
+            batch = [first]
+            while len(batch) < MAX_BATCH and not self._todo.empty() and (item := self._todo.get()) is not None:
+                batch.append(item)
+            self._score(process, batch)
+        process.close()
+
+    def _score(self, process: "_RewardProcess", batch: list[Scored]) -> None:
+        """Score a batch; if the call fails, score each alone, so that one bad trajectory costs only itself."""
+        answer = process.call(batch)
+        if "error" in answer and len(batch) > 1:
+            for item in batch:
+                self._score(process, [item])
+            return
+        rewards = answer.get("rewards", [None] * len(batch))
+        for item, reward in zip(batch, rewards, strict=True):
+            item.reward = reward
+            item.failure = answer.get("error", "" if reward is not None else "the reward function returned None")
+            self._done.put(item)
+
+
+@dataclass(slots=True)
+class _RewardProcess:
+    """One `reward_worker`, started when needed and again after it was ended."""
+
+    settings: RewardSettings
+    process: "subprocess.Popen[bytes] | None" = None
+    unread: bytes = b""
+
+    def call(self, batch: list[Scored]) -> dict[str, Any]:
+        """`{"rewards": [...]}` or `{"error": "..."}` within `reward.timeout_s`."""
+        if self.process is None and "error" in (ready := self._start()):
+            return ready
+        columns = {name for item in batch for name in item.row} - {"prompt"}
+        question = {
+            "prompts": [item.row["prompt"] for item in batch],
+            "completions": [_as_message(item) for item in batch],
+            "completion_ids": [item.completion_ids for item in batch],
+            "columns": {name: [item.row.get(name) for item in batch] for name in sorted(columns)},
+        }
+        return self._exchange(json.dumps(question).encode() + b"\n", self.settings.timeout_s)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process, self.unread = None, b""
+
+    def _start(self) -> dict[str, Any]:
+        command = [sys.executable, "-m", "headrace.rollout.rewards.worker", self.settings.path]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        answer = self._exchange(b"", STARTUP_S)
+        if "error" in answer:
+            self.close()
+        return answer
+
+    def _exchange(self, question: bytes, deadline_s: float) -> dict[str, Any]:
+        assert self.process is not None and self.process.stdin is not None
+        deadline = time.monotonic() + deadline_s
+        try:
+            self.process.stdin.write(question)
+            self.process.stdin.flush()
+            line = self._read_line(deadline)
+        except BrokenPipeError:
+            line = b""
+        if line:
+            return json.loads(line)
+        ended = self._exit_code(deadline)
+        self.close()
+        if ended is None:
+            return {"error": f"no answer within reward.timeout_s={self.settings.timeout_s:g}"}
+        return {"error": f"the reward process ended with {ended}"}
+
+    def _exit_code(self, deadline: float) -> int | None:
+        """How the process ended; None if it lives. The end of its output comes a moment before its own."""
+        assert self.process is not None
+        try:
+            return self.process.wait(max(0.0, min(LAST_BREATH_S, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _read_line(self, deadline: float) -> bytes:
+        """One line of the worker, or nothing when the deadline passes or the worker ends."""
+        assert self.process is not None and self.process.stdout is not None
+        while b"\n" not in self.unread:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
+            if not chunk:
+                return b""
+            self.unread += chunk
+        line, _, self.unread = self.unread.partition(b"\n")
+        return line
+
+
+def _as_message(item: Scored) -> str | list[dict[str, str]]:
+    """A completion in the form of its prompt: text for text, a chat message for chat messages."""
+    if isinstance(item.row["prompt"], str):
+        return item.completion
+    return [{"role": "assistant", "content": item.completion}]

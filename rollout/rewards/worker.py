@@ -1,0 +1,84 @@
+"""The process in which a user's reward function runs: one JSON line in, one JSON line out.
+
+Started by `rollout.reward`, on the user's file alone; it imports neither torch nor the rest of the project's heavy parts. What
+the function prints goes to the log, not into the answers. Standard input's end is the end of the process.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...comm.plugins import load_plugin
+
+
+def call(function: Callable[..., Any], batch: dict[str, Any]) -> list[float | None]:
+    """The rewards of a batch: `prompts`, `completions`, `completion_ids`, and `columns` (one list per column).
+
+    Takes both habits: TRL's batch call with keywords, and verl's call per sample
+    (data_source, solution_str, ground_truth, extra_info); plain or async.
+    """
+    if "solution_str" in inspect.signature(function).parameters:
+        return [_number(_result(function(**_verl_arguments(batch, i)))) for i in range(len(batch["prompts"]))]
+    inputs = {name: batch[name] for name in ("prompts", "completions", "completion_ids")}
+    rewards = list(_result(function(**inputs, **batch["columns"])))
+    if len(rewards) != len(batch["prompts"]):
+        raise ValueError(f"{len(rewards)} rewards for {len(batch['prompts'])} completions")
+    return [_number(reward) for reward in rewards]
+
+
+def _verl_arguments(batch: dict[str, Any], index: int) -> dict[str, Any]:
+    columns = {name: values[index] for name, values in batch["columns"].items()}
+    completion = batch["completions"][index]
+    return {
+        "data_source": columns.get("data_source"),
+        "solution_str": completion if isinstance(completion, str) else completion[-1]["content"],
+        "ground_truth": columns.get("ground_truth", columns.get("answer")),
+        "extra_info": columns.get("extra_info", columns),
+    }
+
+
+def _result(value: Any) -> Any:
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _number(reward: Any) -> float | None:
+    if isinstance(reward, dict):
+        reward = reward["score"]
+    return None if reward is None else float(reward)
+
+
+def explain(error: BaseException, trace: TracebackType | None) -> str:
+    """One line: the error and where in the user's code it was raised."""
+    frames = traceback.extract_tb(trace)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def main() -> None:
+    """Answer each line of standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    try:
+        sys.path.insert(0, str(Path(sys.argv[1].rpartition(":")[0]).resolve().parent))  # this process is the user's
+        function = load_plugin("reward.path", sys.argv[1])
+        answers.write(json.dumps({"ready": True}) + "\n")
+    except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is told to the other side
+        answers.write(json.dumps({"error": explain(error, error.__traceback__)}) + "\n")
+        return
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"rewards": call(function, json.loads(line))}
+        except Exception as error:  # noqa: BLE001 - whatever the user's function raises is told to the other side
+            answer = {"error": explain(error, error.__traceback__)}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

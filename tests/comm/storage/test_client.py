@@ -1,0 +1,395 @@
+import contextlib
+import queue
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.in_memory_storage import MemoryRows
+
+from headrace.comm.errors import PeerGone, UnitFull, WrongDigest
+from headrace.comm.links.base import prove
+from headrace.comm.links.tcp import TcpLink
+from headrace.comm.storage.client import RowClient
+from headrace.comm.storage.codec import LINK_NAME, receive_frame, send_frame
+from headrace.comm.storage.protocol import WELCOMES, Attach, Commit, Done, Locate, Located, Reserve, Reserved
+from headrace.comm.storage.server import RowUnit
+
+
+@pytest.fixture
+def unit():
+    unit = RowUnit("127.0.0.1", b"secret")
+    yield unit
+    unit.close()
+
+
+@pytest.fixture
+def client(unit):
+    client = RowClient(unit.address, b"secret")
+    yield client
+    client.drop(client.listing())
+    client.close()
+
+
+@pytest.fixture(params=["through memory", "over the connection", "twin"])
+def rows(request):
+    if request.param == "twin":
+        yield MemoryRows()
+        return
+    unit = request.getfixturevalue("unit")
+    client = RowClient(unit.address, b"secret", through_memory=request.param == "through memory")
+    yield client
+    client.drop(client.listing())
+    client.close()
+
+
+def row(seed, num_tokens=50):
+    random = np.random.default_rng(seed)
+    return {
+        "loss_mask": random.integers(0, 2, num_tokens).astype(np.uint8),
+        "token_ids": random.integers(0, 1000, num_tokens),
+        "logprobs": random.standard_normal(num_tokens).astype(np.float32),
+        "empty": np.zeros(0, np.int32),
+    }
+
+
+def num_bytes(columns):
+    return sum(column.nbytes for column in columns.values())
+
+
+def assert_same(read, written):
+    assert read.keys() == written.keys()
+    for name, column in written.items():
+        assert read[name].dtype == column.dtype
+        assert read[name].shape == column.shape
+        assert read[name].tobytes() == column.tobytes()
+
+
+def test_a_row_comes_back_as_it_was_put(rows):
+    assert rows.put("0.1.2", row(1)) == num_bytes(row(1))
+    assert_same(rows.get("0.1.2"), row(1))
+
+
+@pytest.mark.parametrize("dtype", ["<f2", ">i4", "?", "<c16", "<U7", "S3", "V2", "<M8[ns]"])
+def test_any_plain_type_comes_back_with_its_shape(rows, dtype):
+    raw = np.random.default_rng(0).integers(0, 2, 2 * 3 * 64).astype(np.uint8)
+    size = np.dtype(dtype).itemsize
+    column = np.frombuffer(raw[: 6 * size].tobytes(), dtype).reshape(2, 3)
+    rows.put("typed", {"column": column, "odd": np.zeros(3, np.uint8), "scalar": np.array(2.5)})
+    assert_same(rows.get("typed", ["column", "scalar"]), {"column": column, "scalar": np.array(2.5)})
+
+
+def test_what_would_have_to_be_pickled_is_refused(rows):
+    for column in (np.array([{}]), np.zeros(2, [("a", "i4")])):
+        with pytest.raises(ValueError, match="column bad"):
+            rows.put("objects", {"bad": column})
+    assert rows.count() == 0
+
+
+def test_a_column_that_is_a_view_is_stored_as_it_is_seen(rows):
+    table = np.arange(12).reshape(3, 4)
+    rows.put("view", {"strided": table[:, ::2], "turned": table.T})
+    assert_same(rows.get("view"), {"strided": table[:, ::2].copy(), "turned": table.T.copy()})
+
+
+def test_a_row_or_column_that_is_not_there_is_a_key_error(rows):
+    rows.put("wide", row(1))
+    for keys, columns in ((["absent"], None), (["wide"], ["absent"]), (["wide", "absent"], ["token_ids"])):
+        with pytest.raises(KeyError, match="absent"):
+            rows.get_many(keys, columns)
+
+
+def test_later_columns_add_to_a_row(rows):
+    rows.put("grows", row(1))
+    rows.put("grows", {"reward": np.array([0.5], np.float32)})
+    assert_same(rows.get("grows"), row(1) | {"reward": np.array([0.5], np.float32)})
+    assert_same(
+        rows.get("grows", ["reward", "logprobs"]), {"logprobs": row(1)["logprobs"], "reward": np.array([0.5], "f4")}
+    )
+    assert rows.count() == 1
+
+
+def test_putting_again_replaces_columns_and_counts_once(rows):
+    for _ in range(3):
+        rows.put("again", row(1))
+    rows.put("again", {"token_ids": row(2, 70)["token_ids"]})
+    assert rows.count() == 1
+    assert_same(rows.get("again"), row(1) | {"token_ids": row(2, 70)["token_ids"]})
+
+
+def test_many_rows_of_many_lengths_go_at_once(rows):
+    written = {f"{i}": row(i, num_tokens=7 * i) for i in range(40)}
+    assert rows.put_many(written) == sum(map(num_bytes, written.values()))
+    rows.put_many({key: {"reward": np.array([float(key)])} for key in written})
+    assert rows.listing().keys() == written.keys()
+    assert set(rows.listing()["3"]) == {*row(3), "reward"}
+    read = rows.get_many(reversed(written), ["token_ids", "reward"])
+    for key, columns in read.items():
+        assert_same(columns, {"token_ids": written[key]["token_ids"], "reward": np.array([float(key)])})
+
+
+def test_a_row_of_many_megabytes_comes_back(rows):
+    large = row(3, num_tokens=1_500_000)
+    rows.put("large", large)
+    assert_same(rows.get("large"), large)
+
+
+def test_dropping_tells_how_many_rows_there_were_and_may_be_repeated(rows):
+    for key in "abc":
+        rows.put(key, row(ord(key)))
+    assert rows.drop(["a", "b", "z"]) == 2
+    assert rows.drop(["a", "b", "z"]) == 0
+    assert rows.count() == 1
+    assert_same(rows.get("c"), row(ord("c")))
+
+
+def test_what_was_read_is_the_readers_own(rows):
+    rows.put("own", row(1))
+    read = rows.get("own")
+    read["token_ids"][:] = -1
+    assert_same(rows.get("own"), row(1))
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "add", "drop"]), st.integers(0, 3000)), max_size=30
+    )
+)
+def test_a_unit_and_its_twin_hold_the_same_after_any_sequence(steps):
+    unit = RowUnit("127.0.0.1", b"secret")
+    client, twin = RowClient(unit.address, b"secret"), MemoryRows()
+    for number, (key, what, size) in enumerate(steps):
+        for rows in (client, twin):
+            match what:
+                case "put":
+                    rows.put(key, row(number, size))
+                case "add":
+                    rows.put(key, {"logprobs": np.full(size, number, np.float32)})
+                case "drop":
+                    rows.drop([key])
+    assert {key: set(names) for key, names in client.listing().items()} == {
+        k: set(n) for k, n in twin.listing().items()
+    }
+    for key in twin.listing():
+        assert_same(client.get(key), twin.get(key))
+    client.drop("abc")
+    assert unit.arena.num_bytes == 0
+    client.close()
+    unit.close()
+
+
+def test_no_column_is_lost_when_all_are_added_at_once(unit, client):
+    """A status or a column that is read, changed and written back loses updates; here the unit merges under one lock."""
+
+    def add(worker):
+        mine = RowClient(unit.address, b"secret")
+        for step in range(25):
+            mine.put("shared", {f"{worker}.{step}": np.full(step, worker)})
+        mine.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(8)))
+    read = client.get("shared")
+    assert len(read) == 200
+    assert all(np.array_equal(read[f"{w}.{s}"], np.full(s, w)) for w in range(8) for s in range(25))
+
+
+def test_units_share_nothing(unit, client):
+    other = RowUnit("127.0.0.1")
+    its_client = RowClient(other.address)
+    client.put("same key", row(1))
+    assert its_client.count() == 0
+    its_client.put("same key", row(2))
+    client.drop(["same key"])
+    assert_same(its_client.get("same key"), row(2))
+    its_client.close()
+    other.close()
+
+
+def test_a_reader_never_gets_bytes_of_the_row_that_took_a_dropped_ones_place(unit, client):
+    """A place that is given out again while its old row is read shows by the digest; the reader asks anew."""
+    written, stop = {i: row(i, 20_000) for i in range(4)}, threading.Event()
+
+    def churn():
+        mine, number = RowClient(unit.address, b"secret"), 0
+        while not stop.is_set():
+            mine.drop(["churned"])
+            mine.put("churned", written[number % 4])
+            number += 1
+        mine.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        churning = pool.submit(churn)
+        seen = 0
+        try:
+            while seen < 100 and not churning.done():
+                with contextlib.suppress(KeyError):
+                    read = client.get("churned")
+                    which = [i for i, row in written.items() if np.array_equal(row["token_ids"], read["token_ids"])]
+                    assert_same(read, written[which[0]])
+                    seen += 1
+        finally:
+            stop.set()
+        churning.result()
+
+
+def test_a_place_is_not_given_out_again_before_its_row_is_dropped(unit, client):
+    client.put("first", row(1, 5000))
+    place = client._ask(Locate(["first"], None, False), Located).rows[0][0].place
+    client.put("second", row(2, 5000))
+    assert client._ask(Locate(["second"], None, False), Located).rows[0][0].place != place
+    client.drop(["first"])
+    client.put("third", row(3, 5000))
+    assert client._ask(Locate(["third"], None, False), Located).rows[0][0].place == place
+    assert_same(client.get("second"), row(2, 5000))
+
+
+def test_bytes_that_are_not_the_writers_are_refused(unit, client):
+    client.put("torn", row(1))
+    (block,) = client._ask(Locate(["torn"], ["token_ids"], False), Located).rows[0]
+    unit.arena.write(block.place + block.columns[0].start, [np.zeros(1, np.uint8) + 255])
+    with pytest.raises(WrongDigest, match="torn"):
+        client.get("torn")
+    assert_same(client.get("torn", ["logprobs"]), {"logprobs": row(1)["logprobs"]})
+
+
+def test_a_row_cut_short_on_its_way_is_refused_and_leaves_nothing(unit, monkeypatch):
+    sender = RowClient(unit.address, b"secret", through_memory=False)
+    send = sender._link.send
+
+    def truncate(buffer, deadline_s):
+        is_body = buffer.nbytes == row(1)["token_ids"].nbytes
+        send(np.concatenate([buffer[:-8], np.zeros(8, np.uint8)]) if is_body else buffer, deadline_s)
+
+    monkeypatch.setattr(sender._link, "send", truncate)
+    with pytest.raises(WrongDigest, match="token_ids"):
+        sender.put("short", {"token_ids": np.arange(1, 51)})
+    assert sender.count() == 0
+    assert unit.arena.num_bytes == 0
+    sender.close()
+
+
+def test_a_client_cannot_commit_what_it_has_not_reserved(client):
+    client.put("mine", row(1))
+    (block,) = client._ask(Locate(["mine"], None, False), Located).rows[0]
+    with pytest.raises(WrongDigest, match="not reserved"):
+        client._ask(Commit(["theirs"], [msgspec.structs.replace(block, serial=block.serial + 1)]), Done)
+    assert client.count() == 1
+
+
+def test_what_a_dead_writer_reserved_is_free_again(unit, client):
+    dying = RowClient(unit.address, b"secret")
+    dying._ask(Reserve([10_000, 20_000]), Reserved)
+    assert unit.arena.num_bytes >= 30_000
+    dying.close()
+    while unit.arena.num_bytes:
+        client.count()
+    assert client.count() == 0
+
+
+def test_a_full_unit_says_what_to_change_and_goes_on():
+    unit = RowUnit("127.0.0.1", capacity_bytes=1 << 20)
+    for through_memory in (True, False):
+        client = RowClient(unit.address, through_memory=through_memory)
+        client.put("fits", row(1, 40_000))
+        with pytest.raises(UnitFull, match=r"queue\.capacity"):
+            client.put_many({"one": row(2, 1000), "too much": row(2, 40_000)})
+        assert list(client.listing()) == ["fits"]
+        client.drop(["fits"])
+        assert unit.arena.num_bytes == 0
+        client.close()
+    unit.close()
+
+
+def test_who_does_not_know_the_secret_is_turned_away(unit, client):
+    with pytest.raises(PeerGone):
+        RowClient(unit.address, b"guessed", deadline_s=5)
+    with socket.create_connection(unit.address.rsplit(":", 1)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+    assert client.count() == 0
+
+
+def test_a_unit_that_is_gone_is_named():
+    unit = RowUnit("127.0.0.1")
+    client = RowClient(unit.address)
+    client.put("early", row(1))
+    unit.close()
+    with pytest.raises(PeerGone, match=unit.address):
+        client.put("late", row(1))
+    client.close()
+    with pytest.raises(PeerGone, match=unit.address):
+        RowClient(unit.address)
+
+
+def test_the_process_of_a_unit_drops_and_lists_rows_without_a_connection(unit, client):
+    assert unit.listing() == {} and unit.drop(["absent"]) == 0
+    client.put_many({"a": {"x": np.arange(3)}, "b": {"x": np.arange(4), "y": np.arange(5)}})
+    assert {key: set(names) for key, names in unit.listing().items()} == {"a": {"x"}, "b": {"x", "y"}}
+    assert unit.drop(["b", "absent", "b"]) == 1
+    assert unit.listing() == client.listing() == {"a": ("x",)}
+    with pytest.raises(KeyError):
+        client.get("b")
+
+
+class Reports:
+    """A unit that reports lost clients, and connections to it that may end without a goodbye, as those of a killed process."""
+
+    def __init__(self):
+        self.lost = queue.SimpleQueue()
+        self.unit = RowUnit(
+            "127.0.0.1", on_client_lost=lambda member, incarnation: self.lost.put((member, incarnation))
+        )
+
+    def connect(self, member, incarnation=1):
+        link = TcpLink(socket.create_connection(("127.0.0.1", int(self.unit.address.rpartition(":")[2]))))
+        prove(link, LINK_NAME, 1, b"", 10)
+        send_frame(link, Attach(member, incarnation), 10)
+        receive_frame(link, WELCOMES, 10)
+        return link
+
+
+@pytest.fixture
+def reports():
+    reports = Reports()
+    yield reports
+    reports.unit.close()
+
+
+def test_a_connection_that_ends_without_a_goodbye_is_reported_with_its_incarnation(reports):
+    reports.connect("rollout-1", 3).close()
+    assert reports.lost.get(timeout=10) == ("rollout-1", 3)
+
+
+def test_an_orderly_end_is_not_reported(reports):
+    client = RowClient(reports.unit.address, member="rollout-0", incarnation=1)
+    client.put("a", {"x": np.arange(3)})
+    client.close()
+    client.close()
+    RowClient(reports.unit.address, member="rollout-0", incarnation=2)  # closed when it is collected
+    RowClient(reports.unit.address).close()
+    reports.connect("rollout-1").close()
+    assert reports.lost.get(timeout=10) == ("rollout-1", 1)
+    assert reports.lost.empty()
+
+
+def test_a_process_that_has_another_connection_is_not_reported(reports):
+    first, second = reports.connect("rollout-0"), reports.connect("rollout-0")
+    older = reports.connect("rollout-0", 0)
+    first.close()
+    older.close()
+    assert reports.lost.get(timeout=10) == ("rollout-0", 0)
+    assert reports.lost.empty()
+    second.close()
+    assert reports.lost.get(timeout=10) == ("rollout-0", 1)
+
+
+def test_a_unit_that_ends_reports_none_of_its_clients(reports):
+    links = [reports.connect("rollout-0"), reports.connect("rollout-1")]
+    reports.unit.close()
+    assert reports.lost.empty()
+    for link in links:
+        link.close()

@@ -1,0 +1,162 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support.closing import at_end
+
+from headrace.comm.errors import LinkBroken, SettingError
+from headrace.comm.links.opening import MemoryLink, PacedLink, open_link
+from headrace.comm.store import StoreServer, connect_store
+from headrace.comm.waits import waiting
+
+SECRET = b"a secret of the run"
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Clock:
+    """Time passes when somebody sleeps."""
+
+    oversleeps_s: float = 0.0
+    now: float = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds + self.oversleeps_s
+
+
+def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=PATIENCE_S):
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(open_link, backend, address, name, end, deadline_s, secret=secrets[end]) for end in (0, 1)]
+        return [end.result() for end in ends]
+
+
+@pytest.fixture(scope="module")
+def store():
+    return StoreServer("127.0.0.1")
+
+
+@pytest.fixture(params=["tcp", "staged", "memory"])
+def pair(request, store):
+    name = request.node.name
+    ends = MemoryLink.pair() if request.param == "memory" else open_pair(request.param, store.address, name)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def noise(num_bytes):
+    return np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+def test_bytes_arrive_as_they_were_sent_in_both_directions(pair):
+    for sender, receiver in (pair, pair[::-1]):
+        sent = [noise(size) for size in (1, 0, 4097, 3_000_001, 20_000_003)]  # the last one needs several buckets
+        received = [np.zeros_like(piece) for piece in sent]
+        with ThreadPoolExecutor(1) as pool:
+            sending = [pool.submit(sender.send, piece, PATIENCE_S) for piece in sent]
+            for piece in received:
+                receiver.receive(piece, PATIENCE_S)
+            for done in sending:
+                done.result()
+        assert all(np.array_equal(a, b) for a, b in zip(sent, received, strict=True))
+
+
+def test_a_read_only_buffer_can_be_sent(pair):
+    frozen = np.frombuffer(b"frozen bytes", dtype=np.uint8)
+    received = np.zeros(12, np.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(pair[0].send, frozen, PATIENCE_S)
+        pair[1].receive(received, PATIENCE_S)
+        sending.result()
+    assert received.tobytes() == b"frozen bytes"
+
+
+def test_a_silent_neighbour_breaks_the_link_at_the_deadline(pair):
+    with pytest.raises(LinkBroken, match=r"before the deadline|[Tt]imed out"):
+        pair[1].receive(np.zeros(8, np.uint8), 0.2)
+
+
+def test_a_neighbour_that_closes_is_noticed(pair):
+    pair[0].close()
+    with pytest.raises(LinkBroken):
+        pair[1].receive(np.zeros(8, np.uint8), PATIENCE_S)
+    pair[0].close()
+
+
+@pytest.mark.parametrize("backend", ["tcp", "staged"])
+def test_an_end_without_the_secret_is_turned_away(store, backend):
+    with pytest.raises(LinkBroken):
+        open_pair(backend, store.address, f"forged {backend}", secrets=(SECRET, b"guess"), deadline_s=1)
+
+
+def test_an_end_whose_other_never_comes_says_so(store):
+    with pytest.raises(LinkBroken, match="lonely"):
+        open_link("tcp", store.address, "lonely", 0, 0.2)
+
+
+def test_a_stranger_on_the_port_does_not_keep_the_neighbour_out(store):
+    import socket
+
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(open_link, "tcp", store.address, "busy", 0, PATIENCE_S, secret=SECRET)
+        client = connect_store(store.address, PATIENCE_S)
+        with waiting("the listening end", "its address", PATIENCE_S) as wait:
+            wait.until(lambda: client.check(["link/busy"]))
+        host, port = client.get("link/busy").decode().split(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"x" * 48)
+        other = open_link("tcp", store.address, "busy", 1, PATIENCE_S, secret=SECRET)
+        listening.result().close()
+        other.close()
+
+
+@pytest.mark.parametrize("backend", ["pigeon", "gloo"])
+def test_an_unknown_back_end_is_a_users_mistake(store, backend):
+    with pytest.raises(SettingError, match="comm.link"):
+        open_link(backend, store.address, "x", 0, 1)
+
+
+KILLED = """
+import sys, numpy as np
+from headrace.comm.links.opening import open_link
+link = open_link("tcp", sys.argv[1], "killed", 1, 60)
+link.send(np.zeros(1000, np.uint8), 60)
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store):
+    command = [sys.executable, "-c", KILLED, store.address]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    at_end(child.kill)
+    link = open_link("tcp", store.address, "killed", 0, PATIENCE_S)
+    assert child.stdout and child.stdout.readline() == b"sent\n"
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(link.receive, np.zeros(2000, np.uint8), PATIENCE_S)
+        child.kill()
+        with pytest.raises(LinkBroken, match="closed by the other end|reset"):  # and not: nothing before the deadline
+            receiving.result()
+    child.communicate()
+
+
+def test_a_paced_link_keeps_to_its_pace():
+    near, far = MemoryLink.pair()
+    clock = Clock()
+    paced = PacedLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
+    for _ in range(20):
+        paced.send(np.zeros(100_000, np.uint8), 5)
+    assert clock.now == pytest.approx(0.2, abs=0.002)
+    far.receive(np.zeros(2_000_000, np.uint8), 5)
+
+
+def test_a_paced_link_makes_up_for_a_sleep_that_was_too_long():
+    near, _ = MemoryLink.pair()
+    clock = Clock(oversleeps_s=0.001)
+    paced = PacedLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
+    for _ in range(20):
+        paced.send(np.zeros(100_000, np.uint8), 5)
+    assert clock.now == pytest.approx(0.2, abs=0.003)

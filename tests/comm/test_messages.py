@@ -1,0 +1,45 @@
+import pytest
+
+from headrace.comm.errors import MessageRefused
+from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, SlotWanted, Stop, decode, encode
+from headrace.comm.messages.base import trajectory_group
+from headrace.comm.messages.offer import Offer
+
+
+def test_what_is_encoded_is_decoded():
+    for message in (
+        Stop(reason="done"),
+        SlotWanted(1, Offer(7, 256, 1, 2, 1, ((0, 64), (128, 256)))),
+        PartFilled(2, Offer(7, 256, 1), 3, "ab" * 16),
+    ):
+        assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\x80\x04K\x01.", b"[]", b'{"type":"Unknown"}', b'{"type":"Stop"}', b'{"type":"Stop","reason":3}', b"\xff"],
+)
+def test_what_is_no_message_is_refused(body):
+    with pytest.raises(MessageRefused):
+        decode(body)
+
+
+def test_every_message_has_a_name_of_its_own():
+    assert len({message.__name__ for message in MESSAGES}) == len(MESSAGES)
+
+
+def test_ids_read_as_epoch_prompt_sample():
+    assert (str(RowId(1, 2, 3)), str(GroupId(1, 2))) == ("1.2.3", "1.2")
+
+
+def test_every_trajectory_has_a_number_of_its_own_and_those_of_one_group_are_known_as_one():
+    last = RowId(0, 0, 4095).number
+    assert last != RowId(0, 1, 0).number
+    assert trajectory_group(last) == trajectory_group(RowId(0, 0, 0).number) != trajectory_group(RowId(0, 1, 0).number)
+    assert RowId(2**15 - 1, 2**36 - 1, 4095).number == 2**63 - 1
+
+
+@pytest.mark.parametrize("row", [RowId(0, 0, 4096), RowId(0, 2**36, 0), RowId(2**15, 0, 0), RowId(0, 0, -1)])
+def test_a_name_that_does_not_fit_into_the_number_has_none(row):
+    with pytest.raises(AssertionError, match=str(row)):
+        _ = row.number

@@ -1,0 +1,52 @@
+"""The list of settings, whole: a setting that is added, renamed or removed changes this file as well."""
+
+import typing
+
+import msgspec
+import pytest
+
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.load import known_settings, read_recipe
+
+SETTINGS = """
+run.dir run.seed run.steps run.schedule run.mode run.save_rows run.resume
+roles.actor roles.relay roles.rollout roles.reference roles.task
+model.path model.dtype
+data.path data.split data.shuffle data.too_long
+reward.path reward.timeout_s reward.workers
+batch.prompts_per_step batch.samples_per_prompt
+queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
+repack.enabled repack.period_s repack.batch_bound repack.transfer
+sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.repetition_penalty
+sampling.stop
+generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
+rollout.engine rollout.report_s rollout.batch_groups rollout.tp
+trainer.engine
+algorithm.clip_low algorithm.clip_high algorithm.scale_by_std algorithm.entropy_coef algorithm.kl_coef
+optimizer.lr optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
+optimizer.max_grad_norm optimizer.micro_tokens
+checkpoint.every checkpoint.keep
+relay.staging_device
+emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms
+emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s
+emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.train_us
+emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
+emulated.reshard_gb_s emulated.buffer_kb
+comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.link comm.delta comm.chunk_bytes comm.pace
+"""
+
+
+def test_the_recipe_has_these_settings_and_no_others():
+    assert list(known_settings()) == SETTINGS.split()
+
+
+def test_the_defaults_are_within_their_own_bounds():
+    assert msgspec.convert(msgspec.to_builtins(Recipe()), Recipe) == Recipe() == read_recipe(None)
+
+
+@pytest.mark.parametrize("section", typing.get_type_hints(Recipe))
+def test_a_section_cannot_be_changed_once_it_is_read(section: str):
+    settings = getattr(read_recipe(None), section)
+    for field in msgspec.structs.fields(settings):
+        with pytest.raises(AttributeError):
+            setattr(settings, field.name, field.default)

@@ -1,0 +1,125 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from headrace.comm.environment import SEGMENT_FD
+from headrace.comm.errors import PeerGone
+from headrace.comm.shared_memory import Hold, Segment
+
+
+@pytest.fixture
+def segment():
+    segment = Segment.create_anonymous()
+    segment.shape(3, 10_000)
+    yield segment
+    segment.close()
+
+
+def test_what_is_written_through_one_opening_is_read_through_another(segment):
+    other = Segment.open(segment.path)
+    segment.slot(1)[:] = 7
+    segment.words[5] = -3
+    assert other.slot_bytes == 10_000 and other.num_slots == 3
+    assert (other.slot(1) == 7).all() and not other.slot(0).any() and not other.slot(2).any()
+    assert other.words[5] == -3
+    other.close()
+
+
+def test_an_opening_made_before_the_shape_sees_it_later():
+    segment = Segment.create_anonymous()
+    other = Segment.open(segment.path)
+    assert other.slot_bytes == 0
+    segment.shape(2, 100)
+    segment.slot(1)[:] = 9
+    assert other.slot(1).tolist() == [9] * 100
+    segment.close()
+    other.close()
+
+
+def test_a_lease_keeps_the_owner_out_and_an_owner_keeps_leases_out(segment):
+    reader, writer = Segment.open(segment.path), Segment.open(segment.path)
+    assert reader.take(0, Hold.LEASE) and not writer.take(0, Hold.OWN) and writer.take(1, Hold.OWN)
+    assert not reader.take(1, Hold.LEASE)
+    reader.give_back(0, Hold.LEASE)
+    assert writer.take(0, Hold.OWN)
+    reader.close()
+    writer.close()
+
+
+def test_two_leases_of_one_opening_end_with_the_last(segment):
+    reader, writer = Segment.open(segment.path), Segment.open(segment.path)
+    assert reader.take(0, Hold.LEASE) and reader.take(0, Hold.LEASE)
+    reader.give_back(0, Hold.LEASE)
+    assert not writer.take(0, Hold.OWN)
+    reader.give_back(0, Hold.LEASE)
+    assert writer.take(0, Hold.OWN)
+    reader.close()
+    writer.close()
+
+
+LEASEHOLDER = """
+import sys
+from headrace.comm.shared_memory import Hold, Segment
+print(Segment.open(sys.argv[1]).take(2, Hold.LEASE), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_lease_of_a_killed_reader_is_free_again(segment):
+    command = [sys.executable, "-c", LEASEHOLDER, segment.path]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert reader.stdout and reader.stdout.readline() == b"True\n"
+    assert not segment.take(2, Hold.OWN)
+    reader.kill()
+    reader.communicate()
+    assert segment.take(2, Hold.OWN)
+
+
+CHILD = """
+from headrace.comm.shared_memory import Segment
+segment = Segment.inherited()
+segment.slot(0)[:] += 1
+print(segment.path, flush=True)
+"""
+
+
+def test_the_bytes_outlive_the_child_that_wrote_them(segment):
+    seat_fd = int(segment.path.rsplit("/", 1)[1])
+    environment = {**os.environ, SEGMENT_FD: str(seat_fd)}
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", CHILD],
+            env=environment,
+            pass_fds=[seat_fd],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout.strip() == segment.path
+    assert (segment.slot(0) == 2).all()
+
+
+def test_without_a_seat_the_process_holds_its_own_segment(monkeypatch):
+    monkeypatch.delenv(SEGMENT_FD, raising=False)
+    segment = Segment.inherited()
+    other = Segment.open(segment.path)
+    assert other.num_slots == 0
+    other.close()
+    segment.close()
+    segment.close()
+
+
+def test_a_segment_that_is_gone_is_named(segment):
+    segment.close()
+    with pytest.raises(PeerGone, match=segment.path):
+        Segment.open(segment.path)
+
+
+def test_views_outlive_the_opening(segment):
+    view = segment.slot(0)
+    segment.close()
+    view[:] = 1
+    assert int(np.sum(view)) == 10_000

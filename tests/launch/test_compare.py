@@ -1,0 +1,187 @@
+"""Comparing schedules: figures from a run folder, the table and its rows, pictures, and the command as a whole."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from support.emulated_run import EMULATED
+from support.system import System
+
+from headrace.comm.clock import Clock
+from headrace.comm.trace import Trace
+from headrace.launch import compare
+from headrace.launch.compare import Entrant, entrants, rows_of, table
+from headrace.launch.config.load import read_recipe
+from headrace.launch.report.experiment import CpuWatch, Outcome, busy_and_all
+from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s
+from headrace.launch.report.plots import draw_comparison, draw_gantt
+from headrace.launch.report.timeline import Span, Timeline
+from headrace.launch.run import prepare
+
+RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
+
+
+def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.0, kv_util: float = 0.5) -> Outcome:
+    figures = Figures(
+        tokens_per_s=tokens_per_s,
+        step_s=100.0,
+        idle_actor=0.1,
+        idle_rollout=0.2,
+        kv_util=kv_util,
+        recompute_share=0.1,
+        weight_wait_s=weight_wait_s,
+        latency=Latency(80.0, 300.0),
+        staleness={"0": 0.5, "2": 0.5},
+    )
+    return Outcome("runs/x", 8, 32, cpu, 0.2, figures)
+
+
+def generate(version: int, start: float, end: float) -> Span:
+    return Span("generate", start, end, {"version": version})
+
+
+def test_waiting_for_weights_lasts_from_running_dry_until_the_next_version_generates():
+    spans = [
+        generate(0, 0, 100),
+        Span("idle", 100, 130, {"version": 0}),
+        Span("pull", 130, 131, {}),
+        generate(1, 135, 200),
+        Span("idle", 200, 220, {"version": 1}),  # no prompts, but it goes on with the same weights
+        generate(1, 220, 300),
+        Span("pull", 300, 302, {}),
+        generate(2, 302, 400),
+    ]
+    assert weight_wait_s(spans, Window(0, 1, 0, 1000)) == pytest.approx(35 + 2)
+    assert weight_wait_s(spans, Window(0, 1, 110, 301)) == pytest.approx(25 + 1)
+
+
+def test_rows_compare_with_the_peer_of_the_same_run():
+    outcomes = {
+        "sync-colocated": outcome(1000),
+        "one_step": outcome(1200, weight_wait_s=40),
+        "partial": outcome(1500),
+        "headrace": outcome(1800, weight_wait_s=10),
+        "repack-off": outcome(100, kv_util=0.4),
+        "repack-on": outcome(120, kv_util=0.5),
+    }
+    ratios = {row.name: row.ratio for row in rows_of(outcomes)}
+    assert ratios == pytest.approx(
+        {
+            "sync-colocated": 1.0,
+            "one_step": 1.2,
+            "partial": 1.5,
+            "headrace": 1.8,
+            "headrace-over-partial": 1.2,
+            "weight-wait": 0.25,
+            "repack-tokens": 1.2,
+            "repack-kv-utilisation": 1.25,
+        }
+    )
+    assert math.isnan(next(rows_of({"headrace": outcome(1)})).ratio)
+
+
+def test_an_ablation_tells_what_each_step_adds_to_the_one_before():
+    outcomes = {"sync": outcome(1000), "stream": outcome(1500), "headrace": outcome(1800)}
+    assert [line.split("|")[3:5] for line in compare.ablation(outcomes).splitlines()[3:]] == [
+        [" 1.00 ", " +0.0% "],
+        [" 1.50 ", " +50.0% "],
+        [" 1.80 ", " +20.0% "],
+    ]
+    assert compare.ablation({"sync": outcome(1)}) == ""
+
+
+def test_a_row_of_a_machine_that_was_too_busy_is_marked_invalid():
+    lines = table({"headrace": outcome(1000, cpu=0.61), "partial": outcome(1000, cpu=0.6)}).splitlines()
+    assert "INVALID" in lines[2] and "INVALID" not in lines[3]
+    assert "1.00 (2)" in lines[2], "staleness, mean and max"
+
+
+def test_devices_are_split_and_the_batch_scaled_to_them():
+    colocated = Entrant.of("sync-colocated", 64, 3, 4)
+    assert (colocated.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
+    stream = Entrant.of("stream", 128, 10, 4)
+    assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
+    off, on = entrants(["repack-off", "repack-on"], 64, 4)
+    assert dict(off.settings) | {"repack.enabled": "true"} == on.settings
+    assert (off.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
+
+
+def test_every_entrant_is_a_recipe_that_may_run(tmp_path: Path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    for entrant in entrants([*compare.SCHEDULES, *compare.REPACK], 64, 4):
+        words = [f"{key}={value}" for key, value in entrant.settings.items()]
+        words += [f"run.dir={tmp_path / entrant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
+        prepare(read_recipe(RECIPE, words))
+
+
+def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: Path):
+    for name, speed in (("a", 10.0), ("b", 10.0)):
+        trace = Trace(tmp_path, name, Clock(speed))
+        trace.enter("busy", version=1)
+        trace.enter("busy", version=1)
+        trace.enter("idle")
+        trace.sample(load=0.5)
+        trace.close()
+    path = tmp_path / "trace" / "b.jsonl"
+    head, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    moved = [head | {"clock": head["clock"] + 1e6}, *({**line, "t": line["t"] + 1e6} for line in rest)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in moved) + '{"state": "killed in the mid')
+    timeline = Timeline.read(tmp_path)
+    starts = {name: [span.start for span in spans] for name, spans in timeline.spans.items()}
+    assert [span.state for span in timeline.spans["b"]] == ["busy", "idle"]
+    assert abs(starts["a"][0] - starts["b"][0]) < 10 * 1.0  # a second of the wall clock
+    timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"} and min(e.get("ts", 0) for e in events) >= 0
+
+
+def test_a_finished_run_gives_its_figures_and_pictures(tmp_path: Path):
+    words = {**EMULATED, "run.steps": 7, "run.schedule": "one_step"}
+    system = System(tmp_path, **words).start_all(num_rollouts=2)
+    system.wait()
+    figures = figures_of(system.dir, prefill_s=1e-4)
+    assert set(figures.staleness) <= {"0", "1"} and 0 <= figures.kv_util < 1
+    assert figures.recompute_share == 0, "nothing changes midway"
+    assert 0 < figures.idle_actor < 1 and 0 < figures.idle_rollout < 1
+    assert figures.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
+    assert 0 < figures.latency.mean <= figures.latency.max
+    draw_gantt(Timeline.read(system.dir), "one_step", tmp_path / "gantt.png")
+    draw_comparison({"one_step": figures, "again": figures}, tmp_path / "compare.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("gantt.png", "compare.png"))
+
+
+def test_the_machines_cpu_is_watched_while_a_process_runs(tmp_path: Path):
+    import subprocess
+    import sys
+    import time
+
+    before = busy_and_all()
+    watch, started = CpuWatch(), time.time()
+    code = "import time; stop = time.monotonic() + 1.2\nwhile time.monotonic() < stop: pass\nraise SystemExit(3)"
+    assert watch.see(subprocess.Popen([sys.executable, "-c", code])) == 3
+    assert 0 < watch.share(started, time.time()) <= 1
+    assert busy_and_all() > before
+
+
+def test_a_comparison_of_real_devices_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("run: {steps: 3}\n")
+    assert compare.main([str(recipe)]) == 2
+    assert "rollout.engine: a comparison of schedules needs emulated devices" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_schedules_are_run_compared_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = [
+        str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "emulated.median_tokens=60", "emulated.speed=10",
+        "sampling.max_new_tokens=600", "batch.samples_per_prompt=2", "--gpus", "12", "--only", "sync-colocated",
+        "headrace", "--json", str(tmp_path / "rows.json"),
+    ]  # fmt: skip
+    assert compare.main(words) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows["sync-colocated"]["ratio"] == 1.0 and rows["headrace"]["value"] > 0
+    capsys.readouterr()
+    assert compare.main(words) == 0, "finished runs are read again"
+    assert "runs" not in capsys.readouterr().err
+    assert len(list((tmp_path / "runs").glob("*/gantt.png"))) == 2

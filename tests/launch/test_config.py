@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.comm.errors import SettingError
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.help import field_docs, usage
+from headrace.launch.config.load import (
+    CONFIG_FILE,
+    describe,
+    known_settings,
+    read_recipe,
+    save_recipe,
+    sections,
+    show_value,
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.stpes=3", "unknown setting 'run.stpes'; the nearest is 'run.steps'"),
+        ("steps=3", "unknown setting 'steps'; the nearest is 'run.steps'"),
+        ("trainer.lr=3", "the nearest is 'optimizer.lr'"),
+        ("zzz.qq=3", "unknown setting 'zzz.qq'; --help lists all settings"),
+        ("run=3", "'run' is a section; set one of its settings, such as run.dir"),
+        ("run.dir.x=4", "run.dir is one value and has no settings of its own"),
+        ("run.steps", "'run.steps' is not an override; write key=value"),
+        ("run.steps=many", "run.steps=many is not allowed; it takes int >= 1"),
+        ("run.steps=null", "run.steps=null is not allowed; it takes int >= 1"),
+        ("run.steps=0", "run.steps=0 is not allowed; it takes int >= 1"),
+        ("queue.capacity=x", "queue.capacity=x is not allowed; it takes int >= 1 or null"),
+        ("data.shuffle=maybe", "data.shuffle=maybe is not allowed; it takes true or false"),
+        ("run.resume=yes", "run.resume=yes is not allowed; it takes one of auto, never"),
+        (
+            "batch.samples_per_prompt=4097",
+            "batch.samples_per_prompt=4097 is not allowed; it takes int >= 1 and <= 4096",
+        ),
+        ("sampling.top_p=1.5", "sampling.top_p=1.5 is not allowed; it takes float >= 0 and <= 1"),
+        ("optimizer.lr=nan", "optimizer.lr=nan is not allowed; it takes float >= 0"),
+        ("optimizer.lr=-.inf", "optimizer.lr=-inf is not allowed; it takes float >= 0"),
+        ("comm.chunk_bytes=1", "comm.chunk_bytes=1 is not allowed; it takes int >= 65536 and <= 33554432 or null"),
+        ("rollout.engine=vllm", "it takes one of builtin, emulated, transformers, FILE.py:CLASS"),
+        ("comm.link=pigeon", "comm.link=pigeon is not allowed; it takes one of auto, nccl, shm, tcp"),
+        ("sampling.stop=x", "sampling.stop=x is not allowed; it takes list of str"),
+        ("queue.tasks=[{nam: x}]", "queue.tasks[0]: object contains unknown field `nam`"),
+    ],
+)
+def test_a_wrong_override_is_told_by_the_setting_to_change(word: str, message: str):
+    with pytest.raises(SettingError) as caught:
+        read_recipe(None, [word])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {stpes: 3}", "recipe.yaml: unknown setting 'run.stpes'; the nearest is 'run.steps'"),
+        ("optimiser: {lr: 3}", "unknown setting 'optimiser.lr'; the nearest is 'optimizer.lr'"),
+        ("run: 3", "'run' is a section"),
+        ("- run", "must be a mapping of sections"),
+        ("run: {", "is not YAML"),
+    ],
+)
+def test_a_wrong_recipe_file_is_told_by_its_name(tmp_path: Path, text: str, message: str):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(SettingError, match="recipe.yaml|section") as caught:
+        read_recipe(tmp_path / "recipe.yaml")
+    assert message in str(caught.value)
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text("run: {steps: 7, seed: 8}\noptimizer: {lr: 2e-4}\n")
+    recipe = read_recipe(tmp_path / "recipe.yaml", ["run.seed=9", "queue.capacity=5", "data.path=a=b.jsonl"])
+    assert (recipe.run.steps, recipe.run.seed, recipe.optimizer.lr) == (7, 9, 2e-4)
+    assert (recipe.queue.capacity, recipe.data.path, recipe.run.dir) == (5, "a=b.jsonl", Recipe().run.dir)
+
+
+def test_numbers_in_names_stay_text_and_null_unsets():
+    recipe = read_recipe(None, ["run.dir=0012", "queue.capacity=5", "queue.capacity=null"])
+    assert (recipe.run.dir, recipe.queue.capacity) == ("0012", None)
+
+
+def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text(
+        "optimizer: {lr: 1e-6, max_grad_norm: .inf}\nrun: {seed: 1_000, save_rows: off, dir: on}\n"
+        "queue: {capacity: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"
+    )
+    recipe = read_recipe(tmp_path / "recipe.yaml", ["data.shuffle=No", "sampling.stop=[x, 7]", "comm.pace=1e6"])
+    assert (recipe.optimizer.lr, recipe.optimizer.max_grad_norm, recipe.comm.pace) == (1e-6, float("inf"), 1e6)
+    assert (recipe.run.seed, recipe.run.save_rows, recipe.run.dir) == (1000, False, "on")
+    assert (recipe.data.shuffle, recipe.queue.capacity, recipe.sampling.stop) == (False, None, ("x", "7"))
+    assert recipe.queue.tasks[0].needs == ("null_ids", "null", "1e-6")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(st.characters(exclude_categories=["C"]), min_size=1), st.integers(0, 2**31))
+def test_a_saved_recipe_reads_as_itself(tmp_path_factory: pytest.TempPathFactory, name: str, seed: int):
+    words = [f"model.path={name}", f"run.seed={seed}", f"run.dir={tmp_path_factory.mktemp('run')}"]
+    recipe = read_recipe(
+        None, [*words, "optimizer.eps=1e-9", "optimizer.max_grad_norm=inf", "sampling.stop=[a, 'null']"]
+    )
+    assert save_recipe(recipe) == Path(recipe.run.dir) / CONFIG_FILE
+    assert read_recipe(Path(recipe.run.dir) / CONFIG_FILE) == recipe
+
+
+def test_help_lists_every_setting_with_its_meaning():
+    page = usage()
+    for section, kind in sections():
+        docs = field_docs(kind)
+        for name, entry in known_settings().items():
+            if name.startswith(f"{section}."):
+                assert f"  {name}={show_value(entry.default)}  ({describe(entry.type)})\n" in page
+                assert docs[entry.name].split()[0] in page

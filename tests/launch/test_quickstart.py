@@ -1,0 +1,154 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from support.closing import at_end
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace.launch.config.load import read_recipe
+from headrace.launch.quickstart import RECIPE, main, missing_parts
+from headrace.launch.recipes import sort_digits
+from headrace.launch.recipes.tiny_policy import build_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_right_answer_earns_one_and_a_swapped_one_nothing():
+    prompts, answers = ["5311:"] * 3, ["#1135"] * 3
+    completions = ["#1135", "#1153", "#11355"]
+    assert sort_digits.reward(prompts, completions, [[]] * 3, answer=answers, num_digits=[4] * 3) == [1.0, 0.0, 0.0]
+    assert sort_digits.answer(prompts[0]) == answers[0]
+
+
+def test_demonstrations_are_permutations_and_mostly_slip():
+    random = Random(0)
+    prompts = [sort_digits.draw_prompt(random) for _ in range(500)]
+    shown = [sort_digits.demonstrate(prompt, random) for prompt in prompts]
+    assert all(sorted(response[1:]) == sorted(prompt[:-1]) for prompt, response in zip(prompts, shown, strict=True))
+    num_right = sum(response == sort_digits.answer(prompt) for prompt, response in zip(prompts, shown, strict=True))
+    assert 0.05 < num_right / len(prompts) < 0.4
+
+
+def test_response_lengths_have_a_tail():
+    random = Random(0)
+    lengths = sorted(len(sort_digits.draw_prompt(random)) for _ in range(2000))
+    assert lengths[len(lengths) * 99 // 100] >= 2.5 * lengths[len(lengths) // 2]
+
+
+def test_data_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path):
+    texts = []
+    for number, seed in enumerate((0, 0, 1)):
+        sort_digits.write_data(tmp_path / str(number), 50, seed)
+        texts.append((tmp_path / str(number)).read_text())
+    assert texts[0] == texts[1] != texts[2]
+    row = json.loads(texts[0].splitlines()[0])
+    assert row["answer"] == sort_digits.answer(row["prompt"]) and row["num_digits"] == len(row["prompt"]) - 1
+
+
+def test_a_built_policy_loads_and_its_tokenizer_keeps_every_text(tmp_path: Path):
+    def example(random: Random) -> tuple[str, str]:
+        prompt = sort_digits.draw_prompt(random)
+        return prompt, sort_digits.answer(prompt)
+
+    first = build_policy(tmp_path / "first", sort_digits.CHARACTERS, example, seed=3, num_steps=1)
+    last = build_policy(tmp_path / "last", sort_digits.CHARACTERS, example, seed=3, num_steps=40)
+    assert last < 0.9 * first
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "last")
+    text = "5311:#1135"
+    assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eos_token_id], skip_special_tokens=True) == text
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    with torch.no_grad():
+        assert model(torch.tensor([tokenizer.encode(text)])).logits.shape == (1, len(text), len(tokenizer))
+
+
+def test_what_a_user_names_is_not_made(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = read_recipe(RECIPE, ["model.path=m", "data.path=d", "reward.path=r.py:f"])
+    assert missing_parts(recipe, is_dry_run=False) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_names_what_would_be_made_and_makes_nothing(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--dry-run", "run.seed=7"]) == 0
+    assert "path: runs/quickstart-policy/seed-7/policy" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_users_policy_gets_prompts_but_needs_a_reward_of_the_users(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--dry-run", "model.path=m", "reward.path=r.py:f"]) == 0
+    assert "path: runs/quickstart-policy/seed-0/openings.jsonl" in capsys.readouterr().out
+    assert main([f"model.path={tmp_path}", "run.dir=run"]) == 2
+    assert "reward.path is not set" in capsys.readouterr().err
+
+
+def test_the_quickstart_tells_a_mistake_like_the_program(capsys):
+    assert main(["run.stpes=3"]) == 2
+    assert capsys.readouterr().err == "headrace: error: unknown setting 'run.stpes'; the nearest is 'run.steps'\n"
+
+
+def quickstart(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "headrace.launch.quickstart", *words]
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
+    at_end(process.wait)
+    at_end(process.kill)
+    return process
+
+
+def metrics(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns(tmp_path: Path, seed: int):
+    process = quickstart(tmp_path, f"run.seed={seed}", "run.dir=run")
+    assert process.wait(timeout=1500) == 0
+    rewards = [row["reward/mean"] for row in metrics(tmp_path / "run")]
+    tenth = max(3, len(rewards) // 10)
+    assert sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth >= 0.3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accounting"]["holds"] and set(summary["versions_per_trajectory"]) == {"1"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / summary["export"]).num_parameters() > 0
+
+
+@pytest.mark.slow
+def test_the_quickstart_command_trains_a_real_checkpoint(tmp_path: Path, stories260k: Path):
+    (tmp_path / "rewards.py").write_text(
+        "def count_she(prompts, completions, completion_ids, **columns):\n"
+        "    return [min(completion.lower().count('she'), 5) / 5 for completion in completions]\n"
+    )
+    process = quickstart(
+        tmp_path, f"model.path={stories260k}", "reward.path=rewards.py:count_she",
+        "run.dir=run", "run.steps=60",
+    )  # fmt: skip
+    assert process.wait(timeout=800) == 0
+    rewards = [row["reward/mean"] for row in metrics(tmp_path / "run")]
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.3
+
+
+def test_ctrl_c_ends_the_quickstart_in_order(tmp_path: Path):
+    (tmp_path / "runs/quickstart-policy/seed-0").mkdir(parents=True)
+    build_policy(
+        tmp_path / "runs/quickstart-policy/seed-0/policy",
+        sort_digits.CHARACTERS, lambda random: ("12:", "#12"), seed=0, num_steps=1,
+    )  # fmt: skip
+    process = quickstart(tmp_path, "run.dir=run", "run.steps=100000")
+    deadline = time.monotonic() + 240
+    while len(metrics(tmp_path / "run")) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=240) == 130
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["accounting"]["holds"]) == ("interrupted", True)

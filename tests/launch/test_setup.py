@@ -1,0 +1,99 @@
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that set-up reads, and a stand-in for .venv's Python that notes down its arguments."""
+    for name in ("pyproject.toml", "constraints.txt", "launch/setup.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    return tmp_path
+
+
+def set_up(checkout: Path, *extras: str, **environment: str) -> list[str]:
+    """What .venv's Python was asked to do."""
+    (checkout / "calls").unlink(missing_ok=True)
+    subprocess.run(
+        ["bash", checkout / "launch/setup.sh", *extras],
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+    )
+    return (checkout / "calls").read_text().splitlines() if (checkout / "calls").exists() else []
+
+
+def test_set_up_installs_pinned_torch_first_and_then_the_project(checkout: Path):
+    torch, project = set_up(checkout, "test")
+    assert torch.endswith("install --quiet --constraint constraints.txt torch")
+    assert project.endswith("install --quiet --constraint constraints.txt --editable .[test]")
+    assert PINS["torch"] == "2.13.0"
+
+
+def test_set_up_does_nothing_when_it_is_current(checkout: Path):
+    assert set_up(checkout, "test")
+    assert set_up(checkout, "test") == []
+    assert set_up(checkout) == []
+
+
+def test_set_up_installs_again_for_other_extras_or_another_pin(checkout: Path):
+    set_up(checkout)
+    assert set_up(checkout, "test")
+    (checkout / "constraints.txt").write_text("torch==2.13.0\n")
+    assert set_up(checkout, "test")
+
+
+def test_set_up_without_a_python_says_what_to_set(checkout: Path):
+    shutil.rmtree(checkout / ".venv")
+    done = subprocess.run(
+        ["bash", checkout / "launch/setup.sh"],
+        check=False,
+        env={**os.environ, "PYTHON": "no-such-python"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (1, "setup: no Python 3.11 or newer found; set PYTHON to one\n")
+
+
+def test_every_direct_dependency_is_pinned_within_its_bounds():
+    groups = [PYPROJECT["project"]["dependencies"], PYPROJECT["project"]["optional-dependencies"]["test"]]
+    pins = {name.lower(): version for name, version in PINS.items()}
+    for requirement in map(Requirement, [*groups[0], *groups[1]]):
+        assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
+
+
+def test_every_folder_with_code_is_packaged():
+    folders = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == set(folders)
+    found = {path.parent.relative_to(ROOT).as_posix() for floor in ("comm", "relay", "trainer", "rollout", "launch")
+             for path in (ROOT / floor).rglob("__init__.py")}  # fmt: skip
+    assert set(folders.values()) == found
+
+
+@pytest.mark.parametrize(
+    "name", ["launch/setup.sh", "launch/quickstart.sh", "tests/run.sh", ".ci/run", "constraints.txt"]
+)
+def test_commands_name_no_package_registry(name: str):
+    text = (ROOT / name).read_text()
+    assert not re.search(r"https?://|index-url|pypi", text)
+    assert name == "constraints.txt" or subprocess.run(["bash", "-n", ROOT / name], check=True).returncode == 0
+
+
+def test_ci_runs_the_test_command_and_nothing_else():
+    lines = [line for line in (ROOT / ".ci/run").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) == 1 and lines[0].endswith('tests/run.sh"')

@@ -1,0 +1,179 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from headrace.comm.environment import LARGE_COPIES
+from headrace.comm.recipe import RoleSettings
+from headrace.launch.placement import started_again
+from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, Verdict, judge
+
+T = TypeVar("T")
+DRIVER = Path(__file__).parent / "support" / "seat_driver.py"
+DEADLINE_S = 240.0
+
+
+class RunningSeat:
+    """A seat with fake children, and what they noted down."""
+
+    def __init__(self, name: str, script: dict[str, list[str]], run_dir: Path, *, store: bool, shutdown_s: float):
+        self.events_file = run_dir / "events"
+        run_dir.mkdir(parents=True)
+        environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
+        command = [sys.executable, str(DRIVER), name, str(run_dir), "store" if store else "-", str(shutdown_s)]
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def events(self, name: str = "") -> list[str]:
+        lines = self.events_file.read_text().splitlines() if self.events_file.exists() else []
+        return [line for line in lines if line.startswith(name)]
+
+    def wait_for(self, event: str, count: int = 1) -> list[str]:
+        return until(lambda: found if len(found := self.events(event)) >= count else None)
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, errors
+
+
+def until(ready: Callable[[], T | None]) -> T:
+    deadline = time.monotonic() + DEADLINE_S
+    while (result := ready()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return result
+
+
+@pytest.fixture
+def seat(run_dir: Path) -> Iterator[Callable[..., RunningSeat]]:
+    started: list[RunningSeat] = []
+
+    def start(
+        name: str, script: dict[str, list[str]], *, store: bool = False, shutdown_s: float = 200.0
+    ) -> RunningSeat:
+        started.append(RunningSeat(name, script, run_dir, store=store, shutdown_s=shutdown_s))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.communicate()
+
+
+def test_a_seat_ends_with_its_child(seat):
+    running = seat("actor-0", {"actor-0": ["end"]})
+    assert running.end() == (0, "")
+    assert len(running.events("actor-0 start")) == 1
+
+
+def test_a_dead_rollout_comes_back_and_the_seat_ends_with_0(seat):
+    running = seat("rollout-1", {"rollout-1": ["die", "crash", "end"]})
+    code, errors = running.end()
+    assert code == 0
+    assert len(running.events("rollout-1 start")) == 3
+    assert "rollout-1 was ended by SIGKILL and is started again" in errors
+    assert "rollout-1 ended with exit code 1 and is started again" in errors
+
+
+def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(seat):
+    running = seat("rollout-0", {"rollout-0": ["die"]})
+    code, errors = running.end()
+    assert code == 1
+    assert len(running.events("rollout-0 start")) == MAX_RESTARTS + 1
+    assert running.events("rollout-0 told") == [
+        f"rollout-0 told rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
+    ]
+    assert "the run ends" in errors
+
+
+def test_a_dead_actor_is_told_to_the_hub_and_ends_the_run(seat):
+    running = seat("actor-0", {"actor-0": ["die"]})
+    code, errors = running.end()
+    assert (code, running.events("actor-0 told")) == (1, ["actor-0 told actor-0 was ended by SIGKILL"])
+    assert "actor-0 was ended by SIGKILL; the run ends" in errors
+
+
+def test_a_child_that_reported_its_error_is_not_reported_again(seat):
+    running = seat("actor-0", {"actor-0": ["crash"]})
+    assert running.end()[0] == 1
+    assert not running.events("actor-0 told")
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_2(seat):
+    code, errors = seat("rollout-0", {"rollout-0": ["mistake"]}).end()
+    assert code == 2
+    assert errors.startswith("headrace: rollout-0 ended the run. Its log is ")
+    assert errors.endswith("rollout-0.log:\n    some.setting is wrong\n")
+
+
+def test_the_lead_relays_seat_starts_the_hub_and_gives_the_relay_a_segment(seat):
+    running = seat("relay-0", {})
+    assert running.end() == (0, "")
+    [hub], [relay] = running.events("hub start"), running.events("relay-0 start")
+    assert hub.endswith(" -") and not relay.endswith(" -")
+
+
+@pytest.mark.parametrize("users", [None, "glibc.malloc.check=0"])
+def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_says_otherwise(seat, monkeypatch, users):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if users is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", users)
+    running = seat("rollout-0", {"rollout-0": ["wait"]})
+    pid = running.wait_for("rollout-0 start")[0].split()[2]
+    environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    expected = users or LARGE_COPIES["GLIBC_TUNABLES"]
+    assert [line for line in environment if line.startswith("GLIBC_TUNABLES")] == [f"GLIBC_TUNABLES={expected}"]
+    running.process.terminate()
+    assert running.end()[0] == 0
+
+
+def test_a_signal_reaches_each_role_once_and_the_store_last(seat):
+    running = seat("actor-0", {"actor-0": ["wait"], "store": ["wait"]}, store=True, shutdown_s=4.0)
+    running.wait_for("store start")
+    running.wait_for("actor-0 start")
+    running.process.send_signal(signal.SIGINT)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == (0, "")
+    signals = [line for line in running.events() if "signal" in line]
+    assert signals == [f"actor-0 signal {signal.SIGINT.value}", f"store signal {signal.SIGTERM.value}"]
+
+
+def test_a_child_that_ignores_signals_is_killed_by_name_after_the_deadline(seat):
+    running = seat("actor-0", {"actor-0": ["ignore"]}, shutdown_s=0.3)
+    running.wait_for("actor-0 start")
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 1
+    assert "actor-0 did not end within 0.3 s and is killed" in errors
+
+
+def test_no_child_outlives_a_killed_seat(seat):
+    running = seat("relay-0", {"relay-0": ["ignore"], "hub": ["ignore"]})
+    pids = [int(running.wait_for(f"{name} start")[0].split()[2]) for name in ("relay-0", "hub")]
+    running.process.kill()
+    until(lambda: True if not any(Path(f"/proc/{pid}").exists() for pid in pids) else None)
+
+
+def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
+    now = 1000.0
+    recent = [now - 1.0] * MAX_RESTARTS
+    assert judge("rollout", -9, recent, now, is_ending=False) is Verdict.UNTOLD
+    assert judge("rollout", -9, recent, now + RESTART_WINDOW_S, is_ending=False) is Verdict.RESTART
+
+
+def test_only_a_rollout_is_ever_started_again():
+    for role in ("actor", "relay", "hub", "store"):
+        assert judge(role, -9, [], 0.0, is_ending=False) is Verdict.UNTOLD
+    assert judge("rollout", -9, [], 0.0, is_ending=True) is Verdict.TOLD
+
+
+def test_a_relay_is_started_again_where_it_is_not_the_only_one():
+    for num_relays, verdict in ((1, Verdict.UNTOLD), (2, Verdict.RESTART)):
+        again = started_again(RoleSettings(relay=num_relays))
+        assert judge("relay", -9, [], 0.0, is_ending=False, again=again) is verdict

@@ -1,0 +1,180 @@
+"""Rows go to each task once; what a consumer leaves behind comes back; what is too stale or spoilt is thrown out and counted."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.hub_scene import Scene
+
+from headrace.comm.errors import SettingError
+from headrace.comm.messages import ColumnsDone, DropRows, HandOut, LeaseGrant, RowDone, RowId, StepTrained, TakeRows
+from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
+from headrace.relay.journal.journal import replay
+from headrace.relay.queue.tasks import pipeline
+
+MakeScene = Callable[..., Scene]
+TASKS = pipeline(QueueSettings(), AlgorithmSettings(kl_coef=0.1))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[MakeScene]:
+    scenes: list[Scene] = []
+
+    def make(**settings: object) -> Scene:
+        scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
+        s = scenes[-1]
+        s.boxes |= {name: s.post.open(name) for name in ("reference-0", "reference-1")}
+        return s
+
+    yield make
+    for each in scenes:
+        each.hub.books.journal.close()
+        each.post.close()
+
+
+def take(
+    s: Scene, consumer: str, question: int = 1, holding: tuple[int, ...] = (), tokens: int = 100
+) -> HandOut | None:
+    s.say(consumer, TakeRows(question, ["reference"], holding=holding, max_tokens=tokens))
+    (answer,) = s.heard(consumer) or [None]
+    assert answer is None or isinstance(answer, HandOut)
+    return answer
+
+
+def done(hand_out: HandOut) -> ColumnsDone:
+    rows = [group.row(i) for group in hand_out.groups for i in range(len(group.samples))]
+    units = [group.units[i] for group in hand_out.groups for i in range(len(group.samples))]
+    return ColumnsDone("reference", hand_out.number, ["ref_logprobs"], rows, units)
+
+
+def rows_of(hand_out: HandOut) -> set[RowId]:
+    return {group.row(i) for group in hand_out.groups for i in range(len(group.samples))}
+
+
+def ready(s: Scene, num_groups: int = 2) -> LeaseGrant:
+    grant = s.lease(num_groups=num_groups)
+    s.finish(grant)
+    return grant
+
+
+def train(s: Scene) -> list[HandOut]:
+    s.say("actor-0", TakeRows(1, ["train"], s.hub.state.step))
+    return [letter for letter in s.heard("actor-0") if isinstance(letter, HandOut)]
+
+
+def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    ready(s)
+    assert train(s) == []
+    first = take(s, "reference-0", tokens=10)
+    assert first is not None and len(rows_of(first)) == 2
+    s.say("reference-0", done(first))
+    second = take(s, "reference-0", question=2)
+    assert second is not None and not rows_of(second) & rows_of(first)
+    s.say("reference-0", done(second))
+    handed = [letter for letter in s.heard("actor-0") if isinstance(letter, HandOut)]
+    assert sum(len(hand_out.groups) for hand_out in handed) >= 1
+    assert replay(s.path) == s.hub.state
+
+
+def test_two_consumers_share_the_rows_and_none_goes_to_both(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    s.say("reference-0", TakeRows(1, ["reference"]))
+    s.say("reference-1", TakeRows(1, ["reference"]))
+    ready(s)
+    answers = [m for name in ("reference-0", "reference-1") for m in s.heard(name) if isinstance(m, HandOut)]
+    assert len(answers) == 2 and not rows_of(answers[0]) & rows_of(answers[1])
+
+
+def test_a_dead_consumers_rows_go_to_another_and_its_word_counts_no_more(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    ready(s)
+    first = take(s, "reference-0")
+    assert first is not None
+    s.hub.on_process_death("reference-0", "dead")
+    second = take(s, "reference-1")
+    assert second is not None and rows_of(second) >= rows_of(first)
+    s.say("reference-0", done(first))
+    assert s.hub.state.tasks["reference"].consumed == 0
+    s.say("reference-1", done(second))
+    s.say("reference-1", done(second))
+    record = s.hub.state.tasks["reference"]
+    assert record.consumed == len(rows_of(second)) and record.returned == len(rows_of(first)) and record.holds
+
+
+def test_an_answer_that_was_lost_comes_again_and_one_that_is_held_does_not(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    ready(s)
+    first = take(s, "reference-0", tokens=5)
+    again = take(s, "reference-0", question=2, tokens=5)
+    assert first is not None and again is not None and again.number == first.number
+    other = take(s, "reference-0", question=3, holding=(first.number,), tokens=5)
+    assert other is not None and other.number != first.number
+
+
+def test_bytes_that_a_consumer_adds_to_a_row_that_left_are_dropped(scene: MakeScene):
+    s = scene(tasks=TASKS, filter_zero_std=True)
+    (lease,) = (grant := s.lease()).leases
+    row = lease.group.row(0)
+    s.say("rollout-0", RowDone(row, 1, grant.version, ["relay-0#1"], 5, 1.0))
+    hand_out = take(s, "reference-0")
+    assert hand_out is not None
+    s.say("rollout-0", RowDone(row.group.row(1), 1, grant.version, ["relay-0#1"], 5, 1.0))
+    assert s.hub.state.account.filtered == 2
+    s.heard("relay-0")
+    s.say("reference-0", done(hand_out))
+    assert s.heard("relay-0") == [DropRows([row.key(1)])]
+    record = s.hub.state.tasks["reference"]
+    assert (record.void, record.consumed, record.holds) == (1, 0, True)
+
+
+def test_with_on_stale_evict_a_step_goes_on_without_the_straggler_which_is_counted(scene: MakeScene):
+    s = scene(max_staleness=0, on_stale="evict", per_step=1, capacity=2)
+    slow, fast = s.lease(), s.lease("rollout-1")
+    s.finish(fast, "rollout-1")
+    (hand_out,) = train(s)
+    assert hand_out.groups[0].group == fast.leases[0].group
+    s.say("actor-0", StepTrained(0))
+    assert s.hub.state.account.evicted == 2 and s.hub.state.holds
+    s.heard("relay-0")
+    s.finish(slow)
+    assert len(s.heard("relay-0")) == 2, "what comes too late is fenced off"
+    assert s.hub.state.holds
+
+
+@pytest.mark.parametrize(("on_failed", "evicted"), [("keep", 0), ("drop", 1)])
+def test_a_failed_member_leaves_its_group_or_takes_it_along(scene: MakeScene, on_failed: str, evicted: int):
+    s = scene(on_failed=on_failed)
+    (lease,) = (grant := s.lease()).leases
+    rows = [lease.group.row(sample) for sample in range(2)]
+    s.say("rollout-0", RowDone(rows[0], 1, grant.version, ["relay-0#1"], 5, 1.0))
+    s.say("rollout-0", RowDone(rows[1], 1, grant.version, [], 0, None, failure="no reward"))
+    account = s.hub.state.account
+    assert (account.failed, account.evicted, s.hub.state.holds) == (1, evicted, True)
+    assert len(train(s)) == 1 - evicted
+
+
+def test_a_users_sampler_chooses_among_the_complete_groups(scene: MakeScene, tmp_path: Path):
+    (tmp_path / "newest.py").write_text(
+        "class Newest:\n    def sample(self, items, room):\n        return sorted(items, key=lambda i: -i.order)[:1]\n"
+    )
+    s = scene(sampler=f"{tmp_path}/newest.py:Newest", per_step=1)
+    grant = ready(s)
+    (hand_out,) = train(s)
+    assert hand_out.groups[0].group == grant.leases[-1].group
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "yields", "problem"),
+    [
+        ("reference", (), ("x",), "already"),
+        ("a", ("nonsense",), ("x",), "nonsense"),
+        ("a", (), ("reward",), "reward"),
+        ("a", (), (), "no column"),
+        ("not a name", (), ("x",), "name"),
+    ],
+)
+def test_a_task_that_cannot_be_is_told_by_its_setting(name, needs, yields, problem: str):
+    task = TaskSettings(name=name, function="f.py:f", needs=needs, yields=yields)
+    with pytest.raises(SettingError, match=rf"queue\.tasks: .*{problem}"):
+        pipeline(QueueSettings(tasks=(task,)), AlgorithmSettings(kl_coef=0.1))

@@ -1,0 +1,113 @@
+"""Who may start and who may be trained: the staleness bound holds by construction, and nobody is stuck."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.comm.messages import GroupId, RowId
+from headrace.comm.recipe import BatchSettings, QueueSettings
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.state import HubState, RowStatus, apply
+from headrace.relay.queue.admission import Admission
+
+
+class Toy:
+    """A run of one-sample groups under an admission rule."""
+
+    def __init__(self, bound: int | None, per_step: int, steps: int = 8, capacity: int | None = None) -> None:
+        self.admission = Admission(
+            BatchSettings(prompts_per_step=per_step, samples_per_prompt=1),
+            QueueSettings(capacity=capacity, max_staleness=bound),
+            steps,
+        )
+        self.state = HubState()
+        apply(ev.Opened(epoch=1, samples_per_prompt=1), self.state)
+
+    def lease(self, version: int) -> bool:
+        if not self.admission.may_lease(self.state, version):
+            return False
+        group = GroupId(0, self.state.cursor)
+        apply(ev.Leased(group=group, samples=[0], attempt=1, version=version, holder="r"), self.state)
+        return True
+
+    def finish(self, group: GroupId) -> None:
+        version = self.state.groups[group].rows[0].version
+        row = group.row(0)
+        apply(ev.RowReady(row=row, units=["u"], version=version, num_tokens=1, reward=0.0), self.state)
+
+    def unfinished(self) -> list[GroupId]:
+        return [g.id for g in self.state.queued() if g.samples(RowStatus.LEASED)]
+
+    def train_if_ready(self) -> bool:
+        for group in self.admission.next_groups(self.state):
+            apply(ev.Handed(step=self.state.step, groups=[group.id]), self.state)
+        if self.admission.places(self.state) > 0:
+            return False
+        apply(ev.Trained(step=self.state.step), self.state)
+        return True
+
+
+def test_a_bound_of_zero_admits_one_batch_per_version():
+    toy = Toy(bound=0, per_step=3)
+    assert [toy.lease(0) for _ in range(4)] == [True, True, True, False]
+
+
+def test_without_a_bound_the_capacity_decides():
+    toy = Toy(bound=None, per_step=2)
+    assert [toy.lease(0) for _ in range(5)] == [True, True, True, True, False]
+
+
+def test_a_hand_out_ends_with_the_group_that_reaches_its_tokens():
+    toy = Toy(bound=None, per_step=3)
+    while toy.lease(0):
+        pass
+    for group in toy.unfinished():
+        toy.finish(group)
+    oldest = [group.id for group in toy.admission.next_groups(toy.state)]
+    assert len(oldest) == 3 and [group.id for group in toy.admission.next_groups(toy.state, 2)] == oldest[:2]
+
+
+def test_no_more_groups_are_started_than_the_last_steps_need():
+    toy = Toy(bound=None, per_step=2, steps=1)
+    assert [toy.lease(0) for _ in range(3)] == [True, True, False]
+
+
+def test_a_straggler_that_is_due_holds_its_step_back():
+    toy = Toy(bound=0, per_step=2)
+    assert toy.lease(0) and toy.lease(0)
+    toy.finish(GroupId(0, 0))
+    assert not toy.train_if_ready()
+    toy.finish(GroupId(0, 1))
+    assert toy.train_if_ready()
+
+
+def test_a_failed_group_frees_its_place():
+    toy = Toy(bound=0, per_step=1)
+    assert toy.lease(0) and not toy.lease(0)
+    apply(ev.RowFailed(row=RowId(0, 0, 0), reason="x"), toy.state)
+    assert toy.lease(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bound=st.integers(0, 3),
+    per_step=st.integers(1, 4),
+    lags=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=50),
+)
+def test_the_bound_holds_for_any_order_of_finishing(bound: int, per_step: int, lags: list[int], choices: list[int]):
+    toy = Toy(bound=bound, per_step=per_step)
+    turn = 0
+    while toy.state.step < 8:
+        turn += 1
+        choice = choices[turn % len(choices)]
+        version = max(0, toy.state.step - lags[turn % len(lags)])
+        while toy.lease(version):
+            pass
+        while toy.lease(toy.state.step) and choice % 3:
+            pass
+        unfinished = toy.unfinished()
+        if unfinished:
+            toy.finish(unfinished[choice % len(unfinished)])
+        toy.train_if_ready()
+        assert turn < 2000, "nobody can go on"
+    assert max(toy.state.staleness) <= bound

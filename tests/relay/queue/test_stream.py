@@ -1,0 +1,143 @@
+"""A stream plans the micro-batches once, on all ranks alike; rows that are nowhere cost their groups, on all ranks too."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.messages import GroupId, HandOut, Message, RowsMissing, Stop, TakeRows
+from headrace.comm.messages.queue import GroupRef
+from headrace.relay.queue.replicated_rows import Units, unit_name
+from headrace.relay.queue.stream import Batch, ExperienceStream
+
+PATIENCE_S = 30.0
+
+
+class Ranks:
+    """Collectives of threads: each gives a value and gets those of all."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait(PATIENCE_S)
+        values = list(self.values)
+        self.barrier.wait(PATIENCE_S)
+        return values
+
+
+class ThreadRank:
+    """A rank's end of `Ranks`."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.size = ranks, rank, len(ranks.values)
+
+    def share(self, message: Message | None) -> Message:
+        return self.ranks.exchange(self.rank, message)[0]
+
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        return [any(each) for each in zip(*self.ranks.exchange(self.rank, flags), strict=True)]
+
+
+class Scene:
+    """A hub's mailbox, a relay with a unit, and a stream on each of some ranks."""
+
+    def __init__(self, size: int, max_tokens: int = 10) -> None:
+        town = MemoryTown()
+        self.post, self.hub = town.post, town.post.open("hub")
+        relay = MemoryFleet.enter(town, "relay", 0)
+        self.unit, self.name = relay.host_rows(), unit_name(relay.me)
+        relay.announce(unit=self.unit.address)
+        ranks = Ranks(size)
+        self.units: list[Units] = []
+        self.streams: list[ExperienceStream] = []
+        for rank in range(size):
+            fleet = MemoryFleet.enter(town, "actor", rank)
+            self.units.append(Units(fleet))
+            wires = (fleet.post.open(fleet.name), self.units[-1], ["train"])
+            team = ThreadRank(ranks, rank)
+            stream = ExperienceStream(
+                *wires, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S
+            )
+            self.streams.append(stream.start())
+
+    def group(self, prompt: int, lengths: list[int], absent: tuple[int, ...] = ()) -> GroupRef:
+        """A group whose third attempts are stored, but for the absent ones."""
+        n = len(lengths)
+        group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [0.0] * n)
+        for i in set(range(n)) - set(absent):
+            self.units[0].store(group.key(i), {"response_ids": np.full(lengths[i], prompt)})
+        return group
+
+    def hand_out(self, *groups: GroupRef, total: int) -> None:
+        question = self.hear(TakeRows).question
+        self.hub_says("actor-0", HandOut(0, 0, total, list(groups), {}, question=question))
+
+    def hub_says(self, name: str, message: Message) -> None:
+        self.hub.send(name, message)
+
+    def hear(self, kind: type[Any]) -> Any:
+        while (letter := self.hub.receive(PATIENCE_S)) is not None:
+            if isinstance(letter.message, kind):
+                return letter.message
+        raise AssertionError(f"no {kind.__name__}")
+
+    def batches(self) -> list[Batch]:
+        return [stream.next() for stream in self.streams]
+
+    def close(self) -> None:
+        self.hub_says("actor-0", Stop("over"))
+        for stream, units in zip(self.streams, self.units, strict=True):
+            stream.close()
+            units.close()
+        self.unit.close()
+        self.post.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Any]:
+    scenes: list[Scene] = []
+
+    def make(size: int, **settings: int) -> Scene:
+        scenes.append(Scene(size, **settings))
+        return scenes[-1]
+
+    yield make
+    for each in scenes:
+        each.close()
+
+
+def test_ranks_share_the_rows_and_have_equally_many_micro_batches(scene: Any):
+    s = scene(2)
+    s.hand_out(s.group(0, [9, 2, 3, 2]), s.group(1, [6, 6]), total=2)
+    first, second = s.batches()
+    assert len(first.micro_batches) == len(second.micro_batches) > 1
+    keys = [row.key for batch in (first, second) for row in batch.rows]
+    assert len(set(keys)) == len(keys) == 6
+    for batch in (first, second):
+        assert all(sum(row.num_tokens for row in part) <= 10 for part in batch.micro_batches)
+        assert [len(ids) for ids in batch["response_ids"]] == [row.num_tokens for row in batch.rows]
+
+
+def test_a_rank_without_a_row_gets_the_batch_as_well(scene: Any):
+    s = scene(2)
+    s.hand_out(s.group(0, [4]), total=1)
+    assert sorted(len(batch) for batch in s.batches()) == [0, 1]
+
+
+def test_a_group_of_which_one_rank_misses_a_row_is_left_out_on_all_and_the_attempt_is_reported(scene: Any):
+    s = scene(2)
+    s.hand_out(s.group(0, [5, 5]), s.group(1, [5, 5], absent=(1,)), total=3)
+    batches = s.batches()
+    assert s.hear(RowsMissing).attempts == [3]
+    for batch in batches:
+        assert [group.group for group in batch.hand_out.groups] == [GroupId(0, 0)]
+        assert {row.row.group for row in batch.rows} <= {GroupId(0, 0)}
+    assert sum(len(batch) for batch in batches) == 2
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert s.hear(TakeRows).received == 1, "the group that was left out is asked for again"

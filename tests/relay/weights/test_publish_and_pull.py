@@ -1,0 +1,330 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from support.closing import at_end
+
+from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
+from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.messages import VersionComplete
+from headrace.comm.recipe import CommSettings
+from headrace.comm.shared_memory import Segment
+from headrace.comm.waits import waiting
+from headrace.relay.weights import push
+from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.publisher import WeightPublisher
+from headrace.relay.weights.reader import WeightReader
+from headrace.relay.weights.server import WeightKeeper
+from headrace.relay.weights.slots import NothingReadable
+
+PATIENCE_S = 60.0
+SHAPES = {"embed": (1000, 64), "norm": (64,), "head": (1000, 64)}
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Town:
+    """Relays, an actor and readers of one test, in one process; everything is closed at its end."""
+
+    def __init__(self, link="auto", num_relays=1, dtype="float32", **settings):
+        self.settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=PATIENCE_S, **settings)  # pyright: ignore[reportArgumentType]
+        self.town = MemoryTown()
+        self.layout = Layout.of(weights(0), dtype)
+        self.open = []
+        at_end(self.close)
+        self.fleets = []
+        self.hub = self.join("hub").post.open("hub")
+        self.relays = [self.relay(index) for index in range(num_relays)]
+
+    def join(self, role, index=0, info=None, host="here"):
+        return MemoryFleet.enter(self.town, role, index, info, self.settings, host)
+
+    def relay(self, index, host="here"):
+        segment = Segment.create_anonymous()
+        fleet = self.join("relay", index, {"segment": segment.path}, host)
+        keeper = WeightKeeper(fleet, segment, self.settings)
+        self.open += [segment, keeper]
+        self.fleets.append(fleet)
+        return keeper
+
+    def publisher(self):
+        self.open.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
+        return self.open[-1]
+
+    def reader(self, index=0, layout=None):
+        self.open.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
+        return self.open[-1]
+
+    def close(self):
+        while self.open:
+            self.open.pop().close()
+
+
+@pytest.fixture(params=["auto", "tcp"])
+def town(request):
+    return Town(request.param)
+
+
+def until(ready):
+    with waiting("the relays", "a change", deadline_s=PATIENCE_S) as wait:
+        return wait.until(ready)
+
+
+def pulled(reader):
+    into = np.zeros(reader.layout.num_bytes, np.uint8)
+    receipt = reader.pull(into, deadline_s=PATIENCE_S)
+    return receipt, reader.layout.views(into)
+
+
+def assert_is(views, version, dtype=torch.float32):
+    assert all(torch.equal(views[name], tensor.to(dtype)) for name, tensor in weights(version).items())
+
+
+def test_a_reader_gets_what_was_published(town):
+    publisher, reader = town.publisher(), town.reader()
+    assert reader.newest() is None
+    publisher.publish(0, weights(0))
+    receipt, views = pulled(reader)
+    assert receipt.version == 0
+    assert len(receipt.digest) == 32
+    assert_is(views, 0)
+
+
+def test_the_newest_version_follows_each_publish(town):
+    publisher, reader = town.publisher(), town.reader()
+    for version in range(1, 6):
+        publisher.publish(version, weights(version))
+        until(lambda version=version: reader.newest() == version)
+        receipt, views = pulled(reader)
+        assert receipt.version == version
+        assert_is(views, version)
+
+
+def test_the_hub_is_told_of_each_complete_version_with_its_digest(town):
+    publisher, reader = town.publisher(), town.reader()
+    publisher.publish(3, weights(3))
+    receipt, _ = pulled(reader)
+    assert town.hub.receive(PATIENCE_S).message == VersionComplete(3, receipt.digest)
+    assert town.hub.receive(0.05) is None
+
+
+def test_tensors_may_change_once_publish_has_returned(town):
+    publisher, reader = town.publisher(), town.reader()
+    tensors = weights(1)
+    publisher.publish(1, tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert_is(pulled(reader)[1], 1)
+
+
+def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(town):
+    publisher, reader = town.publisher(), town.reader()
+    for version in range(60):
+        publisher.publish(version, weights(version))
+        if reader.newest() is not None:
+            receipt, views = pulled(reader)
+            assert_is(views, receipt.version)
+    until(lambda: reader.newest() == 59)
+    assert_is(pulled(reader)[1], 59)
+
+
+def test_what_was_published_before_the_close_arrives(town):
+    reader, publisher = town.reader(), town.publisher()
+    publisher.publish(8, weights(8))
+    publisher.close()
+    until(lambda: reader.newest() == 8)
+    assert_is(pulled(reader)[1], 8)
+
+
+def test_weights_are_cast_on_the_way():
+    town = Town(dtype="bfloat16")
+    publisher, reader = town.publisher(), town.reader()
+    publisher.publish(1, weights(1))
+    assert_is(pulled(reader)[1], 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize("link", ["auto", "tcp"])
+def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
+    town = Town(link, num_relays=3)
+    publisher, readers = town.publisher(), [town.reader(index) for index in range(3)]
+    assert len({reader._relay.name for reader in readers}) == 3
+    for version in (1, 2, 3):
+        publisher.publish(version, weights(version))
+    for reader in readers:
+        until(lambda reader=reader: reader.newest() == 3)
+        assert_is(pulled(reader)[1], 3)
+
+
+def test_a_relay_that_joins_late_catches_up():
+    town = Town(num_relays=1)
+    publisher = town.publisher()
+    publisher.publish(5, weights(5))
+    late = town.relay(1)
+    assert until(lambda: late.newest == 5)
+
+
+def test_a_dead_relay_in_the_middle_is_passed_over():
+    town = Town(num_relays=3)
+    publisher = town.publisher()
+    publisher.publish(1, weights(1))
+    assert until(lambda: [relay.newest for relay in town.relays] == [1, 1, 1])
+    town.fleets[1].vanish()
+    town.relays[1].close()
+    publisher.publish(2, weights(2))
+    assert until(lambda: town.relays[2].newest == 2)
+    assert town.relays[1].newest == 1
+
+
+def test_without_its_head_the_chain_begins_at_the_next_relay():
+    town = Town(num_relays=2)
+    publisher = town.publisher()
+    town.fleets[0].vanish()
+    town.relays[0].close()
+    publisher.publish(1, weights(1))
+    assert until(lambda: town.relays[1].newest == 1)
+
+
+def test_another_layout_is_refused_by_name():
+    town = Town()
+    town.publisher().publish(1, weights(1))
+    other = Layout.of({"embed": torch.zeros(1)}, "float32")
+    with pytest.raises(WrongDigest, match="relay-0.*model.path"):
+        town.reader(layout=other).pull(np.zeros(64, np.uint8), PATIENCE_S)
+
+
+def test_waiting_for_a_first_version_names_the_relay():
+    town = Town()
+    with pytest.raises(WaitTimeout, match="relay-0, a first version"):
+        town.reader().pull(np.zeros(town.layout.num_bytes, np.uint8), 0.05)
+
+
+def test_pulls_of_many_threads_during_pushes_are_whole():
+    town = Town()
+    publisher = town.publisher()
+    publisher.publish(0, weights(0))
+    failures, pulls, stop = [], [], threading.Event()
+
+    def pull(reader):
+        while not stop.is_set():
+            receipt, views = pulled(reader)
+            pulls.append(receipt.version)
+            if not torch.equal(views["head"], weights(receipt.version)["head"]):
+                failures.append(receipt)
+
+    readers = [town.reader(index) for index in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        pulling = [pool.submit(pull, reader) for reader in readers]
+        try:
+            for version in range(1, 40):
+                publisher.publish(version, weights(version))
+                until(lambda version=version: town.relays[0].newest == version and version in pulls[-3:])
+        finally:
+            stop.set()
+        for done in pulling:
+            done.result()
+    assert not failures
+
+
+def test_a_version_that_only_the_dead_head_had_is_brought_to_the_next():
+    town = Town(num_relays=2)
+    publisher = town.publisher()
+    town.relays[0]._chain.close()
+    publisher.publish(4, weights(4))
+    assert until(lambda: town.relays[0].newest == 4)
+    assert town.relays[1].newest is None
+    town.fleets[0].vanish()
+    assert until(lambda: town.relays[1].newest == 4)
+
+
+def test_an_older_version_comes_from_whichever_relay_still_holds_it(town):
+    publisher, reader = town.publisher(), town.reader()
+    for version in (1, 2):
+        publisher.publish(version, weights(version))
+        until(lambda version=version: reader.newest() == version)
+    into = np.zeros(town.layout.num_bytes, np.uint8)
+    assert reader.pull_version(1, into).version == 1
+    assert_is(town.layout.views(into), 1)
+    late = town.relay(1)
+    until(lambda: late.newest == 2)
+    other = next(r for r in (town.reader(1), town.reader(2)) if r._relay.name == "relay-1")
+    if town.settings.link == "auto":
+        assert [held.version for held in other._shelf.held()] == [2]
+    assert other.pull_version(1, into).version == 1
+    assert_is(town.layout.views(into), 1)
+    with pytest.raises(NothingReadable, match="archive"):
+        other.pull_version(0, into)
+
+
+def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
+    town = Town(link="shm")
+    reader, actor = town.join("rollout", 7, host="elsewhere"), town.join("actor", 7, host="elsewhere")
+    with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
+        WeightReader(reader, town.layout, town.settings)
+    publisher = WeightPublisher(actor, town.layout, town.settings)
+    town.open.append(publisher)
+    publisher.publish(1, weights(1))
+    until(lambda: publisher._failure)
+    with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
+        publisher.publish(2, weights(2))
+
+
+def test_a_reader_on_a_host_without_a_relay_is_fed():
+    town = Town()
+    publisher = town.publisher()
+    reader = WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
+    town.open.append(reader)
+    publisher.publish(1, weights(1))
+    until(lambda: reader.newest() == 1)
+    assert_is(pulled(reader)[1], 1)
+
+
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_bytes_that_have_not_their_digest_are_refused_at_the_pull(is_polled):
+    town = Town()
+    publisher, reader = town.publisher(), town.reader()
+    publisher.publish(1, weights(1))
+    until(lambda: town.relays[0].newest == 1)
+    held = town.relays[0].desk.shelf.newest_held()
+    assert held is not None
+    town.relays[0].desk.shelf.segment.slot(held.slot)[5] ^= 1
+    if is_polled:
+        assert reader.newest() == 1
+    with pytest.raises(WrongDigest, match="relay-0"):
+        reader.pull(np.zeros(town.layout.num_bytes, np.uint8), PATIENCE_S)
+    publisher.publish(2, weights(2))
+    until(lambda: reader.newest() == 2)
+    assert_is(pulled(reader)[1], 2)
+
+
+def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
+    town = Town()
+    publisher, reader = town.publisher(), town.reader()
+    for version in (1, 2):
+        publisher.publish(version, weights(version))
+        until(lambda version=version: reader.newest() == version and reader._checked is not None)
+        assert_is(pulled(reader)[1], version)
+        assert pulled(reader)[0].version == version
+
+
+def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dead(monkeypatch):
+    monkeypatch.setattr(push, "ANSWER_S", 0.5)
+    monkeypatch.setattr(push, "LEASE_S", 0.5)
+    town = Town(num_relays=0, expiry_s=10 * PATIENCE_S)
+    frozen = Segment.create_anonymous()
+    town.open.append(frozen)
+    letters = town.join("relay", 0, {"segment": frozen.path}).post.open("relay-0/weights")
+    town.relays = [town.relay(1)]
+    publisher = town.publisher()
+    for version in (1, 2, 3):
+        publisher.publish(version, weights(version))
+        assert until(lambda version=version: town.relays[0].newest == version)
+    assert [relay.name for relay in town.relays[0]._fleet.living("relay")] == ["relay-0", "relay-1"]
+    asked = 0
+    while letters.receive(0) is not None:
+        asked += 1
+    assert 1 <= asked <= 3  # once given up, it is not asked again for every version

@@ -1,0 +1,54 @@
+import pytest
+import torch
+from support.policies import plain_logprobs, random_prompts, tiny_policy
+from transformers import AutoModelForCausalLM
+
+from headrace.rollout import Engine, SamplingParams
+from headrace.trainer.policy.model import load_policy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("attention", ["triton", "gather"])
+def test_logprobs_on_a_gpu_are_those_of_transformers(tmp_path, family, attention):
+    path = tiny_policy(tmp_path, family)
+    engine = Engine(path, max_running=7, attention=attention)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    for completion in engine.generate(random_prompts(12, longest=120), SamplingParams(max_new_tokens=60, n=2)):
+        expected = plain_logprobs(model, completion.prompt_ids, completion.token_ids)
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-3
+    engine.check()
+
+
+def test_captured_steps_give_what_eager_steps_give(tmp_path):
+    path = tiny_policy(tmp_path)
+    prompts, params = random_prompts(20, longest=120), SamplingParams(max_new_tokens=60, n=2)
+    captured, eager = Engine(path, max_running=13), Engine(path, max_running=13)
+    eager.runner._graphs = None
+    found = [[c.token_ids for c in engine.generate(prompts, params)] for engine in (captured, eager)]
+    assert found[0] == found[1]
+
+
+def test_captured_steps_follow_weights_overwritten_in_place(tmp_path):
+    policy = load_policy(tiny_policy(tmp_path / "a"), device="cuda")
+    other = load_policy(tiny_policy(tmp_path / "b", seed=1), device="cuda")
+    params = SamplingParams(max_new_tokens=20, temperature=0)
+    expected = Engine(other).generate([[5, 6, 7]], params)[0].token_ids
+    engine = Engine(policy)
+    engine.generate([[5, 6, 7]], params)
+    with torch.no_grad():
+        for name, weight in policy.weights().items():
+            weight.copy_(other.weights()[name])
+    engine.weights_changed()
+    assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
+
+
+def test_a_packed_half_precision_forward_is_near_the_cpu_s(tmp_path):
+    path = tiny_policy(tmp_path, "qwen2")
+    tokens, lengths = torch.arange(4, 94), torch.tensor([0, 30, 90])
+    reference, policy = load_policy(path), load_policy(path, "bfloat16", "cuda")
+    with torch.no_grad():
+        expected = reference.logits(reference.forward_packed(tokens, lengths)).log_softmax(-1)
+        found = policy.logits(policy.forward_packed(tokens.cuda(), lengths)).log_softmax(-1)
+    assert (found.cpu() - expected).abs().mean() < 0.1

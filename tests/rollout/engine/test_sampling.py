@@ -1,0 +1,63 @@
+import torch
+
+from headrace.rollout.engine.sampling import SamplingParams, SamplingRows, sample, stream_key, uniforms
+
+
+def drawn(logits, params, count):
+    """Relative frequencies of `count` draws."""
+    keys = [stream_key(3, i) for i in range(count)]
+    rows = SamplingRows([params] * count, keys)
+    tokens, logprobs, _ = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
+    return torch.bincount(tokens, minlength=logits.numel()) / count, tokens, logprobs
+
+
+def test_numbers_are_uniform_and_differ_between_streams_and_positions():
+    keys = torch.tensor([stream_key(0, i) for i in range(200)])
+    numbers = torch.stack([uniforms(keys, torch.full((200,), t)) for t in range(200)])
+    assert numbers.min() > 0 and numbers.max() < 1
+    histogram = torch.histc(numbers, 20, 0, 1) / numbers.numel()
+    assert (histogram - 0.05).abs().max() < 0.005
+    assert numbers.unique().numel() > 39_000
+    for axis in (0, 1):
+        left, right = numbers.narrow(axis, 0, 199).flatten(), numbers.narrow(axis, 1, 199).flatten()
+        assert torch.corrcoef(torch.stack((left, right)))[0, 1].abs() < 0.02
+
+
+def test_tokens_come_as_often_as_their_probability_says():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
+    frequencies, tokens, logprobs = drawn(logits, SamplingParams(temperature=2), 20_000)
+    expected = (logits / 2).softmax(0)
+    assert (frequencies - expected).abs().max() < 0.01
+    assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
+
+
+def test_top_k_top_p_and_min_p_drop_the_unlikely_and_renormalise():
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04]).log()
+    kept = {
+        SamplingParams(top_k=2): 2,
+        SamplingParams(top_p=0.85): 3,
+        SamplingParams(min_p=0.1): 4,
+        SamplingParams(top_k=4, top_p=0.2): 1,
+    }
+    for params, count in kept.items():
+        frequencies, tokens, logprobs = drawn(logits, params, 4_000)
+        expected = logits[:count].softmax(0)
+        assert (frequencies[count:] == 0).all()
+        assert (frequencies[:count] - expected).abs().max() < 0.03
+        assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
+
+
+def test_greedy_and_random_rows_share_a_batch():
+    logits = torch.randn(4, 50)
+    params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0)]
+    rows = SamplingRows(params, [1, 2, 3, 4])
+    tokens, logprobs, _ = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
+    assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
+    assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.full((1, 1000), float("-inf"))
+    logits[0, 500:520] = 0
+    _, tokens, _ = drawn(logits, SamplingParams(), 5_000)
+    assert tokens.min() == 500 and tokens.max() == 519

@@ -1,0 +1,116 @@
+"""Rewards run in processes of their own: whatever the user's function does, the run goes on."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.comm.recipe import RewardSettings
+from headrace.rollout.rewards.pool import RewardPool, Scored
+
+
+@pytest.fixture
+def pool(tmp_path: Path):
+    """Makes a pool for a function's source; closes it at the end."""
+    pools: list[RewardPool] = []
+
+    def make(source: str, name: str = "reward", timeout_s: float = 120.0) -> RewardPool:
+        file = tmp_path / "rewards.py"
+        file.write_text(source)
+        pools.append(RewardPool(RewardSettings(path=f"{file}:{name}", timeout_s=timeout_s)))
+        return pools[-1]
+
+    yield make
+    for each in pools:
+        each.close()
+
+
+def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[Scored]:
+    for number, row in enumerate(rows):
+        completion = completions[number] if completions else "text"
+        pool.submit(Scored(number, {"prompt": "p", **row}, completion, [1, 2]))
+    done: list[Scored] = []
+    deadline = time.monotonic() + 240
+    while len(done) < len(rows) and time.monotonic() < deadline:
+        done += pool.finished()
+        time.sleep(0.005)
+    return sorted(done, key=lambda item: item.key)
+
+
+TRL = "def reward(prompts, completions, completion_ids, answer, **columns):\n"
+MakePool = Callable[..., RewardPool]
+
+
+def test_trl_functions_get_the_columns_of_the_data(pool: MakePool):
+    source = TRL + "    return [float(a == c) for a, c in zip(answer, completions)]\n"
+    done = score(pool(source), {"answer": "x"}, {"answer": "y"}, completions=["x", "x"])
+    assert [item.reward for item in done] == [1.0, 0.0]
+
+
+def test_verl_functions_are_called_per_sample(pool: MakePool):
+    source = "def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) + ground_truth\n"
+    done = score(pool(source), {"ground_truth": 10}, completions=["abc"])
+    assert done[0].reward == 13.0
+
+
+def test_async_functions_are_awaited(pool: MakePool):
+    source = "async def reward(prompts, completions, completion_ids, **columns):\n    return [2.5 for _ in prompts]\n"
+    assert score(pool(source), {})[0].reward == 2.5
+
+
+def test_what_the_function_prints_does_not_reach_the_answers(pool: MakePool):
+    source = TRL + "    print('{\"rewards\": [9]}')\n    return [1.0 for _ in prompts]\n"
+    assert score(pool(source), {"answer": 1})[0].reward == 1.0
+
+
+def test_one_bad_trajectory_costs_only_itself(pool: MakePool):
+    source = TRL + "    return [1.0 / a for a in answer]\n"
+    done = score(pool(source), {"answer": 2}, {"answer": 0}, {"answer": 4})
+    assert [item.reward for item in done] == [0.5, None, 0.25]
+    assert "ZeroDivisionError" in done[1].failure
+    assert "rewards.py:2" in done[1].failure
+
+
+def test_none_is_a_failure(pool: MakePool):
+    done = score(pool(TRL + "    return [a for a in answer]\n"), {"answer": None}, {"answer": 1})
+    assert [item.reward for item in done] == [None, 1.0]
+    assert "None" in done[0].failure
+
+
+def test_a_hung_call_ends_at_its_deadline_and_the_next_one_works(pool: MakePool):
+    source = (
+        "import time\n" + TRL + "    time.sleep(60 if answer[0] == 'hang' else 0)\n    return [1.0 for _ in prompts]\n"
+    )
+    rewards = pool(source, timeout_s=4.0)
+    assert score(rewards, {"answer": "go"})[0].reward == 1.0
+    assert "reward.timeout_s" in score(rewards, {"answer": "hang"})[0].failure
+    assert score(rewards, {"answer": "go"})[0].reward == 1.0
+
+
+def test_a_crashing_process_costs_one_reward(pool: MakePool):
+    source = "import os\n" + TRL + "    answer[0] == 'die' and os._exit(7)\n    return [1.0 for _ in prompts]\n"
+    rewards = pool(source)
+    assert score(rewards, {"answer": "go"})[0].reward == 1.0
+    assert "ended" in score(rewards, {"answer": "die"})[0].failure
+    assert score(rewards, {"answer": "go"})[0].reward == 1.0
+
+
+def test_a_function_that_only_ever_fails_is_the_users_mistake(pool: MakePool):
+    rewards = pool(TRL + "    raise RuntimeError('no such verifier')\n")
+    with pytest.raises(SettingError, match=r"reward\.path.*no such verifier"):
+        for _ in range(5):
+            score(rewards, {"answer": 1})
+
+
+def test_a_wrong_number_of_rewards_is_told(pool: MakePool):
+    assert "2 rewards for 1" in score(pool(TRL + "    return [1.0, 2.0]\n"), {"answer": 1})[0].failure
+
+
+def test_chat_prompts_get_chat_completions(pool: MakePool):
+    source = (
+        "def reward(prompts, completions, completion_ids):\n    return [len(c[0]['content']) for c in completions]\n"
+    )
+    row = {"prompt": [{"role": "user", "content": "hi"}]}
+    assert score(pool(source), row, completions=["four"])[0].reward == 4.0

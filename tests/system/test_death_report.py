@@ -1,0 +1,115 @@
+"""The end of a killed process's connection tells the hub of its death, long before its heartbeat would."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
+
+import pytest
+
+from headrace.comm.fleet import Fleet
+from headrace.comm.messages import Stop
+from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, RelaySettings, RepackSettings
+from headrace.comm.store import StoreServer
+from headrace.comm.waits import waiting
+from headrace.relay import loop as relay_loop
+from headrace.relay.dataset import JsonLines
+from headrace.relay.hub.hub import Hub
+from headrace.relay.hub.loop import Watch
+from headrace.relay.journal.events import Event, Leased, Opened, Returned
+from headrace.relay.journal.journal import Journal, read_events
+from headrace.relay.journal.state import HubState
+from headrace.relay.prompts import PromptPool
+from headrace.relay.queue.admission import Admission
+
+E = TypeVar("E", bound=Event)
+PATIENCE_S = 60.0
+NEVER_S = 1e5
+
+ROLLOUT = """
+import sys
+from headrace.comm.fleet import Fleet
+from headrace.comm.messages import Stop
+from headrace.comm.messages import LeaseRequest
+from headrace.comm.recipe import CommSettings
+from headrace.relay.queue.replicated_rows import Units
+fleet = Fleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings(heartbeat_s=0.02))
+fleet.nearest("relay", having="unit")
+units, mailbox = Units(fleet), fleet.post.open(fleet.name)
+units.attach()
+mailbox.send("hub", LeaseRequest(1, 0, 2))
+mailbox.receive(60)
+print("leased", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Town:
+    """A store, a hub, a relay's own loop as a thread, and a rollout in a process of its own that takes two leases."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hosted = StoreServer("127.0.0.1")
+        self.settings = CommSettings(heartbeat_s=0.02, expiry_s=NEVER_S, deadline_s=PATIENCE_S)
+        self.fleets = {role: self.join(role) for role in ("hub", "relay")}
+        recipe = SimpleNamespace(comm=self.settings, relay=RelaySettings())
+        self.relay = threading.Thread(target=relay_loop.run, args=(self.fleets["relay"], recipe), daemon=True)
+        self.relay.start()
+        (folder / "data.jsonl").write_text('{"prompt": "p"}\n' * 5)
+        queue = QueueSettings()
+        self.hub = Hub(
+            self.fleets["hub"].post.open("hub"),
+            HubState(),
+            Journal(folder / "journal.jsonl"),
+            PromptPool(JsonLines(folder / "data.jsonl"), shuffle=False, seed=0),
+            Admission(BatchSettings(prompts_per_step=2, samples_per_prompt=2), queue, num_steps=10),
+            queue,
+            RepackSettings(),
+        )
+        self.hub.books.decide(Opened(epoch=1, samples_per_prompt=2))
+        self.watch = Watch(self.hub, self.fleets["hub"])
+        command = [sys.executable, "-c", ROLLOUT, self.hosted.address]
+        self.rollout = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def join(self, role: str) -> Fleet:
+        return Fleet.join(self.hosted.address, role, 0, b"s", {}, self.settings)
+
+    def turn_until(self, kind: type[E], count: int) -> list[E]:
+        with waiting("hub", kind.__name__, PATIENCE_S) as wait:
+            while len(found := [event for event in self.events() if isinstance(event, kind)]) < count:
+                assert self.watch.turn() is None
+                wait.check()
+        return found
+
+    def events(self) -> list[Event]:
+        return [event for _, event in read_events(self.hub.books.journal.path)]
+
+    def close(self) -> None:
+        self.rollout.kill()
+        self.rollout.communicate()
+        self.hub.mailbox.send("relay-0", Stop("the test ends"))
+        self.relay.join(PATIENCE_S)
+        self.hub.books.journal.close()
+        for fleet in self.fleets.values():
+            fleet.leave()
+
+
+@pytest.fixture
+def town(tmp_path: Path):
+    town = Town(tmp_path)
+    yield town
+    town.close()
+
+
+def test_the_leases_of_a_killed_process_come_back_by_the_end_of_its_connection(town: Town):
+    """Its heartbeat cannot tell: it expires after a day."""
+    leased = town.turn_until(Leased, 2)
+    assert town.rollout.stdout is not None and town.rollout.stdout.readline() == "leased\n"
+    assert not [event for event in town.events() if isinstance(event, Returned)]
+    town.rollout.kill()
+    returned = town.turn_until(Returned, 2)
+    assert [(e.group, e.attempt) for e in returned] == [(e.group, e.attempt) for e in leased]
+    assert {e.reason for e in returned} == {"the connection of incarnation 1 ended"}
+    assert [m.alive for m in town.fleets["hub"].members("rollout")] == [True]
+    assert town.hub.state.holds

@@ -1,0 +1,232 @@
+"""The whole program with all roles real, as a user starts it: small runs of a tiny policy."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.job import DEADLINE_S, MakeJob, assert_account_adds_up, child_of
+from support.policies import needs_stories
+from transformers import AutoModelForCausalLM
+
+from headrace.relay.journal.journal import read_events
+from headrace.trainer.policy.model import load_policy
+
+METRICS = (
+    "step", "time_s", "reward/mean", "reward/std", "reward/min", "reward/max", "response_length/mean",
+    "response_length/max", "response_length/clip_ratio", "group/zero_std_frac", "actor/entropy", "actor/pg_loss",
+    "actor/pg_clipfrac", "actor/ppo_kl", "actor/kl_loss", "actor/grad_norm", "actor/lr", "is/mean", "is/max",
+    "is/clip_frac", "is/ess", "staleness/mean", "staleness/max", "staleness/hist", "timing_s/step", "idle/actor",
+    "perf/throughput", "weights/push_s", "weights/bytes",
+)  # fmt: skip
+
+
+def test_a_run_trains_and_leaves_a_folder_that_tells_all_about_it(job: MakeJob):
+    run = job()
+    output = run.run()
+    summary = run.summary()
+    assert summary["status"] == "finished" and summary["steps"] == 4
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 4 * 16 and account["in_flight"] == 0
+    assert summary["versions_per_trajectory"] == {"1": 64}
+    assert sum(summary["staleness"].values()) == 64
+    assert summary["tokens_per_s"] > 0
+    metrics = run.metrics()
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3]
+    assert not [name for name in METRICS if name not in metrics[-1]]
+    assert sum(line.startswith("step ") for line in output.splitlines()) == 4
+    assert list((run.dir / "tensorboard").iterdir()) and (run.dir / "config.yaml").exists()
+    exported = AutoModelForCausalLM.from_pretrained(summary["export"])
+    trained = load_policy(summary["export"])
+    tokens = torch.arange(4, 60)
+    with torch.no_grad():
+        hidden = trained.forward_packed(tokens, torch.tensor([0, 56], dtype=torch.int32))
+        assert (exported(tokens[None]).logits[0] - trained.logits(hidden)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_in_order(job: MakeJob, number: signal.Signals):
+    run = job(run__steps=10_000).start()
+    run.wait_for_step(1)
+    assert run.process is not None
+    run.process.send_signal(number)
+    code, output = run.end()
+    assert code == 128 + number, output
+    assert "Traceback" not in output
+    assert run.summary()["status"] == "interrupted"
+    assert_account_adds_up(run)
+    AutoModelForCausalLM.from_pretrained(run.summary()["export"])
+
+
+@pytest.mark.parametrize(
+    ("child", "num_relays"), [("rollout-1", 1), pytest.param("relay-1", 2, marks=pytest.mark.slow)]
+)
+def test_a_rollout_or_one_of_two_relays_that_is_killed_costs_nothing(job: MakeJob, child: str, num_relays: int):
+    run = job(run__steps=40, roles__relay=num_relays).start()
+    run.wait_for_step(1)
+    os.kill(child_of(run, child), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert f"{child} was ended by SIGKILL and is started again" in output
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 40 * 16 and account["failed"] == 0
+
+
+@pytest.mark.slow
+def test_a_reference_and_a_users_task_on_ranks_of_their_own_may_die_and_come_back(job: MakeJob):
+    run = job(run__steps=40, roles__reference=1, roles__task=1, algorithm__kl_coef=0.01)
+    (run.folder / "tasks.py").write_text(
+        "def count(columns):\n    return {'length': [ids[:1] * 0 + len(ids) for ids in columns['response_ids']]}\n"
+    )
+    task = {
+        "name": "count",
+        "function": f"{run.folder}/tasks.py:count",
+        "needs": ["response_ids"],
+        "yields": ["length"],
+    }
+    run.recipe = {"queue": {"tasks": [task]}}
+    run.start().wait_for_step(1)
+    os.kill(child_of(run, "reference-0"), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert "reference-0 was ended by SIGKILL and is started again" in output
+    assert assert_account_adds_up(run)["trained"] == 40 * 16
+    assert run.metrics()[-1]["actor/kl_loss"] > 0
+
+
+@pytest.mark.slow
+def test_the_only_relay_ends_the_run_with_its_rows_and_the_account_says_what_is_lost(job: MakeJob):
+    run = job(run__steps=10_000).start()
+    run.wait_for_step(1)
+    os.kill(child_of(run, "relay-0"), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 1, output
+    assert "relay-0 was ended by SIGKILL" in output
+    assert_account_adds_up(run)
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: MakeJob):
+    run = job(checkpoint__every=2)
+    run.run(**{"run.steps": 5})
+    (run.dir / "checkpoints" / "latest").write_text("step_2")
+    code, output = run.start(**{"run.steps": 6}).end()
+    assert code == 2 and "run.resume" in output
+    run.run(**{"run.resume": "auto", "run.steps": 6})
+    summary = run.summary()
+    assert summary["steps"] == 6
+    assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    account = assert_account_adds_up(run)
+    assert account["trained"] == 6 * 16
+    assert summary["export"].endswith("step_6/hf")
+
+
+@pytest.mark.parametrize("settings", [{"roles__relay": 2}, {"roles__relay": 2, "comm__link": "tcp"}])
+def test_weights_travel_over_every_wire(job: MakeJob, settings: dict[str, object]):
+    run = job(**settings)
+    run.run()
+    assert_account_adds_up(run)
+    digests = {}
+    for _, event in read_events(run.dir / "journal.jsonl"):
+        kind = type(event).__name__
+        if kind in ("Published", "Received"):
+            digests.setdefault(event.version, set()).add(event.digest)  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(digests) >= 2
+    assert all(len(found) == 1 for found in digests.values())
+
+
+def test_an_asynchronous_run_is_replayed_bit_for_bit(job: MakeJob):
+    run = job(run__steps=8)
+    run.run()
+    assert max(m["staleness/max"] for m in run.metrics()) > 0
+    output = run.run(**{"run.mode": "replay"})
+    assert "8 steps replayed, 0 of them differ" in output
+    torn = (run.dir / "metrics.jsonl").read_text().replace('"actor/grad_norm": ', '"actor/grad_norm": 1', 1)
+    (run.dir / "metrics.jsonl").write_text(torn)
+    code, output = run.start().end()
+    assert code == 1 and "1 of them differ" in output
+
+
+def test_a_run_with_two_actor_ranks_is_replayed_bit_for_bit_with_two_ranks_alone(job: MakeJob):
+    run = job(roles__actor=2, roles__rollout=1, run__steps=2)
+    run.run()
+    output = run.run(**{"run.mode": "replay"})
+    assert "2 steps replayed, 0 of them differ" in output
+    code, output = run.start(**{"roles.actor": 1}).end()
+    assert code == 2 and "roles.actor=1: step 1 was trained by 2 actor ranks" in output
+
+
+def test_several_actor_ranks_train_as_one_would(job: MakeJob):
+    """Same data, same sums: on policy the first steps agree up to the order of additions."""
+    exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
+    alone, sharded = job(**exact, run__dir="alone"), job(**exact, run__dir="sharded", roles__actor=2)
+    for run in (alone, sharded):
+        run.dir = run.folder / str(run.settings["run.dir"])
+        run.run(**{"run.dir": run.dir})
+        assert_account_adds_up(run)
+    first, second = alone.metrics(), sharded.metrics()
+    for name in ("reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm"):
+        assert first[0][name] == pytest.approx(second[0][name], rel=1e-4), name
+    models = [AutoModelForCausalLM.from_pretrained(run.dir / "checkpoints/step_2/hf") for run in (alone, sharded)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert (one - other).abs().max() < 1e-3
+
+
+@pytest.mark.slow
+def test_several_actor_ranks_go_on_where_their_checkpoint_is(job: MakeJob):
+    run = job(checkpoint__every=2, roles__actor=2)
+    run.run()
+    run.run(**{"run.resume": "auto", "run.steps": 6})
+    assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert assert_account_adds_up(run)["trained"] == 6 * 16
+    assert "6 steps replayed, 0 of them differ" in run.run(**{"run.mode": "replay"})
+
+
+def test_a_reward_function_that_raises_is_told_by_its_setting(job: MakeJob):
+    run = job()
+    (run.folder / "rewards.py").write_text("def reward(prompts, **rest):\n    raise KeyError('answer')\n")
+    code, output = run.start().end()
+    assert code == 2
+    assert "reward.path" in output and "KeyError" in output and "rewards.py:2" in output
+    assert "Traceback" not in output
+    assert_account_adds_up(run)
+
+
+def test_torchrun_alone_runs_the_same_program(job: MakeJob):
+    run = job()
+    words = [f"{key}={value}" for key, value in run.settings.items()]
+    (run.folder / "recipe.yaml").write_text("{}\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*torchrun, "-m", "headrace.launch.run", str(run.folder / "recipe.yaml"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr + run.logs()
+    assert_account_adds_up(run)
+
+
+@needs_stories
+def test_a_real_checkpoint_learns_a_users_reward(job: MakeJob, stories260k: Path):
+    run = job()
+    (run.folder / "rewards.py").write_text(
+        "def reward(prompts, completions, completion_ids, **columns):\n"
+        "    return [-abs(len(ids) - 20) / 40 for ids in completion_ids]\n"
+    )
+    data = run.folder / "prompts.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{name} went to"}) + "\n" for name in ("Tom", "Lily", "Sam", "Anna"))
+    )
+    run.run(
+        **{
+            "model.path": stories260k,
+            "run.steps": 60,
+            "batch.prompts_per_step": 8,
+            "batch.samples_per_prompt": 8,
+            "sampling.max_new_tokens": 64,
+            "optimizer.lr": 5e-4,
+        }
+    )
+    rewards = [m["reward/mean"] for m in run.metrics()]
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.2
+    assert_account_adds_up(run)

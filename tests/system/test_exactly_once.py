@@ -1,0 +1,430 @@
+"""Whatever happens in whatever order, each trajectory is trained once or accounted for, and no bytes are another's.
+
+A hub with real units' twins; rollouts, relays and a trainer that do what their protocol says, die, freeze, wake and move rows
+whenever the search for a counterexample wants it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from support.in_memory_storage import MemoryRows
+
+from headrace.comm.mailbox import Letter, MemoryPost
+from headrace.comm.messages import (
+    DropRows,
+    HandOut,
+    LeaseGrant,
+    LeaseRequest,
+    LeaseReturn,
+    Message,
+    RowDone,
+    RowId,
+    RowsMissing,
+    StepTrained,
+    TakeRows,
+    VersionComplete,
+)
+from headrace.comm.messages.migration import Claim, Claimed, RowsGone
+from headrace.comm.messages.queue import ColumnsDone, GroupRef
+from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
+from headrace.relay.dataset import JsonLines
+from headrace.relay.hub.hub import Hub
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.journal import Journal, replay
+from headrace.relay.journal.state import HubState, RowStatus
+from headrace.relay.prompts import PromptPool
+from headrace.relay.queue.admission import Admission
+from headrace.relay.queue.replicated_rows import relay_of
+from headrace.relay.queue.tasks import pipeline
+
+ROLLOUTS = ("rollout-0", "rollout-1")
+REFERENCES = ("reference-0", "reference-1")
+RELAYS = ("relay-0", "relay-1")
+PER_STEP, SAMPLES = 2, 2
+BATCH = BatchSettings(prompts_per_step=PER_STEP, samples_per_prompt=SAMPLES)
+
+rollouts = st.sampled_from(ROLLOUTS)
+references = st.sampled_from(REFERENCES)
+relays = st.sampled_from(RELAYS)
+picks = st.integers(0, 7)
+places = st.sampled_from([RELAYS, RELAYS[:1], RELAYS[1:]])
+
+
+class World(RuleBasedStateMachine):
+    """One run. `held` is what each rollout believes to hold, by attempt: a frozen one's belief is out of date."""
+
+    queue = QueueSettings(filter_zero_std=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = pipeline(self.queue, AlgorithmSettings(kl_coef=0.1))
+        self.folder = TemporaryDirectory()
+        data = Path(self.folder.name, "data.jsonl")
+        data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(3)))
+        self.path = Path(self.folder.name, "journal.jsonl")
+        self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
+        self.post = MemoryPost()
+        self.boxes = {name: self.post.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
+        self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
+        self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
+        self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
+        self.received: list[GroupRef] = []
+        self.batch: list[GroupRef] = []
+        self.num_missing = 0
+        self.trained: Counter[RowId] = Counter()
+        self.question = 0
+        self.work: dict[str, dict[int, HandOut]] = {name: {} for name in REFERENCES}
+        self.claims: dict[int, list[RowId]] = {}
+        self.open_hub(HubState())
+
+    # -------------------------------------------------------------------------------------------------- the processes
+
+    def open_hub(self, state: HubState) -> None:
+        admission = Admission(BATCH, self.queue, num_steps=1000)
+        journal = Journal(self.path)
+        self.hub = Hub(
+            self.boxes["hub"],
+            state,
+            journal,
+            self.pool,
+            admission,
+            self.queue,
+            RepackSettings(enabled=False),
+            tasks=self.tasks,
+        )
+        self.hub.books.decide(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
+        for relay in RELAYS:
+            self.say(f"{relay}/weights", VersionComplete(self.hub.state.step, "digest"))
+
+    def say(self, sender: str, message: Message) -> None:
+        assert self.hub.handle(Letter(sender, message))
+
+    def heard(self, name: str) -> Iterator[Message]:
+        while (letter := self.boxes[name].receive(0)) is not None:
+            yield letter.message
+
+    def unit(self, relay: str) -> str:
+        return f"{relay}#{self.lives[relay]}"
+
+    def read_mail(self, name: str) -> None:
+        held = self.held[name]
+        for message in self.heard(name):
+            match message:
+                case LeaseGrant(leases=leases):
+                    for lease in leases:
+                        for sample in lease.samples:
+                            held[lease.group.row(sample)] = lease.attempt
+                case RowsGone(rows=rows, attempts=attempts):
+                    for row, attempt in zip(rows, attempts, strict=True):
+                        if held.get(row) == attempt:
+                            del held[row]
+                case Claimed(question=question, attempts=attempts):
+                    held |= {row: a for row, a in zip(self.claims[question], attempts, strict=True) if a}
+                case _:
+                    pass
+
+    def pick(self, rollout: str, number: int) -> tuple[RowId, int]:
+        rows = sorted(self.held[rollout].items())
+        return rows[number % len(rows)]
+
+    def write(self, row: RowId, attempt: int, relays: tuple[str, ...]) -> list[str]:
+        content = np.array([row.epoch, row.prompt, row.sample, attempt])
+        for relay in relays:
+            self.units[relay].put(row.key(attempt), {"content": content})
+        return [self.unit(relay) for relay in relays]
+
+    # ------------------------------------------------------------------------------------------------------- rollouts
+
+    @rule(rollout=rollouts, num_groups=st.integers(1, 3))
+    def asks(self, rollout: str, num_groups: int) -> None:
+        self.question += 1
+        self.say(rollout, LeaseRequest(self.question, self.hub.state.step, num_groups))
+        self.read_mail(rollout)
+
+    @rule(rollout=rollouts, number=picks, to=places, is_equal=st.booleans())
+    def finishes_one(self, rollout: str, number: int, to: tuple[str, ...], is_equal: bool) -> None:
+        if self.held[rollout]:
+            row, attempt = self.pick(rollout, number)
+            self.finish(rollout, row, attempt, to, 1.0 if is_equal else float(row.sample))
+
+    @rule(rollout=rollouts, to=places)
+    def finishes_all(self, rollout: str, to: tuple[str, ...]) -> None:
+        for row, attempt in list(self.held[rollout].items()):
+            self.finish(rollout, row, attempt, to, float(row.sample))
+
+    def finish(self, rollout: str, row: RowId, attempt: int, to: tuple[str, ...], reward: float) -> None:
+        del self.held[rollout][row]
+        units = self.write(row, attempt, to)
+        self.say(rollout, RowDone(row, attempt, self.hub.state.step, units, 5, reward))
+
+    @rule(rollout=rollouts, number=picks)
+    def fails(self, rollout: str, number: int) -> None:
+        if self.held[rollout]:
+            row, attempt = self.pick(rollout, number)
+            del self.held[rollout][row]
+            self.say(rollout, RowDone(row, attempt, 0, [], 0, None, failure="no reward"))
+
+    @rule(rollout=rollouts, number=picks)
+    def gives_back(self, rollout: str, number: int) -> None:
+        if self.held[rollout]:
+            row, attempt = self.pick(rollout, number)
+            group = self.hub.state.groups.get(row.group)
+            mates = [r for r, a in self.held[rollout].items() if (r.group, a) == (row.group, attempt)]
+            for mate in mates:
+                del self.held[rollout][mate]
+            if group is not None:
+                self.say(rollout, LeaseReturn([row.group], [attempt]))
+
+    def dies(self, rollout: str) -> None:
+        """Between writing a row and telling, if it has any."""
+        if self.held[rollout]:
+            row, attempt = self.pick(rollout, 0)
+            self.write(row, attempt, RELAYS)
+        self.held[rollout].clear()
+        self.hub.on_process_death(rollout, "dead")
+
+    def freezes(self, rollout: str) -> None:
+        """It is given up for dead, and will act on what it believes to hold whenever it wakes."""
+        self.hub.on_process_death(rollout, "no heartbeat")
+
+    @rule(source=rollouts, destination=rollouts, both=st.booleans(), dead=st.booleans())
+    def moves(self, source: str, destination: str, both: bool, dead: bool) -> None:
+        """Rows go over; the source dies on the way, or takes them back as well, if it is to."""
+        rows = dict(self.held[source])
+        if source == destination or not rows:
+            return
+        if dead:
+            self.dies(source)
+        claimers = (source, destination) if both else (destination,)
+        for rollout in claimers:
+            if rollout == source and dead:
+                continue
+            self.question += 1
+            self.claims[self.question] = list(rows)
+            self.say(rollout, Claim(self.question, list(rows), list(rows.values())))
+        for rollout in (source, destination):
+            self.read_mail(rollout)
+
+    # --------------------------------------------------------------------------------------------- relays and the hub
+
+    @rule(relay=relays)
+    def forgets(self, relay: str) -> None:
+        for message in self.heard(relay):
+            if isinstance(message, DropRows):
+                self.units[relay].drop(message.keys)
+
+    @rule(what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "hub"]), number=st.integers(0, 1))
+    def disaster(self, what: str, number: int) -> None:
+        match what:
+            case "rollout":
+                self.dies(ROLLOUTS[number])
+            case "frozen rollout":
+                self.freezes(ROLLOUTS[number])
+            case "relay":
+                self.relay_dies(RELAYS[number])
+            case _:
+                self.hub_dies()
+
+    def relay_dies(self, relay: str) -> None:
+        gone = self.unit(relay)
+        list(self.heard(relay))
+        self.units[relay] = MemoryRows()
+        self.lives[relay] += 1
+        self.hub.on_storage_lost(gone, "dead")
+
+    def hub_dies(self) -> None:
+        """The run is resumed: the next hub knows what the journal says, and the units begin empty; what the trainer had for the
+        step is void with the hand-out."""
+        self.hub.books.journal.close()
+        self.begin_step()
+        for name in ("actor-0", *RELAYS):
+            list(self.heard(name))
+        for relay in RELAYS:
+            self.units[relay] = MemoryRows()
+            self.lives[relay] += 1
+        self.open_hub(replay(self.path))
+
+    # ------------------------------------------------------------------------------------------------------ reference
+
+    @rule(
+        consumer=references,
+        ends=st.sampled_from(["well", "told twice", "dead before it writes", "dead before it tells"]),
+    )
+    def refers(self, consumer: str, ends: str) -> None:
+        """A consumer takes rows, reads them, adds a column, tells; or dies on the way."""
+        self.question += 1
+        self.say(consumer, TakeRows(self.question, ["reference"], holding=tuple(self.work[consumer]), max_tokens=12))
+        for message in self.heard(consumer):
+            if isinstance(message, HandOut) and message.question == self.question:
+                done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
+                for _ in range(2 if ends == "told twice" else ends == "well"):
+                    self.say(consumer, done)
+        if ends.startswith("dead"):
+            self.work[consumer].clear()
+            self.hub.on_process_death(consumer, "dead")
+
+    @rule(consumer=references)
+    def takes_work(self, consumer: str) -> None:
+        """And has not done it yet: whatever comes next happens while it computes."""
+        self.question += 1
+        self.say(consumer, TakeRows(self.question, ["reference"], holding=tuple(self.work[consumer]), max_tokens=12))
+        for message in self.heard(consumer):
+            if isinstance(message, HandOut) and message.question == self.question:
+                self.work[consumer][message.number] = message
+
+    @rule(consumer=references, is_known=st.booleans())
+    def finishes_work(self, consumer: str, is_known: bool) -> None:
+        """If it was given up for dead before, it does not know."""
+        if self.work[consumer]:
+            if not is_known:
+                self.hub.on_process_death(consumer, "no heartbeat")
+            _, hand_out = self.work[consumer].popitem()
+            self.say(consumer, self.add_column(consumer, hand_out, is_written=True))
+
+    def add_column(self, consumer: str, hand_out: HandOut, *, is_written: bool) -> ColumnsDone:
+        rows: list[RowId] = []
+        units: list[list[str]] = []
+        for group in hand_out.groups:
+            readable = [n for n in range(len(group.samples)) if self.read(group, n, consumer)]
+            for n in readable if is_written else ():
+                row, attempt = group.row(n), group.attempts[n]
+                living = [unit for unit in group.units[n] if unit == self.unit(relay_of(unit))]
+                for unit in living:
+                    self.units[relay_of(unit)].put(row.key(attempt), {"ref_logprobs": np.array([row.number, attempt])})
+                rows.append(row)
+                units.append(living)
+        return ColumnsDone(hand_out.task, hand_out.number, ["ref_logprobs"], rows, units)
+
+    # -------------------------------------------------------------------------------------------------------- trainer
+
+    @rule()
+    def takes(self) -> None:
+        step = self.hub.state.step
+        self.question += 1
+        self.say("actor-0", TakeRows(self.question, ["train"], step, len(self.received)))
+        for message in self.heard("actor-0"):
+            if isinstance(message, HandOut) and message.question == self.question:
+                self.received += message.groups
+
+    @rule()
+    def trains(self) -> None:
+        """Read what was handed out, and make the step when there is enough. What was read before is not read again."""
+        for reference in self.received[len(self.batch) :]:
+            if self.all_read(reference):
+                self.batch.append(reference)
+        self.received = list(self.batch)  # the others have left the step
+        if len(self.batch) == PER_STEP:
+            step = self.hub.state.step
+            self.trained.update(reference.group.row(sample) for reference in self.batch for sample in reference.samples)
+            self.begin_step()
+            self.say("actor-0", StepTrained(step))
+            self.say("actor-0", StepTrained(step))
+
+    @rule(first=rollouts, second=rollouts, num_groups=st.integers(1, 2), are_read=st.booleans())
+    def all_goes_well(self, first: str, second: str, num_groups: int, are_read: bool) -> None:
+        """For a while: what is rare by chance is frequent in a run."""
+        for rollout in (first, second):
+            self.asks(rollout, num_groups)
+        self.finishes_all(first, RELAYS)
+        for consumer in REFERENCES:
+            self.refers(consumer, "well")
+        self.takes()
+        if are_read:
+            self.trains()
+
+    def begin_step(self) -> None:
+        self.received, self.batch = [], []
+
+    def all_read(self, reference: GroupRef) -> bool:
+        """As a stream does it: every row is tried, and each that is missing is told."""
+        found = [self.read(reference, n) for n in range(len(reference.samples))]
+        return all(found)
+
+    def read(self, reference: GroupRef, n: int, reader: str = "actor-0") -> bool:
+        row, attempt = reference.row(n), reference.attempts[n]
+        units = [unit for unit in reference.units[n] if unit == self.unit(relay_of(unit))]
+        if reader != "actor-0":  # what it was given a while ago may have left the queue; what is in training may not
+            units = [unit for unit in units if row.key(attempt) in self.units[relay_of(unit)].listing()]
+        for unit in units:
+            columns = self.units[relay_of(unit)].get(row.key(attempt))
+            assert columns["content"].tolist() == [row.epoch, row.prompt, row.sample, attempt], "another's bytes"
+            if reader == "actor-0":
+                assert columns["ref_logprobs"].tolist() == [row.number, attempt], "trained without the reference"
+        if not units:
+            self.num_missing += 1
+            self.say(reader, RowsMissing([row], [attempt], "no unit has it"))
+        return bool(units)
+
+    # ------------------------------------------------------------------------------------------------------ the claim
+
+    @invariant()
+    def the_account_holds(self) -> None:
+        assert self.hub.state.holds
+        assert self.hub.state.account.trained == self.trained.total()
+        assert all(record.holds for record in self.hub.state.tasks.values())
+
+    @invariant()
+    def nothing_is_trained_twice(self) -> None:
+        assert all(times == 1 for times in self.trained.values())
+
+    def units_hold_what_the_books_say(self) -> None:
+        """Each row that is ready lies where it is said to lie. Besides, there may be bytes of a writer that was given up for dead,
+        woke, wrote, and died before it told: no attempt that anybody can ask for."""
+        expected: dict[str, set[str]] = {relay: set() for relay in RELAYS}
+        for group in self.hub.state.groups.values():
+            for row_id in group.row_ids(RowStatus.READY):
+                row = group.rows[row_id.sample]
+                for unit in row.units:
+                    expected[relay_of(unit)].add(row_id.key(row.attempt))
+        for relay in RELAYS:
+            self.forgets(relay)
+            held = set(self.units[relay].listing())
+            assert held >= expected[relay]
+            assert not (held - expected[relay]) & set.union(*expected.values()), "a copy that nobody knows of"
+
+    def teardown(self) -> None:
+        """Whatever has happened, the run can go on."""
+        step = self.hub.state.step
+        for consumer in REFERENCES:
+            while self.work[consumer]:
+                self.finishes_work(consumer, is_known=True)
+        for _ in range(6):
+            self.all_goes_well(*ROLLOUTS, num_groups=2, are_read=True)
+            self.all_goes_well(*reversed(ROLLOUTS), num_groups=2, are_read=True)
+        assert self.hub.state.step > step + 1
+        for _ in range(4):
+            for consumer in REFERENCES:
+                self.refers(consumer, "well")
+        complete = [group for group in self.hub.state.queued() if group.is_complete]
+        assert all(group.has(self.tasks["train"].needs) for group in complete), "rows that the reference never got"
+        self.units_hold_what_the_books_say()
+        self.hub.books.journal.close()
+        assert replay(self.path) == self.hub.state
+        self.post.close()
+        self.folder.cleanup()
+
+
+class ThrowingOut(World):
+    """The same, where groups that came too late or lost a member leave the queue, whoever holds or reads their rows."""
+
+    queue = QueueSettings(filter_zero_std=True, max_staleness=1, on_stale="evict", on_failed="drop")
+
+
+@pytest.mark.parametrize("world", [World, ThrowingOut])
+def test_each_trajectory_is_trained_once_or_accounted_for(world: type[World]):
+    run_state_machine_as_test(
+        world,
+        settings=settings(
+            max_examples=250,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )

@@ -1,0 +1,239 @@
+"""The whole system in one process: every role's own loop as a thread, on the fleet's twin in memory."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from support.system import PATIENCE_S, System
+
+from headrace.comm.fleet import MemoryFleet
+from headrace.comm.links.base import prove
+from headrace.comm.links.tcp import TcpLink
+from headrace.comm.messages import DropRows, Holding, Interrupt, LeaseGrant, LeaseRequest, Stop
+from headrace.comm.recipe import Recipe
+from headrace.comm.storage.codec import LINK_NAME, send_frame
+from headrace.comm.storage.protocol import Attach
+from headrace.relay.journal.events import Leased, Returned, RowReady, TaskHanded
+from headrace.relay.journal.journal import account_of, read_events, replay
+from headrace.relay.queue import task_loop
+from headrace.trainer import reference_loop
+from headrace.trainer.replay import replay as train_again
+from headrace.trainer.step_log import SavedStep
+
+
+def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    system = System(tmp_path).start_all()
+    summary = system.wait()
+    assert capsys.readouterr().out.count("generator: lean forward in float32 on cpu, attention 'pool', ") == 1
+    assert (summary["status"], summary["steps"], summary["version"]) == ("finished", 3, 3)
+    account = account_of(replay(system.dir / "journal.jsonl"))
+    assert account == summary["accounting"]
+    assert (account["trained"], account["in_flight"], account["holds"]) == (12, 0, True)
+
+
+def test_an_interrupt_ends_all_loops_and_what_is_in_flight_is_counted(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000}).start_all()
+    system.wait_for_event("Trained")
+    teller = system.town.post.open("teller")
+    teller.send("hub", Interrupt(2))
+    summary = system.wait()
+    assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
+    assert summary["accounting"]["holds"] is True
+    assert Path(summary["export"], "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_bound_holds_with_many_rollouts(tmp_path: Path, bound: int):
+    system = System(tmp_path, **{"queue.max_staleness": bound, "run.steps": 5}).start_all(num_rollouts=3)
+    summary = system.wait()
+    assert max(int(lag) for lag in summary["staleness"]) <= bound
+    assert summary["versions_per_trajectory"] == {"1": 20}
+
+
+def test_generator_and_trainer_agree_at_equal_version(tmp_path: Path):
+    system = System(tmp_path, **{"queue.max_staleness": 0}).start_all()
+    system.wait()
+    for line in (system.dir / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        assert metrics["staleness/max"] == 0
+        assert metrics["mismatch/logprob_abs_diff"] < 2e-6
+        assert abs(metrics["is/mean"] - 1) < 1e-5
+
+
+def test_in_exact_mode_they_agree_bit_for_bit(tmp_path: Path):
+    system = System(tmp_path, **{"queue.max_staleness": 0, "generator.exact": "true"}).start_all()
+    system.wait()
+    for line in (system.dir / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["mismatch/logprob_abs_diff"] == 0
+
+
+def test_a_quota_makes_a_rollout_drain_and_go_on(tmp_path: Path):
+    summary = System(tmp_path, **{"rollout.batch_groups": 1}).start_all(num_rollouts=1).wait()
+    assert summary["accounting"]["trained"] == 12
+
+
+def test_every_pull_is_in_the_journal_with_the_digest_that_was_published(tmp_path: Path):
+    system = System(tmp_path).start_all()
+    system.wait()
+    published, received = {}, {}
+    for _, event in read_events(system.dir / "journal.jsonl"):
+        match type(event).__name__:
+            case "Published":
+                published[event.version] = event.digest  # pyright: ignore[reportAttributeAccessIssue]
+            case "Received":
+                received[event.version] = event.digest  # pyright: ignore[reportAttributeAccessIssue]
+    assert received and all(published[version] == digest for version, digest in received.items())
+
+
+def test_prompts_that_are_too_long_are_dropped_when_asked_for_and_counted(tmp_path: Path):
+    system = System(tmp_path, **{"data.too_long": "drop"})
+    rows = [{"prompt": "x" * 300 if i % 4 == 0 else f"say {i}"} for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = system.start_all().wait()
+    account = summary["accounting"]
+    assert account["trained"] == 12 and account["failed"] > 0 and account["holds"] is True
+
+
+def test_groups_without_signal_are_filtered_and_replaced(tmp_path: Path):
+    system = System(tmp_path, **{"queue.filter_zero_std": "true", "batch.samples_per_prompt": 4})
+    summary = system.start_all().wait()
+    account = summary["accounting"]
+    assert account["trained"] == 3 * 2 * 4 and account["filtered"] > 0 and account["holds"] is True
+
+
+def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000, "sampling.max_new_tokens": 60}).start_all()
+    system.wait_for_event("Trained")
+    system.rollouts[0].vanish()
+    system.wait_for_event("Returned")
+    system.rollouts[0].announce(woke="yes")
+    enough = system.num_steps() + 20
+    system.until(lambda: system.num_steps() >= enough)
+    system.town.post.open("teller").send("hub", Interrupt(2))
+    assert system.wait()["accounting"]["holds"] is True
+
+
+def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000})
+    second = system.start("relay", mortal_relay, 1)
+    system.start_all()
+    system.wait_for_event("Trained")
+    second.announce(die="now")
+    system.wait_for_event("UnitLost")
+    system.town.post.open("teller").send("hub", Interrupt(2))
+    summary = system.wait()
+    assert summary["accounting"]["holds"] is True
+    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    copies = [len(event.units) for event in events if isinstance(event, RowReady)]
+    assert copies[:4] == [2] * 4
+
+
+def test_a_rollout_whose_connection_ends_gives_its_leases_back_while_its_heartbeat_goes_on(tmp_path: Path):
+    system = System(tmp_path, **{"run.steps": 10_000, "queue.max_staleness": 1})
+    system.start("rollout", mortal_rollout, 7)
+    system.start_all()
+    system.wait_for_event("Returned")
+    system.town.post.open("teller").send("hub", Interrupt(2))
+    assert system.wait()["accounting"]["holds"] is True
+    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    leased = {
+        (event.group, event.attempt) for event in events if isinstance(event, Leased) and event.holder == "rollout-7"
+    }
+    lost = {
+        (event.group, event.attempt) for event in events if isinstance(event, Returned) and "connection" in event.reason
+    }
+    assert leased == lost
+
+
+def mortal_rollout(fleet: MemoryFleet, recipe: Recipe) -> None:
+    """Takes a lease, and then its connection to the storage unit ends as if it had been killed; its heartbeat does not."""
+    address = fleet.nearest("relay", having="unit").info["unit"]
+    link = TcpLink(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
+    prove(link, LINK_NAME, 1, b"", PATIENCE_S)
+    send_frame(link, Attach(fleet.name, fleet.incarnation), PATIENCE_S)
+    mailbox = fleet.post.open(fleet.name)
+    mailbox.send("hub", LeaseRequest(1, 0, 1))
+    letter = mailbox.receive(PATIENCE_S)
+    assert letter is not None and isinstance(letter.message, LeaseGrant)
+    link.close()
+    letter = mailbox.receive(PATIENCE_S)
+    assert letter is not None and isinstance(letter.message, Stop)
+    mailbox.send("hub", Holding([], []))
+    mailbox.close()
+
+
+def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
+    """A storage unit that dies when it is told to, without a word."""
+    unit = fleet.host_rows()
+    fleet.announce(unit=unit.address)
+    mailbox = fleet.post.open(fleet.name)
+    while "die" not in fleet.me.info:
+        letter = mailbox.receive(0.01)
+        if letter is not None and isinstance(letter.message, Stop):
+            break
+        if letter is not None and isinstance(letter.message, DropRows):
+            unit.drop(letter.message.keys)
+    unit.close()
+    fleet.vanish()
+    mailbox.close()
+
+
+SPREAD = "def reward(prompts, completions, completion_ids, **rest):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+
+
+def kl_losses(system: System) -> list[float]:
+    return [json.loads(line)["actor/kl_loss"] for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("num_references", [0, 2])
+def test_a_kl_term_waits_for_the_reference_on_the_trainers_ranks_or_on_its_own(tmp_path: Path, num_references: int):
+    settings = {"algorithm.kl_coef": 0.1, "roles.reference": num_references, "optimizer.lr": 0.01}
+    system = System(tmp_path, **settings)
+    (tmp_path / "rewards.py").write_text(SPREAD)
+    for index in range(num_references):
+        system.start("reference", reference_loop.run, index)
+    summary = system.start_all().wait()
+    assert summary["accounting"]["trained"] == 12 and summary["accounting"]["holds"] is True
+    losses = kl_losses(system)
+    assert losses[0] < 1e-9, "the initial policy is no way from itself"
+    assert losses[-1] > 1e-6
+    state = replay(system.dir / "journal.jsonl")
+    record = state.tasks["reference"]
+    assert record.holds and record.consumed >= 12
+    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    consumers = {event.consumer for event in events if isinstance(event, TaskHanded)}
+    assert consumers <= ({f"reference-{i}" for i in range(num_references)} or {"actor-0"})
+
+
+def test_a_run_with_a_kl_term_is_replayed_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = {"algorithm.kl_coef": 0.1, "optimizer.lr": 0.01, "run.steps": 50}
+    system = System(tmp_path, **settings)
+    (tmp_path / "rewards.py").write_text(SPREAD)
+    system.start_all().wait()
+    saved = SavedStep(system.dir, 2)
+    batch = next(saved.batches())
+    assert [ids.shape for ids in batch["ref_logprobs"]] == [ids.shape for ids in batch["response_ids"]]
+    assert train_again(system.recipe) == 0
+    assert "50 steps replayed, 0 of them differ" in capsys.readouterr().out
+
+
+TASK = """
+import numpy as np
+
+def weigh(columns):
+    return {"advantages": [np.full(len(ids), len(ids), dtype=np.float32) for ids in columns["response_ids"]]}
+"""
+
+
+def test_a_users_task_gives_each_row_a_column_before_it_is_trained(tmp_path: Path):
+    (tmp_path / "tasks.py").write_text(TASK)
+    task = f"{{name: weigh, function: '{tmp_path}/tasks.py:weigh', needs: [response_ids], yields: [advantages]}}"
+    system = System(tmp_path, **{"roles.task": 1, "queue.tasks": f"[{task}]"})
+    system.start("task", task_loop.run)
+    summary = system.start_all().wait()
+    assert summary["accounting"]["trained"] == 12 and summary["accounting"]["holds"] is True
+    saved = SavedStep(system.dir, 0)
+    for batch in saved.batches():
+        for advantages, response in zip(batch["advantages"], batch["response_ids"], strict=True):
+            assert advantages.tolist() == [len(response)] * len(response)

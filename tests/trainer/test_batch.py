@@ -1,0 +1,57 @@
+"""Packing lays trajectories end to end and points at the states that predict their tokens."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.comm.messages import RowId
+from headrace.comm.messages.queue import RowRef
+from headrace.relay.queue.balance import rounds
+from headrace.trainer.batch import Trajectory, pack
+
+
+def trajectory(prompt: list[int], response: list[int], version: int = 0, advantage: float = 0.0) -> Trajectory:
+    return Trajectory(
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        response_ids=np.array(response, dtype=np.int32),
+        rollout_logprobs=-np.ones(len(response), dtype=np.float32),
+        loss_mask=np.ones(len(response), dtype=np.uint8),
+        version=version,
+        reward=0.0,
+        advantage=advantage,
+    )
+
+
+def test_each_target_is_predicted_by_the_token_before_it():
+    batch = pack([trajectory([5, 6], [7, 8]), trajectory([9], [10])], version=0, device=torch.device("cpu"))
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert batch.cu_seqlens.tolist() == [0, 4, 6]
+    assert batch.predictors.tolist() == [1, 2, 4]
+    assert batch.token_ids[batch.predictors + 1].tolist() == batch.targets.tolist()
+
+
+def test_advantages_and_freshness_are_spread_over_the_tokens():
+    batch = pack([trajectory([1], [2, 3], 4, 0.5), trajectory([1], [2], 3, -1.0)], 4, torch.device("cpu"))
+    assert batch.advantages.tolist() == [0.5, 0.5, -1.0]
+    assert batch.is_fresh.tolist() == [True, True, False]
+
+
+def row_of(number: int, num_tokens: int) -> RowRef:
+    return RowRef(RowId(0, number, 0), 1, ["relay-0#1"], 0, num_tokens, 0.0)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    num_ranks=st.integers(1, 4),
+    budget=st.integers(10, 60),
+)
+def test_rounds_give_each_rank_as_many_parts_and_keep_everything_and_the_budget(
+    lengths: list[int], num_ranks: int, budget: int
+):
+    planned = rounds([row_of(number, length) for number, length in enumerate(lengths)], num_ranks, budget)
+    assert all(len(parts) == num_ranks for parts in planned)
+    assert sorted(r.row.prompt for parts in planned for part in parts for r in part) == list(range(len(lengths)))
+    assert all(sum(r.num_tokens for r in part) <= budget or len(part) == 1 for parts in planned for part in parts)
+    loads = [sum(r.num_tokens for parts in planned for r in parts[rank]) for rank in range(num_ranks)]
+    assert max(loads) - min(loads) <= max(lengths)

@@ -1,0 +1,97 @@
+"""A step's metrics say what the step trained on, and keep engine mismatch apart from staleness."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.comm.messages import GroupId, HandOut
+from headrace.comm.messages.queue import GroupRef
+from headrace.comm.recipe import AlgorithmSettings
+from headrace.relay.queue.stream import Batch
+from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.batch import Trajectory, pack
+from headrace.trainer.loss import grpo_loss
+from headrace.trainer.step_stats import StepTally
+
+VERSION = 5
+
+
+def batch_of(version: int, response_ids: np.ndarray) -> Batch:
+    """A group of two, of which this rank trains the first."""
+    group = GroupRef(GroupId(0, 0), [0, 1], [1, 1], [["relay-0#1"]] * 2, [version] * 2, [4, 4], [1.0, 0.0])
+    first, _ = group.rows()
+    return Batch(HandOut(VERSION, 0, 1, [group], {}), [[first]], {first.key: {"response_ids": response_ids}})
+
+
+def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:
+    """One trajectory of `version` whose log-probs in training are `shift` above those of its rollout."""
+    trajectory = Trajectory(
+        prompt_ids=np.array([1], np.int32),
+        response_ids=np.arange(num_tokens, dtype=np.int32),
+        rollout_logprobs=-np.ones(num_tokens, np.float32),
+        loss_mask=np.ones(num_tokens, np.uint8),
+        version=version,
+        reward=1.0,
+        advantage=1.0,
+    )
+    tally = StepTally(max_new_tokens=3)
+    tally.add(batch_of(version, trajectory.response_ids))
+    batch = pack([trajectory], VERSION, torch.device("cpu"))
+    logprobs = batch.rollout_logprobs + shift
+    entropy = torch.full_like(logprobs, 0.5)
+    terms = grpo_loss(
+        logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, AlgorithmSettings(clip_high=0.05)
+    )
+    tally.add_batch(batch, logprobs, terms)
+    return tally
+
+
+def test_fresh_tokens_measure_the_mismatch_of_generator_and_trainer():
+    metrics = tally_of(VERSION, shift=0.1).metrics(VERSION)
+    assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
+    assert metrics["mismatch/kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
+    assert metrics["mismatch/probs_diff_max"] == pytest.approx(math.exp(-0.9) - math.exp(-1.0), rel=1e-5)
+
+
+def test_stale_tokens_count_as_staleness_and_not_as_mismatch():
+    metrics = tally_of(VERSION - 2, shift=0.1).metrics(VERSION)
+    assert "mismatch/kl" not in metrics
+    assert metrics["staleness/mean"] == 2
+    assert metrics["staleness/hist"] == {"2": 2}
+    assert metrics["is/mean"] == pytest.approx(math.exp(0.1), rel=1e-5)
+
+
+def test_means_are_per_token_and_per_trajectory():
+    metrics = tally_of(VERSION, shift=0.0).metrics(VERSION)
+    assert metrics["actor/entropy"] == pytest.approx(0.5)
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
+    assert (metrics["response_length/mean"], metrics["response_length/clip_ratio"]) == (3, 1)
+    assert metrics["is/ess"] == pytest.approx(1.0)
+    assert metrics["group/zero_std_frac"] == 0
+
+
+def test_clipped_tokens_are_counted():
+    assert tally_of(VERSION, shift=0.2).metrics(VERSION)["actor/pg_clipfrac"] == 1
+    assert tally_of(VERSION, shift=0.01).metrics(VERSION)["actor/pg_clipfrac"] == 0
+
+
+def test_a_trajectory_without_weight_adds_nothing():
+    tally = tally_of(VERSION, shift=0.1)
+    before = tally.metrics(VERSION)
+    empty = Trajectory(
+        np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), -1, 0.0
+    )
+    batch = pack([empty], VERSION, torch.device("cpu"))
+    ones = torch.ones(1)
+    terms = grpo_loss(ones, batch.rollout_logprobs, batch.advantages, ones, batch.mask, AlgorithmSettings())
+    tally.add_batch(batch, ones, terms)
+    assert tally.metrics(VERSION) == before
+
+
+def test_one_rank_needs_nobody_to_reduce():
+    tally = tally_of(VERSION, shift=0.1)
+    before = tally.metrics(VERSION)
+    tally.reduce(ActorGroup(0, 1, torch.device("cpu"), deadline_s=1))
+    assert tally.metrics(VERSION) == before

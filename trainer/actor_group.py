@@ -1,0 +1,132 @@
+"""The actor's ranks: one process group of their own, FSDP2 shards, and what rank 0 tells the others.
+
+Only rank 0 talks to the hub. What it takes it shares with the others as metadata, and each rank fetches its own rows.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..comm.fleet import Fleet, StoreFleet
+from ..comm.messages import Message, decode, encode
+from ..comm.store import connect_store
+from ..comm.waits import waiting
+from ..relay.queue.stream import Alone, ThreadTeam
+
+if TYPE_CHECKING:
+    from .policy.model import Policy
+
+_SLACK_S = 60.0  # a rank may wait as long as rank 0 waits for the hub, and a little more
+
+
+class ActorGroup:
+    """The ranks of the trainer; with `size` 1 nothing is shared and nothing is sharded."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._deadline_s = deadline_s
+
+    @staticmethod
+    def join(fleet: Fleet, size: int, device: torch.device, deadline_s: float) -> "ActorGroup":
+        """Meet the other ranks on the fleet's store. The default process group of an actor is the actor's own."""
+        group = ActorGroup(fleet.me.index, size, device, deadline_s)
+        if size > 1:
+            assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
+            client = connect_store(fleet.store_address, deadline_s)
+            store = PrefixStore(f"actor/{fleet.incarnation}", client)  # pyright: ignore[reportArgumentType]
+            group.connect(store)
+        return group
+
+    def connect(self, store: Store) -> None:
+        """Meet the other ranks on a store of their own."""
+        with waiting("the other actor ranks", "their process group", self._deadline_s):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
+            )
+
+    def beside(self) -> ThreadTeam:
+        """The same ranks for a thread of each: its collectives do not meet those of this group."""
+        return ThreadGroup(self.rank, self.size, self._deadline_s) if self.size > 1 else Alone()
+
+    @property
+    def is_lead(self) -> bool:
+        """Rank 0: the one that talks to the hub and writes the run folder."""
+        return self.rank == 0
+
+    def shard(self, policy: "Policy") -> None:
+        """Shard the policy by rows over the ranks: each layer, then the rest."""
+        if self.size == 1:
+            return
+        mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(policy, mesh=mesh)
+
+    def summed(self, values: list[float]) -> list[float]:
+        """Sums over the ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """Maxima over the ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def leave(self) -> None:
+        """End the process group."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    def _reduced(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, operation)
+        return tensor.tolist()
+
+
+class ThreadGroup:
+    """The ranks of an actor for a thread of each, over Gloo: the threads of their streams."""
+
+    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._deadline_s = deadline_s
+        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s + _SLACK_S))
+        assert isinstance(ranks, dist.ProcessGroup)
+        self._ranks = ranks
+
+    def share(self, message: Message | None) -> Message:
+        """Rank 0's message on all ranks; the others pass None and wait for it."""
+        with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
+            body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
+            length = torch.tensor([len(body)])
+            dist.broadcast(length, 0, group=self._ranks)
+            if message is None:
+                body = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(body, 0, group=self._ranks)
+        return decode(body.numpy().tobytes())
+
+    def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank has raised it."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._ranks)
+        return tensor.bool().tolist()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of all ranks' shards, gathered; a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

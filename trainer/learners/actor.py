@@ -1,0 +1,89 @@
+"""The actor: policy, optimizer, and the one step that turns groups of trajectories into an update."""
+
+import time
+
+import torch
+
+from ...comm.recipe import Recipe
+from ...relay.queue.stream import Batch
+from ..actor_group import ActorGroup, whole
+from ..batch import DUMMY, Trajectory, pack
+from ..checkpoint import TrainingState
+from ..logprobs import packed_logprobs
+from ..loss import group_advantages, grpo_loss
+from ..policy.model import Policy, load_policy
+from ..step_stats import StepTally
+
+
+class Actor:
+    """fp32 master weights (sharded where there are several ranks), AdamW, gradients accumulated as groups stream in."""
+
+    def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
+        group.shard(self.policy)
+        o = recipe.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
+        self.state = TrainingState(self.policy.model, self.optimizer)
+        self.update_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in training: the number of updates behind them."""
+        return self.state.step
+
+    def lr(self) -> float:
+        """Learning rate of the step to come: linear warm-up, then constant."""
+        o = self.recipe.optimizer
+        return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
+
+    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+        """Add the gradient of a batch, as a sum over tokens; a collective of all ranks."""
+        started = time.monotonic()
+        tally.add(batch)
+        advantages = self._advantages(batch)
+        for part in batch.micro_batches:
+            rows = [Trajectory.of(row, batch.columns[row.key], advantages[row.key]) for row in part]
+            self._backward(rows or [DUMMY], tally)
+        self.update_s += time.monotonic() - started
+
+    def step(self, tally: StepTally) -> dict[str, float]:
+        """Scale the accumulated gradient to the mean over tokens, clip, update; returns the optimizer's metrics."""
+        started = time.monotonic()
+        tally.reduce(self.group)
+        lr = self.lr()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # FSDP2 gives the mean of the ranks' gradients; the sum over all tokens is that many times larger.
+        scale = self.group.size / max(tally.num_tokens, 1.0)
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= scale
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+        update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
+        return {"actor/grad_norm": float(whole(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
+
+    def _advantages(self, batch: Batch) -> dict[str, float]:
+        """By key of the row; of all ranks' rows, since the rows of a group may be on several."""
+        found: dict[str, float] = {}
+        for group in batch.hand_out.groups:
+            rewards = torch.tensor(group.rewards)
+            values = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
+            found |= zip((row.key for row in group.rows()), values, strict=True)
+        return found
+
+    def _backward(self, part: list[Trajectory], tally: StepTally) -> None:
+        batch = pack(part, self.version, self.group.device)
+        logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
+        algorithm = self.recipe.algorithm
+        terms = grpo_loss(
+            logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm, batch.ref_logprobs
+        )
+        terms.loss.backward()
+        tally.add_batch(batch, logprobs.detach(), terms)

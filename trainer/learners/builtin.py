@@ -1,0 +1,73 @@
+"""The project's own actor behind the adapter's protocol: `trainer.engine=builtin`."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...comm.fleet import Fleet
+from ...comm.recipe import Recipe
+from ...relay.queue.stream import Batch
+from ...relay.weights.layout import Layout
+from ...relay.weights.publisher import WeightPublisher
+from ...relay.weights.shards import Part
+from ..actor_group import ActorGroup, whole
+from ..checkpoint import Checkpoints
+from ..logprobs import response_logprobs
+from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
+from ..policy.tensor_parallel import cuts_of
+from .actor import Actor
+
+
+class Adapter(Actor):
+    """An actor with its checkpoints and the publisher of its part of the weights."""
+
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+        device = default_device(exact=recipe.generator.exact)
+        torch.manual_seed(recipe.run.seed)
+        super().__init__(recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s))
+        self.reference: Policy | None = None
+        self.tokenizer = load_tokenizer(recipe.model.path)
+        self.checkpoints = Checkpoints(Path(recipe.run.dir), recipe.checkpoint.keep, self.group)
+        resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
+        if resume is not None:
+            self.checkpoints.load(self.state, resume)
+        weights = self.policy.weights()
+        cuts = cuts_of(weights, self.policy.config)
+        layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, cuts)
+        part = Part.of(layout, weights, self.group.rank, self.group.size)
+        self.publisher = WeightPublisher(fleet, layout, recipe.comm, part)
+        self.num_bytes = layout.num_bytes
+
+    def logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """By the initial policy, which is loaded for the first batch."""
+        if self.reference is None:
+            self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
+            self.group.shard(self.reference)
+        return response_logprobs(self.reference, batch, self.group.device, self.recipe)
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def publish(self) -> None:
+        """Returns after one copy of the weights."""
+        self.publisher.publish(self.version, self.policy.weights())
+
+    def export(self) -> str:
+        """The policy in Hugging Face form."""
+        path = self.checkpoints.path(self.version) / "hf"
+        weights = {name: whole(tensor.detach()) for name, tensor in self.policy.weights().items()}
+        if self.group.is_lead:
+            save_policy(self.policy, path, self.tokenizer, weights)
+        return str(path)
+
+    def checkpoint(self) -> str:
+        """The export, and DCP's folder beside it."""
+        self.export()
+        return str(self.checkpoints.save(self.state))
+
+    def close(self) -> None:
+        """Deliver what was published, and end the group of ranks."""
+        self.publisher.close()
+        self.group.leave()

@@ -1,0 +1,85 @@
+"""A trainer whose devices are emulated: `trainer.engine=emulated`. Rows are fetched as ever, and time passes."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...comm.clock import Clock
+from ...comm.fleet import Fleet
+from ...comm.recipe import Recipe
+from ...relay.queue.stream import Batch
+from ...relay.weights.emulated import EmulatedTransfer, stand_in
+from ...relay.weights.layout import Layout
+from ...relay.weights.publisher import WeightPublisher
+from ..actor_group import ActorGroup
+from ..step_stats import StepTally
+
+_log = logging.getLogger(__name__)
+
+
+class Adapter:
+    """Counts tokens, and sleeps as long as devices would need for them."""
+
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+        e = recipe.emulated
+        self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
+        self.version = 0
+        self.lag_s = 0.0
+        self._token_s = e.train_us * 1e-6 / e.train_gpus
+        self._transfer = EmulatedTransfer(e, recipe.run.schedule)
+        self._clock = Clock(e.speed)
+        self._until = self._clock.now()
+        self._busy_s = 0.0
+        self._run_dir = Path(recipe.run.dir)
+        self._weights = stand_in(e)
+        layout = Layout.of(self._weights, torch.float32)
+        self._publisher = WeightPublisher(fleet, layout, recipe.comm)
+        self.num_bytes = layout.num_bytes
+
+    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+        """Returns when the devices are done with the batch's tokens."""
+        self._until = max(self._until, self._clock.now())
+        tally.add(batch)
+        self._spend(sum(row.num_tokens for row in batch.rows) * self._token_s)
+
+    def logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """Any numbers: the time of a forward pass passes, a third of a step's."""
+        self._spend(sum(row.num_tokens for row in batch.rows) * self._token_s / 3)
+        return [np.zeros(len(ids), np.float32) for ids in batch["response_ids"]]
+
+    def step(self, tally: StepTally) -> dict[str, float]:
+        """One more update."""
+        self.version += 1
+        self._weights["weights"].fill_(float(self.version))
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "timing_s/update_actor": busy_s}
+
+    def discard(self) -> None:
+        """There is no gradient to forget."""
+
+    def publish(self) -> None:
+        """Hand the small buffer over; returns when the real one would be."""
+        self._until = max(self._until, self._clock.now())
+        self._publisher.publish(self.version, self._weights)
+        if self.version:
+            self._spend(self._transfer.push_s)
+
+    def export(self) -> str:
+        """There is nothing to export."""
+        return ""
+
+    def checkpoint(self) -> str:
+        """There is nothing to resume from; the folder is the run's."""
+        return str(self._run_dir)
+
+    def close(self) -> None:
+        """Deliver what was published."""
+        _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)
+        self._publisher.close()
+
+    def _spend(self, seconds: float) -> None:
+        self._until += seconds
+        self._busy_s += seconds
+        self.lag_s = max(self.lag_s, self._clock.sleep_until(self._until))

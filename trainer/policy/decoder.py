@@ -1,0 +1,186 @@
+"""A lean forward of the Llama line: the same weights and the same mathematics as transformers' modules, fewer operators.
+
+The modules spend more on small operators than small policies spend on arithmetic. The generator runs this forward where
+`LeanDecoder.supports` the policy. Inference only: it works in place.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import Attention, Rule
+from .exact_decoder import BLOCK, products_of
+from .families import is_llama_line, rope_table, window_of
+from .fused_linear import Matrix
+from .model import Policy
+
+
+class _Layer(NamedTuple):
+    input_norm: Tensor
+    qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Matrix
+    post_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+    rule: Rule
+
+
+class LeanDecoder:
+    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP; `refresh` must follow every change of the weights.
+
+    Runs whole policies, and a rank's part of a split one together with the other ranks.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        assert self.supports(policy)
+        self.policy = policy
+        self.shard = policy.shard
+        self._model: Any = policy.model.base_model
+        self._num_heads = policy.num_heads // self.shard.size
+        self._num_kv_heads = policy.num_kv_heads // self.shard.size
+        self._eps: float = policy.config.rms_norm_eps
+        self._cos, self._sin = rope_table(self._model, policy.context, policy.dtype, policy.device)
+        self.bind()
+
+    @staticmethod
+    def supports(policy: Policy) -> bool:
+        """Whether this forward computes what the policy's modules compute."""
+        return is_llama_line(policy.config)
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Take the tensors that are the policy's parameters now."""
+        self.layers = [self._layer(index, layer) for index, layer in enumerate(self._model.layers)]
+        self._embedding: Tensor = self._model.embed_tokens.weight.detach()
+        self._norm: Tensor = self._model.norm.weight.detach()
+
+    def refresh(self) -> None:
+        """The parameters' values changed: follow."""
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                matrix.refresh()
+
+    def _layer(self, index: int, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, gate_up = _inputs(attention, mlp, self.policy)
+        # A bias that follows a sum over ranks is added by one of them.
+        out_bias = attention.o_proj.bias if self.shard.rank == 0 else None
+        matrices = [
+            Matrix([w for w, _ in qkv], [b for _, b in qkv]),
+            Matrix([attention.o_proj.weight], [out_bias]),
+            Matrix([w for w, _ in gate_up], [None]),
+            Matrix([mlp.down_proj.weight], [None]),
+        ]
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
+        return _Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=matrices[0],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=matrices[1],
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=matrices[2],
+            down=matrices[3],
+            rule=Rule(attention.scaling, window_of(self.policy.config, index)),
+        )
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, as `Policy.forward` gives them."""
+        hidden = F.embedding(token_ids, self._embedding)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        shape, heads = (hidden.shape[-1],), self._num_heads
+        rotated = heads + self._num_kv_heads
+        for index, layer in enumerate(self.layers):
+            normed = F.rms_norm(hidden, shape, layer.input_norm, self._eps)
+            qkv = layer.qkv(normed).view(len(hidden), rotated + self._num_kv_heads, -1)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                qkv[:, :heads] = F.rms_norm(qkv[:, :heads], layer.q_norm.shape, layer.q_norm, self._eps)
+                qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], layer.k_norm.shape, layer.k_norm, self._eps)
+            _rotate(qkv[:, :rotated], cos, sin)
+            mixed = attention(index, qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:], layer.rule)
+            hidden = self._add(layer.out, hidden, mixed.flatten(1))
+            gate, up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps)).chunk(2, -1)
+            hidden = self._add(layer.down, hidden, F.silu(gate).mul_(up))
+        return F.rms_norm(hidden, shape, self._norm, self._eps)
+
+    def _add(self, matrix: Matrix, hidden: Tensor, x: Tensor) -> Tensor:
+        """hidden plus the matrix's product, summed over the ranks."""
+        if self.shard.size == 1:
+            return matrix.add_to(hidden, x)
+        return hidden.add_(self.shard.sum(matrix(x)))
+
+
+def _inputs(attention: Any, mlp: Any, policy: Policy) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """Weights and biases of query, key, value, and of gate and up."""
+    if not hasattr(attention, "qkv_proj"):
+        qkv = [(m.weight, m.bias) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        return qkv, [(m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj)]
+    heads = (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)
+    sizes = [count // policy.shard.size * policy.head_dim for count in heads]
+    gate_up = mlp.gate_up_proj.weight.chunk(2)
+    return list(zip(attention.qkv_proj.weight.split(sizes), [None] * 3, strict=True)), [(w, None) for w in gate_up]
+
+
+class Head:
+    """The LM head of the generator: logits in fp32 whatever the weights' type, as `Policy.logits` gives them.
+
+    On CPU a bfloat16 head is kept in fp32 too and multiplied by bfloat16 products with fp32 sums: inputs and weights are
+    bfloat16 numbers, so the products are exact. `refresh` must follow every change of the weights.
+    """
+
+    def __init__(self, policy: Policy, is_exact: bool = False) -> None:
+        self.policy = policy
+        self._is_exact = is_exact
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the tensor that is the head's weight now."""
+        self._weight = self.policy.head.weight.detach()
+        is_wide = self._weight.dtype == torch.float32
+        # Exact mode makes the very call that `Policy.logits` makes; else an fp32 weight is faster transposed.
+        self._is_transposed = is_wide and not self._is_exact
+        self._kept: Tensor | None = None
+        if self._weight.device.type == "cpu" and not (is_wide and self._is_exact):
+            shape = self._weight.shape
+            self._kept = torch.empty(shape[::-1] if self._is_transposed else shape)
+        self.refresh()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the policy's head still is the tensor that `bind` took."""
+        return self._weight.data_ptr() == self.policy.head.weight.data_ptr()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The weight's values changed: follow."""
+        if self._kept is None:
+            self._wide = self._weight.t()
+            return
+        self._kept.copy_(self._weight.t() if self._is_transposed else self._weight)
+        self._wide = self._kept if self._is_transposed else self._kept.t()
+
+    def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`, whose length is a multiple of BLOCK."""
+        softcap, count = self.policy.logit_softcap, len(hidden)
+        if hidden.device.type != "cpu" and hidden.dtype != torch.float32:
+            torch.mm(hidden, self._wide, out_dtype=torch.float32, out=out[:count])
+        else:
+            wanted = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK)) if self._is_exact else hidden.float()
+            step = BLOCK if self._is_exact else count
+            with products_of(self._weight.dtype):
+                for first in range(0, len(wanted), step):
+                    torch.mm(wanted[first : first + step], self._wide, out=out[first : first + step])
+        logits = out[:count]
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the first dimensions of every head [T, heads, d] in place; `sin` has its first half negated."""
+    turned = heads[..., : cos.shape[-1]]
+    swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    turned.mul_(cos).addcmul_(swapped, sin)

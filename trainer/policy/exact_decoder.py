@@ -1,0 +1,157 @@
+"""Exact mode: a forward whose bits do not depend on what a token is computed together with.
+
+Generator and trainer run it, one token or a whole packed batch at a time, and get the same log-probabilities bit for bit.
+Three rules make it so. Linear layers run on blocks of exactly BLOCK rows (the same call, the same shape, always). Attention
+runs over pages of PAGE keys, one call per page with query rows padded to a multiple of ROWS, and the pages of a query are
+merged in their order. All else works row by row. Stock operators throughout; the backward pass is unconstrained.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...comm.errors import SettingError
+from .attention import Attention, Rule
+from .families import is_llama_line, rope_table, window_of
+
+BLOCK = 32
+"""Rows of every linear layer's call."""
+
+
+def refuse_inexact(config: Any, device: torch.device) -> None:
+    """Raise SettingError where exact mode cannot keep its promise."""
+    if not is_llama_line(config):
+        raise SettingError(f"generator.exact is not available for model type '{config.model_type}'")
+    if device.type != "cpu":
+        raise SettingError(f"generator.exact is not available on {device.type}, only on the CPU")
+
+
+class ExactDecoder:
+    """The Llama line's forward by the rules of exact mode; differentiable, out of place."""
+
+    def __init__(self, model: nn.Module, config: Any, context: int, dtype: torch.dtype, device: torch.device) -> None:
+        refuse_inexact(config, device)
+        self._model: Any = model
+        self._config = config
+        self._cos, self._sin = rope_table(model, context, dtype, device)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""
+        count = len(token_ids)
+        padding = -count % BLOCK
+        hidden = F.embedding(F.pad(token_ids, (0, padding)), self._model.embed_tokens.weight)
+        positions = F.pad(positions, (0, padding))
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        for index, layer in enumerate(self._model.layers):
+            normed = self._norm(hidden, layer.input_layernorm)
+            query, key, value = self._projected(layer.self_attn, normed, cos, sin)
+            rule = Rule(layer.self_attn.scaling, window_of(self._config, index))
+            mixed = attention(index, query[:count], key[:count], value[:count], rule)
+            mixed = mixed.flatten(1)
+            mixed = F.pad(mixed, (0, 0, 0, padding)) if padding else mixed
+            hidden = hidden + linear(mixed, layer.self_attn.o_proj)
+            hidden = hidden + self._mlp(layer.mlp, self._norm(hidden, layer.post_attention_layernorm))
+        return self._norm(hidden, self._model.norm)[:count]
+
+    def _projected(self, attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [T, heads, d], turned by their positions."""
+        if hasattr(attention, "qkv_proj"):
+            sizes = [h * attention.head_dim for h in self._heads()]
+            parts = linear(normed, attention.qkv_proj).split(sizes, -1)
+        else:
+            parts = [linear(normed, p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
+        if hasattr(attention, "q_norm"):
+            query, key = self._norm(query, attention.q_norm), self._norm(key, attention.k_norm)
+        return _rotated(query, cos, sin), _rotated(key, cos, sin), value
+
+    def _heads(self) -> tuple[int, int, int]:
+        config = self._config
+        return config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+
+    @staticmethod
+    def _mlp(mlp: Any, normed: Tensor) -> Tensor:
+        if hasattr(mlp, "gate_up_proj"):
+            gate, up = linear(normed, mlp.gate_up_proj).chunk(2, -1)
+        else:
+            gate, up = linear(normed, mlp.gate_proj), linear(normed, mlp.up_proj)
+        return linear(F.silu(gate) * up, mlp.down_proj)
+
+    def _norm(self, x: Tensor, norm: Any) -> Tensor:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, self._config.rms_norm_eps)
+
+
+def linear(x: Tensor, module: nn.Linear) -> Tensor:
+    """`module` of x [T, in], T a multiple of BLOCK, block by block."""
+    if not torch.is_grad_enabled():
+        return _in_blocks(x, module.weight, module.bias)
+    return _BlockLinear.apply(x, module.weight, module.bias)  # pyright: ignore[reportReturnType]
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert len(x) % BLOCK == 0
+    x = x.contiguous()
+    if len(x) == BLOCK:
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(block, weight, bias) for block in x.split(BLOCK)])
+
+
+class _BlockLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _in_blocks(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        return grad @ weight, grad.t() @ x, grad.sum(0) if ctx.has_bias else None
+
+
+class ExactLogits(torch.autograd.Function):
+    """Logits fp32 [T, vocab] of hidden states [T, hidden]: products of the weights' type, sums in fp32, block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wide: Tensor) -> Tensor:
+        """`wide` is `weight` in fp32."""
+        ctx.save_for_backward(hidden, weight)
+        count = len(hidden)
+        padded = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK))
+        out = padded.new_empty(len(padded), len(weight))
+        with products_of(weight.dtype):
+            for block, rows in zip(padded.split(BLOCK), out.split(BLOCK), strict=True):
+                torch.mm(block, wide.t(), out=rows)
+        return out[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        return grad @ weight, grad.t() @ hidden, None
+
+
+@contextmanager
+def products_of(dtype: torch.dtype) -> Iterator[None]:
+    """Multiply fp32 matrices on the CPU by products of this type (bfloat16 numbers lose nothing by it)."""
+    settings: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16" if dtype == torch.bfloat16 else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [T, heads, d] with their first dimensions turned."""
+    size = cos.shape[-1]
+    turned, rest = heads[..., :size], heads[..., size:]
+    swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    turned = turned * cos + swapped * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

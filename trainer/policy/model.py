@@ -1,0 +1,284 @@
+"""The policy: one definition that the trainer trains and the generator runs.
+
+Any decoder-only checkpoint that transformers loads and `family.refuse_unsupported` lets pass. Weights keep the names that
+transformers gives them; a tied weight has one name.
+"""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from ...comm.errors import SettingError
+from .attention import NAME, Attention, PackedAttention
+from .exact_attention import ExactPackedAttention
+from .exact_decoder import ExactDecoder, ExactLogits
+from .families import refuse_unsupported
+from .tensor_parallel import Shard, cuts_of, refuse_split
+
+transformers_logging.disable_progress_bar()
+
+LOADING = threading.RLock()
+"""Held while a model is made: transformers does it under switches of the whole process (dtype, initialisation, tying)."""
+LOGPROB_ROWS = 256
+"""Tokens whose logits exist at one time while log-probabilities are computed."""
+
+
+class Policy(nn.Module):
+    """A decoder-only language model.
+
+    `model` is transformers' module; `context` the most positions it takes; `stop_ids` the tokens that end a response;
+    `config` its transformers configuration. With `exact`, packed forwards follow the rules of exact mode; of a policy that
+    was `split` this process holds one `shard`.
+    """
+
+    exact: ExactDecoder | None = None
+
+    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int]) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.stop_ids = stop_ids
+        self.context: int = self.config.max_position_embeddings
+        self.num_layers: int = self.config.num_hidden_layers
+        self.num_heads: int = self.config.num_attention_heads
+        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
+        self.vocab_size: int = self.config.vocab_size
+        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.shard = Shard()
+
+    @property
+    def head(self) -> nn.Linear:
+        """The LM head; weight [vocab, hidden]."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.head.weight.device
+
+    def make_exact(self) -> ExactDecoder:
+        """From now on run packed forwards and log-probabilities in exact mode; SettingError where there is none."""
+        self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
+        return self.exact
+
+    @torch.no_grad()
+    def split(self, shard: Shard) -> None:
+        """From now on hold only this rank's part of each layer, to be run by `decoder.LeanDecoder`.
+
+        Raises SettingError for a policy that cannot be split so.
+        """
+        assert self.shard.size == 1, "split once"
+        refuse_split(self.config, shard.size)
+        self.shard = shard
+        parameters = dict(self.model.named_parameters()) if shard.size > 1 else {}
+        for name, cut in cuts_of(parameters, self.config).items():
+            parameters[name].data = shard.part(parameters[name].data, cut)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter once, by transformers' name; those that a fused projection joins follow one another."""
+        named = list(self.model.named_parameters())
+        first: dict[str, int] = {}
+        for place, (name, _) in enumerate(named):
+            first.setdefault(_block(name), place)
+        named.sort(key=lambda item: (first[_block(item[0])], item[0].endswith(".bias")))
+        return dict(named)
+
+    def bind(self, views: Mapping[str, Tensor]) -> None:
+        """Make tensors of the same names and shapes the parameters, without copying: e.g. views of one flat buffer."""
+        for name, parameter in self.model.named_parameters():
+            assert parameter.shape == views[name].shape, name
+            parameter.data = views[name]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""
+        assert self.shard.size == 1, "the modules need whole layers"
+        output = self.model.base_model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
+        )
+        return output.last_hidden_state[0]
+
+    def forward_packed(self, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Hidden states [T, hidden] of whole sequences packed one after the other; sequence i is
+        token_ids[cu_seqlens[i] : cu_seqlens[i + 1]]. Differentiable.
+        """
+        lengths = cu_seqlens.diff()
+        positions = torch.arange(len(token_ids), device=token_ids.device)
+        positions = positions - cu_seqlens[:-1].to(positions.device).repeat_interleave(lengths.to(positions.device))
+        if self.exact is not None:
+            return self.exact(token_ids, positions, ExactPackedAttention(lengths.tolist(), token_ids.device))
+        return self(token_ids, positions, PackedAttention(lengths.tolist(), token_ids.device))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
+        head = self.head
+        if self.exact is not None:
+            return ExactLogits.apply(hidden, head.weight, head.weight.detach().float())  # pyright: ignore[reportReturnType]
+        if head.weight.is_cuda and head.weight.dtype != torch.float32:
+            logits = _WideLogits.apply(hidden, head.weight)
+            assert isinstance(logits, Tensor)
+        else:
+            logits = F.linear(hidden.float(), head.weight.float(), head.bias)
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden].
+
+        Differentiable; logits exist for LOGPROB_ROWS tokens at a time and are computed again in the backward pass.
+        """
+
+        def chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs = torch.log_softmax(self.logits(rows) * (1 / temperature), dim=-1)
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+            return logprobs.gather(1, wanted[:, None])[:, 0], entropy
+
+        parts = []
+        for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(chunk, rows, wanted, use_reentrant=False))
+            else:
+                parts.append(chunk(rows, wanted))
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class _WideLogits(torch.autograd.Function):
+    """fp32 logits of half-precision hidden states and weights on a GPU: sums in fp32, no fp32 copy of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        return grad @ weight, grad.t() @ hidden
+
+
+def load_policy(
+    path: str | Path,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    weights: bool = True,
+    exact: bool = False,
+    shard: Shard | None = None,
+) -> Policy:
+    """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised; with
+    `shard` split, so that the device never holds more than this rank's part.
+
+    Raises SettingError for a missing checkpoint and for a feature that would be computed wrongly.
+    """
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise SettingError(f"model.dtype: '{dtype}' is no floating-point type (float32, bfloat16, float16)")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
+    refuse_unsupported(config)
+    with LOADING:
+        model = _load(path, config, wanted) if weights else _build(path, config, wanted)
+    policy = Policy(model.eval(), _stop_ids(path, config))
+    if shard is not None:
+        policy.split(shard)
+    policy.to(device)
+    if exact:
+        policy.make_exact()
+    return policy
+
+
+def _load(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+    except OSError as error:
+        raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
+    if config.tie_word_embeddings and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise SettingError(
+            f"model.path: the configuration at {path} ties LM head and embedding (tie_word_embeddings), "
+            "but its weights hold two different ones: set tie_word_embeddings to false there"
+        )
+    return model
+
+
+def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.tie_weights()
+    model.generation_config = _generation_config(path, config)
+    return model
+
+
+def default_device(*, exact: bool = False) -> torch.device:
+    """A process's GPU if it has one, else the CPU; exact mode is a promise of the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() and not exact else torch.device("cpu")
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint; raises SettingError if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"model.path: no tokenizer at {path} ({_first_line(error)})") from error
+
+
+def save_policy(
+    policy: Policy, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write safetensors, configuration and tokenizer so that `AutoModelForCausalLM.from_pretrained` gives this policy.
+
+    `weights` by name where the policy's own are only shards.
+    """
+    state = None if weights is None else dict(weights)
+    policy.model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _block(name: str) -> str:
+    """The attention or MLP that a parameter belongs to."""
+    return name.rsplit(".", 2)[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _generation_config(path: str | Path, config: Any) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
+    """Tokens that end a response: those of the generation configuration, else of the model's, and the tokenizer's."""
+    found: set[int] = set()
+    for ids in (_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)):
+        if isinstance(ids, int):
+            found.add(ids)
+        elif ids is not None:
+            found.update(ids)
+    try:
+        tokenizer_eos = AutoTokenizer.from_pretrained(path).eos_token_id
+    except (OSError, ValueError, KeyError):
+        tokenizer_eos = None
+    return frozenset(found if tokenizer_eos is None else found | {tokenizer_eos})

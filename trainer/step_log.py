@@ -1,0 +1,84 @@
+"""What each step trained on, kept in the run folder: `rows/step_N.safetensors` with the rows' columns and the hand-outs.
+
+A hand-out is kept as it came, with its micro-batches, since they decide what is packed together: so a replay adds up the same
+numbers in the same order. With several actor ranks each keeps its own rows, rank 1 in `rows/step_N.1.safetensors`.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from ..comm.errors import SettingError
+from ..comm.messages import HandOut, decode, encode
+from ..relay.queue.stream import Batch
+
+_NUM_RANKS = "ranks"
+
+
+class StepLog:
+    """Collects one rank's batches of a step, and writes them when it is over."""
+
+    def __init__(self, run_dir: Path, rank: int = 0, num_ranks: int = 1) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._batches: list[Batch] = []
+
+    def add(self, batch: Batch) -> None:
+        """A batch, in the order in which they came."""
+        self._batches.append(batch)
+
+    def write(self, step: int) -> None:
+        """Write the step's file, whole or not at all, and begin the next."""
+        path = _path(self._run_dir, step, self._rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns: dict[str, np.ndarray] = {}
+        metadata = {_NUM_RANKS: str(self._num_ranks)}
+        for number, batch in enumerate(self._batches):
+            metadata[f"{number}"] = encode(batch.hand_out).decode()
+            metadata[f"{number}.rows"] = json.dumps([[row.key for row in part] for part in batch.micro_batches])
+            for row in batch.rows:
+                columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
+        new = path.with_suffix(".new")
+        save_file(columns, new, metadata)
+        new.replace(path)
+        self._batches = []
+
+
+class SavedStep:
+    """One rank's file of a step, as a replay reads it. Raises `SettingError` if it is not there."""
+
+    def __init__(self, run_dir: Path, step: int, rank: int = 0) -> None:
+        self._path = _path(run_dir, step, rank)
+        if not self._path.exists():
+            raise SettingError(
+                f"run.dir: {self._path} is not there; a run can be replayed if it ran with run.save_rows=true"
+            )
+        with safe_open(self._path, framework="numpy") as file:
+            self._metadata: dict[str, str] = file.metadata() or {}
+        if _NUM_RANKS not in self._metadata:
+            raise SettingError(f"run.dir: {self._path} is of an older version, which did not keep the micro-batches")
+        self.num_ranks = int(self._metadata[_NUM_RANKS])
+        """The actor ranks that trained the step."""
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches in their order."""
+        columns: dict[str, dict[str, np.ndarray]] = {}
+        with safe_open(self._path, framework="numpy") as file:
+            for place in file.keys():  # noqa: SIM118 - not a mapping
+                key, _, name = place.partition("/")
+                columns.setdefault(key, {})[name] = file.get_tensor(place)
+        for number in range((len(self._metadata) - 1) // 2):
+            hand_out = decode(self._metadata[f"{number}"].encode())
+            assert isinstance(hand_out, HandOut)
+            rows = {row.key: row for row in hand_out.rows()}
+            parts = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
+            yield Batch(hand_out, parts, columns)
+
+
+def _path(run_dir: Path, step: int, rank: int) -> Path:
+    return run_dir / "rows" / f"step_{step}{f'.{rank}' if rank else ''}.safetensors"

@@ -1,0 +1,115 @@
+"""Sums over the micro-batches of a step, and the metrics that they make."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ..comm.messages.queue import RowRef
+from ..relay.queue.stream import Batch
+from .actor_group import ActorGroup
+from .batch import PackedBatch
+from .loss import LossTerms
+
+_SUMS = (
+    "tokens", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
+    "mismatch_kl", "kl", "responses", "response_tokens", "truncated",
+)  # fmt: skip
+_MAXIMA = ("ratio", "prob_diff", "response_tokens")
+
+
+class StepTally:
+    """Adds up what one optimizer step trains on. Importance weights count all tokens; `mismatch/*` only those drawn by the
+    very version in training, so that engine mismatch and staleness stay apart."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self.rows: list[RowRef] = []
+        """Of all ranks."""
+        self.group_stds: list[float] = []
+        self._max_new_tokens = max_new_tokens
+        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens that bear loss; of this rank before `reduce`, of all after it."""
+        return self._sums["tokens"]
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over the trajectories of the step."""
+        return sum(row.reward for row in self.rows) / len(self.rows)
+
+    def add(self, batch: Batch) -> None:
+        """Add all groups of a hand-out, as all ranks do, and the responses that this rank trains."""
+        for group in batch.hand_out.groups:
+            self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
+            self.rows += group.rows()
+        for length in map(len, batch["response_ids"]):
+            self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
+            self._raise(response_tokens=length)
+
+    def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
+        """logprobs [R] of the policy in training, without gradient."""
+        mask = batch.mask.bool()
+        if not mask.any():
+            return
+        self._add(tokens=batch.mask.sum(), pg_loss=terms.pg_loss, clipped=terms.clipped)
+        self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
+        ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
+        self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
+        self._raise(ratio=ratio.max())
+        fresh = mask & batch.is_fresh
+        if fresh.any():
+            ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
+            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), ours - theirs
+            self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
+            self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
+            self._raise(prob_diff=prob_diff.max())
+
+    def reduce(self, group: ActorGroup) -> None:
+        """Make the sums those of all ranks."""
+        self._sums = dict(zip(_SUMS, group.summed(list(self._sums.values())), strict=True))
+        self._maxima = dict(zip(_MAXIMA, group.maxima(list(self._maxima.values())), strict=True))
+
+    def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
+        """The data's and the loss's metrics of a step that trained `version`."""
+        rewards = torch.tensor([row.reward for row in self.rows])
+        staleness = [version - row.version for row in self.rows]
+        s, n = self._sums, max(self._sums["tokens"], 1.0)
+        out: dict[str, float | dict[str, int]] = {
+            "reward/mean": self.mean_reward,
+            "reward/std": float(rewards.std(unbiased=False)),
+            "reward/min": float(rewards.min()),
+            "reward/max": float(rewards.max()),
+            "response_length/mean": s["response_tokens"] / s["responses"],
+            "response_length/max": self._maxima["response_tokens"],
+            "response_length/clip_ratio": s["truncated"] / s["responses"],
+            "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
+            "actor/entropy": s["entropy"] / n,
+            "actor/pg_loss": s["pg_loss"] / n,
+            "actor/pg_clipfrac": s["clipped"] / n,
+            "actor/ppo_kl": s["ppo_kl"] / n,
+            "actor/kl_loss": s["kl"] / n,
+            "is/mean": s["ratio"] / n,
+            "is/max": self._maxima["ratio"],
+            "is/clip_frac": s["clipped"] / n,
+            "is/ess": s["ratio"] ** 2 / max(n * s["ratio_squared"], 1e-9),
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": float(max(staleness)),
+            "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
+        }
+        if s["fresh"]:
+            out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
+            out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]
+            out["mismatch/logprob_abs_diff"] = s["logprob_diff"] / s["fresh"]
+            out["mismatch/kl"] = s["mismatch_kl"] / s["fresh"]
+        return out
+
+    def _add(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self._sums[name] += float(value)
+
+    def _raise(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self._maxima[name] = max(self._maxima[name], float(value))
