@@ -3,5 +3,5 @@
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Names a relay's shared memory in its environment; others on the host open it as /proc/<seat pid>/fd/<number>."""
 
-LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
+STREAMING_COPY_ENV = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
 """Environment in which the C library copies large pieces past the caches, twice as fast; it is read at a process's start."""

@@ -5,7 +5,7 @@ HeadraceError
 ├── WaitTimeout (TimeoutError)    a named wait passed its deadline
 ├── PeerGone                      the other side of a wire is gone
 │   └── StoreGone                 the fleet's store is gone
-├── UnitFull                      a storage unit has no room for more rows
+├── StorageFull                      a storage unit has no room for more rows
 ├── LinkBroken                    a link failed in the middle of a transfer
 ├── WrongDigest                   bytes are not those that were announced
 └── MessageRefused                a letter is malformed, foreign or forged
@@ -32,7 +32,7 @@ class StoreGone(PeerGone):
     """The fleet's store is gone."""
 
 
-class UnitFull(HeadraceError):
+class StorageFull(HeadraceError):
     """A storage unit has no room for more rows."""
 
 

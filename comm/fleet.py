@@ -21,12 +21,12 @@ import msgspec
 from torch.distributed import DistError
 
 from .errors import StoreGone
-from .links.opening import Link, MemoryLink, open_link, paced
-from .mailbox import MemoryPost, Post, StorePost
+from .links.opening import Link, MemoryLink, open_link, throttled
+from .mailbox import Mailboxes, MemoryMailboxes, StoreMailboxes
 from .recipe import CommSettings
-from .storage.client import RowClient
-from .storage.server import RowUnit
-from .store import ROSTER, Store, connect_store
+from .storage.client import StorageClient
+from .storage.server import StorageServer
+from .store import ROSTER, StoreClient, connect_store
 from .waits import waiting
 
 STORE_GONE_EXIT = 69
@@ -43,7 +43,7 @@ class Member(msgspec.Struct, frozen=True):
     host: str
     pid: int
     info: dict[str, str]
-    alive: bool = True
+    is_alive: bool = True
 
 
 def member_name(role: str, index: int) -> str:
@@ -54,11 +54,11 @@ def member_name(role: str, index: int) -> str:
 class Fleet(ABC):
     """One member's view of the run. `Fleet.join` joins over the store; `MemoryFleet` is the twin within one process."""
 
-    def __init__(self, me: Member, post: Post, settings: CommSettings, secret: bytes = b"") -> None:
+    def __init__(self, me: Member, mailboxes: Mailboxes, settings: CommSettings, secret: bytes = b"") -> None:
         self.me = me
         self.name = me.name
         self.incarnation = me.incarnation
-        self.post = post
+        self.mailboxes = mailboxes
         self.settings = settings
         self._secret = secret
 
@@ -85,24 +85,24 @@ class Fleet(ABC):
     def leave(self) -> None:
         """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
 
-    def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> RowUnit:
+    def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> StorageServer:
         """A storage unit in this process, open to every process of the run."""
-        return RowUnit(self.settings.interface, self._secret, on_client_lost=on_client_lost)
+        return StorageServer(self.settings.interface, self._secret, on_client_lost=on_client_lost)
 
-    def open_rows(self, address: str) -> RowClient:
+    def open_rows(self, address: str) -> StorageClient:
         """A client of the unit at an address; raises `PeerGone`."""
         me = {"member": self.name, "incarnation": self.incarnation}
-        return RowClient(address, self._secret, self.settings.deadline_s, **me)
+        return StorageClient(address, self._secret, self.settings.deadline_s, **me)
 
-    def living(self, role: str, having: str = "") -> list[Member]:
+    def alive_members(self, role: str, having: str = "") -> list[Member]:
         """Members of a role that beat, and that have announced `having`, by index."""
-        return [m for m in self.members(role) if m.alive and (not having or having in m.info)]
+        return [m for m in self.members(role) if m.is_alive and (not having or having in m.info)]
 
     def wait_for(self, role: str, count: int, deadline_s: float, having: str = "") -> list[Member]:
         """The living members of a role once there are `count` of them (that have announced `having`)."""
         with waiting(f"{count} x {role}", "joining", deadline_s) as wait:
             return wait.until(
-                lambda: found if len(found := self.living(role, having)) >= count else None, interval_s=0.01
+                lambda: found if len(found := self.alive_members(role, having)) >= count else None, interval_s=0.01
             )
 
     def nearest(self, role: str, having: str = "", deadline_s: float | None = None) -> Member:
@@ -113,35 +113,35 @@ class Fleet(ABC):
 
 
 @dataclass(slots=True)
-class Table:
+class MemberTable:
     """Members and when each was last heard; pure, the clock is handed in."""
 
     expiry_s: float
-    members: dict[str, Member] = field(default_factory=dict)
+    by_name: dict[str, Member] = field(default_factory=dict)
     _beats: dict[str, tuple[bytes, float]] = field(default_factory=dict)
 
-    def hear(self, member: Member, beat: bytes, now: float) -> None:
+    def observe(self, member: Member, beat: bytes, now: float) -> None:
         """Take in what the store says of one member."""
         last, heard = self._beats.get(member.name, (b"", now))
         if beat != last:
             self._beats[member.name] = (beat, now)
             heard = now
-        self.members[member.name] = replace_alive(member, now - heard < self.expiry_s)
+        self.by_name[member.name] = with_liveness(member, now - heard < self.expiry_s)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """A member has left."""
-        self.members.pop(name, None)
+        self.by_name.pop(name, None)
         self._beats.pop(name, None)
 
-    def listed(self, role: str | None) -> list[Member]:
+    def members(self, role: str | None) -> list[Member]:
         """The members of a role, by index."""
-        found = [m for m in self.members.values() if role is None or m.role == role]
+        found = [m for m in self.by_name.values() if role is None or m.role == role]
         return sorted(found, key=lambda m: (m.role, m.index))
 
 
-def replace_alive(member: Member, is_alive: bool) -> Member:
+def with_liveness(member: Member, is_alive: bool) -> Member:
     """The member with another judgement."""
-    return msgspec.structs.replace(member, alive=is_alive)
+    return msgspec.structs.replace(member, is_alive=is_alive)
 
 
 class StoreFleet(Fleet):
@@ -162,13 +162,13 @@ class StoreFleet(Fleet):
         name = member_name(role, index)
         incarnation = self._store.add(f"fleet/incarnation/{name}", 1)
         me = Member(name, role, index, incarnation, socket.gethostname(), os.getpid(), dict(info))
-        super().__init__(me, StorePost(store_address, secret, settings.deadline_s), settings, secret)
+        super().__init__(me, StoreMailboxes(store_address, secret, settings.deadline_s), settings, secret)
         self._on_gone = on_store_gone or _end_process
-        self._table = Table(settings.expiry_s)
+        self._table = MemberTable(settings.expiry_s)
         self._lock = threading.Lock()
         self._leaving = threading.Event()
         self._heard_at = time.monotonic()
-        self._enter()
+        self._register()
         self._refresh(self._store)
         self._threads = [
             threading.Thread(target=self._beat, args=(self._store.clone(),), name="fleet beat", daemon=True),
@@ -180,60 +180,60 @@ class StoreFleet(Fleet):
     def members(self, role: str | None = None) -> list[Member]:
         """All members that have not left, or those of one role."""
         with self._lock:
-            return self._table.listed(role)
+            return self._table.members(role)
 
     def announce(self, **info: str) -> None:
         """Add to what this member says of itself."""
         with self._lock:
             self.me = msgspec.structs.replace(self.me, info={**self.me.info, **info})
-            self._tell(self.me)
+            self._publish_member(self.me)
             self._store.check([ROSTER])
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         """One end of a link whose ends find each other on the store."""
         whom = {"secret": self._secret, "interface": self.settings.interface, "store": self._store}
-        return paced(open_link(backend, self.store_address, name, end, deadline_s, **whom), self.settings.pace)
+        return throttled(open_link(backend, self.store_address, name, end, deadline_s, **whom), self.settings.pace)
 
     def leave(self) -> None:
         """Deliver what was sent, leave, end the threads."""
         if self._leaving.is_set():
             return
-        self.post.close()
+        self.mailboxes.close()
         self._leaving.set()
         for thread in self._threads:
             thread.join(5)
         try:
-            self._tell(replace_alive(self.me, is_alive=False))
+            self._publish_member(with_liveness(self.me, is_alive=False))
             self._store.set(f"fleet/left/{self.name}", str(self.incarnation))
             self._store.check([ROSTER])
         except DistError as error:
             sys.stderr.write(f"{self.name} leaves a fleet whose store is gone: {error}\n")
 
-    def _enter(self) -> None:
+    def _register(self) -> None:
         """Everything that watchers read is there before the name is on the roster."""
-        self._tell(self.me)
+        self._publish_member(self.me)
         self._store.add(f"fleet/beat/{self.name}", 1)
         self._store.delete_key(f"fleet/left/{self.name}")
         if self.incarnation == 1:
             self._store.append(ROSTER, f"{self.name}\n")
         self._store.check([ROSTER])
 
-    def _tell(self, me: Member) -> None:
+    def _publish_member(self, me: Member) -> None:
         self._store.set(f"fleet/member/{self.name}", msgspec.json.encode(me))
 
-    def _refresh(self, store: Store) -> None:
+    def _refresh(self, store: StoreClient) -> None:
         names = store.get(ROSTER).decode().split()
         values = store.multi_get([f"fleet/{kind}/{name}" for name in names for kind in ("member", "beat")])
         now = time.monotonic()
         with self._lock:
             for name, told, beat in zip(names, values[::2], values[1::2], strict=True):
                 member = msgspec.json.decode(told, type=Member)
-                if member.alive:
-                    self._table.hear(member, beat, now)
+                if member.is_alive:
+                    self._table.observe(member, beat, now)
                 else:  # its own word, the last before it left
-                    self._table.forget(name)
+                    self._table.remove(name)
 
-    def _beat(self, store: Store) -> None:
+    def _beat(self, store: StoreClient) -> None:
         """Beat and refresh the table. Waits for its own clock; woken early by `leave`."""
         try:
             while not self._leaving.wait(self.settings.heartbeat_s):
@@ -261,11 +261,11 @@ def _end_process(error: StoreGone) -> None:
     os._exit(STORE_GONE_EXIT)
 
 
-class MemoryTown:
+class MemoryNetwork:
     """What members of one process share instead of a store: the post, the table, link ends that wait for their other."""
 
     def __init__(self) -> None:
-        self.post = MemoryPost()
+        self.mailboxes = MemoryMailboxes()
         self.lock = threading.Condition()
         self.members: dict[str, Member] = {}
         self.incarnations: dict[str, int] = {}
@@ -275,13 +275,13 @@ class MemoryTown:
 class MemoryFleet(Fleet):
     """The twin: several members in one process, threads in the place of processes."""
 
-    def __init__(self, town: MemoryTown, me: Member, settings: CommSettings) -> None:
-        super().__init__(me, town.post, settings)
-        self.town = town
+    def __init__(self, network: MemoryNetwork, me: Member, settings: CommSettings) -> None:
+        super().__init__(me, network.mailboxes, settings)
+        self.network = network
 
     @staticmethod
-    def enter(
-        town: MemoryTown,
+    def join_network(
+        network: MemoryNetwork,
         role: str,
         index: int = 0,
         info: Mapping[str, str] | None = None,
@@ -290,45 +290,45 @@ class MemoryFleet(Fleet):
     ) -> "MemoryFleet":
         """Join the town."""
         name = member_name(role, index)
-        with town.lock:
-            incarnation = town.incarnations[name] = town.incarnations.get(name, 0) + 1
+        with network.lock:
+            incarnation = network.incarnations[name] = network.incarnations.get(name, 0) + 1
             me = Member(name, role, index, incarnation, host, os.getpid(), dict(info or {}))
-            town.members[name] = me
-        return MemoryFleet(town, me, settings or CommSettings())
+            network.members[name] = me
+        return MemoryFleet(network, me, settings or CommSettings())
 
     def members(self, role: str | None = None) -> list[Member]:
         """All members that have not left, or those of one role."""
-        with self.town.lock:
-            found = [m for m in self.town.members.values() if role is None or m.role == role]
+        with self.network.lock:
+            found = [m for m in self.network.members.values() if role is None or m.role == role]
         return sorted(found, key=lambda m: (m.role, m.index))
 
     def announce(self, **info: str) -> None:
         """Add to what this member says of itself."""
-        with self.town.lock:
+        with self.network.lock:
             self.me = msgspec.structs.replace(self.me, info={**self.me.info, **info})
-            self.town.members[self.name] = self.me
+            self.network.members[self.name] = self.me
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         """One end of a link in memory, whatever the back end asked for."""
-        with waiting(f"link {name}", f"end {1 - end}", deadline_s) as wait, self.town.lock:
+        with waiting(f"link {name}", f"end {1 - end}", deadline_s) as wait, self.network.lock:
             mine = f"{name}/{end}"
-            if mine not in self.town.link_ends:
-                self.town.link_ends[f"{name}/0"], self.town.link_ends[f"{name}/1"] = MemoryLink.pair()
-            link = self.town.link_ends[mine]
-            self.town.link_ends[f"{mine}/taken"] = link
-            self.town.lock.notify_all()
-            while f"{name}/{1 - end}/taken" not in self.town.link_ends:
+            if mine not in self.network.link_ends:
+                self.network.link_ends[f"{name}/0"], self.network.link_ends[f"{name}/1"] = MemoryLink.pair()
+            link = self.network.link_ends[mine]
+            self.network.link_ends[f"{mine}/taken"] = link
+            self.network.lock.notify_all()
+            while f"{name}/{1 - end}/taken" not in self.network.link_ends:
                 wait.check()
-                self.town.lock.wait(wait.remaining_s)
-            return paced(link, self.settings.pace)
+                self.network.lock.wait(wait.remaining_s)
+            return throttled(link, self.settings.pace)
 
-    def vanish(self) -> None:
+    def crash(self) -> None:
         """Be dead to the others without having left, as after SIGKILL."""
-        with self.town.lock:
-            self.town.members[self.name] = replace_alive(self.me, is_alive=False)
+        with self.network.lock:
+            self.network.members[self.name] = with_liveness(self.me, is_alive=False)
 
     def leave(self) -> None:
         """Leave the town."""
-        with self.town.lock:
-            if self.town.members.get(self.name, self.me).incarnation == self.incarnation:
-                self.town.members.pop(self.name, None)
+        with self.network.lock:
+            if self.network.members.get(self.name, self.me).incarnation == self.incarnation:
+                self.network.members.pop(self.name, None)

@@ -16,7 +16,7 @@ _files: dict[Path, ModuleType] = {}
 _lock = threading.RLock()  # a file may load another one
 
 
-def load_plugin(setting: str, path: str) -> Any:
+def load_object(setting: str, path: str) -> Any:
     """The object; raises `SettingError` that names the setting if there is none.
 
     A file is executed once per process. It may import modules of its own folder. Its own errors are passed on.
@@ -63,7 +63,7 @@ def resolve_engine(setting: str, engine: str) -> Builtin | AdapterClass | Proces
     """What `rollout.engine` or `trainer.engine` names: a word, a class, or a function."""
     if not is_own(engine):
         return Builtin(engine)
-    found = load_plugin(setting, engine)
+    found = load_object(setting, engine)
     if not callable(found):
         raise SettingError(f"{setting}: {engine} is neither a class nor a function")
     return AdapterClass(found) if isinstance(found, type) else ProcessFunction(found)

@@ -25,12 +25,12 @@ _PAGE = 4096
 _SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the owner's
 
 
-class Hold(Enum):
+class Lock(Enum):
     """What a lock on a slot means."""
 
     NONE = fcntl.F_UNLCK
-    LEASE = fcntl.F_RDLCK
-    OWN = fcntl.F_WRLCK
+    SHARED = fcntl.F_RDLCK
+    EXCLUSIVE = fcntl.F_WRLCK
 
 
 class Segment:
@@ -40,7 +40,7 @@ class Segment:
         self.path = path
         self._fd = fd
         self._lock = threading.Lock()
-        self._leases: dict[int, int] = defaultdict(int)
+        self._shared_locks: dict[int, int] = defaultdict(int)
         if os.fstat(fd).st_size < HEADER_BYTES:
             os.ftruncate(fd, HEADER_BYTES)
         words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64)
@@ -73,15 +73,15 @@ class Segment:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot; 0 before `shape`."""
+        """Bytes of a slot; 0 before `allocate`."""
         return int(self._shape[0])
 
     @property
     def num_slots(self) -> int:
-        """Number of slots; 0 before `shape`."""
+        """Number of slots; 0 before `allocate`."""
         return int(self._shape[1])
 
-    def shape(self, num_slots: int, slot_bytes: int) -> None:
+    def allocate(self, num_slots: int, slot_bytes: int) -> None:
         """Give the segment its slots, all pages in place; the owner does this once."""
         assert self.slot_bytes in (0, slot_bytes), f"a segment of {self.slot_bytes} byte slots cannot change its shape"
         os.ftruncate(self._fd, HEADER_BYTES + num_slots * _round_up(slot_bytes))
@@ -95,25 +95,25 @@ class Segment:
                 self._map()
             return self._slots[index]
 
-    def take(self, slot: int, hold: Hold) -> bool:
+    def try_lock(self, slot: int, lock: Lock) -> bool:
         """Try to lease or to own a slot; False if another opening of the segment stands against it."""
         with self._lock:
-            if hold is Hold.LEASE and self._leases[slot]:
-                self._leases[slot] += 1
+            if lock is Lock.SHARED and self._shared_locks[slot]:
+                self._shared_locks[slot] += 1
                 return True
-            if not self._try_lock(slot, hold):
+            if not self._set_lock(slot, lock):
                 return False
-            self._leases[slot] += hold is Hold.LEASE
+            self._shared_locks[slot] += lock is Lock.SHARED
             return True
 
-    def give_back(self, slot: int, hold: Hold) -> None:
-        """End what `take` began."""
+    def unlock(self, slot: int, lock: Lock) -> None:
+        """End what `try_lock` began."""
         with self._lock:
-            if hold is Hold.LEASE:
-                self._leases[slot] -= 1
-                if self._leases[slot]:
+            if lock is Lock.SHARED:
+                self._shared_locks[slot] -= 1
+                if self._shared_locks[slot]:
                     return
-            self._try_lock(slot, Hold.NONE)
+            self._set_lock(slot, Lock.NONE)
 
     def close(self) -> None:
         """Close this opening; views of its slots stay valid as long as somebody holds them."""
@@ -136,10 +136,10 @@ class Segment:
         self._slots = [whole[i * stride : i * stride + num_bytes] for i in range(self.num_slots)]
         self._mapped_shape = (self.num_slots, num_bytes)
 
-    def _try_lock(self, slot: int, hold: Hold) -> bool:
+    def _set_lock(self, slot: int, lock: Lock) -> bool:
         # Locks of the open file description, since those of the process would not tell two openings in it apart.
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", hold.value, os.SEEK_SET, slot, 1, 0))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", lock.value, os.SEEK_SET, slot, 1, 0))
         except (BlockingIOError, PermissionError):
             return False
         return True

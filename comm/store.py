@@ -38,10 +38,10 @@ ROSTER = "fleet/roster"
 """Key of the names of all seats that ever joined, one a line, in order of their first joining."""
 
 
-class Store(Protocol):
+class StoreClient(Protocol):
     """What is used of a `TCPStore`, whose own type stubs lack half of it. Every method may raise `DistError`."""
 
-    def clone(self) -> "Store": ...
+    def clone(self) -> "StoreClient": ...
     def set_timeout(self, timeout: timedelta, /) -> None: ...
     def set(self, key: str, value: bytes | str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -66,11 +66,11 @@ class StoreServer:
                 interface, bound_port, is_master=True, wait_for_workers=False, multi_tenant=False,
                 master_listen_fd=listener.detach(), use_libuv=True, timeout=timedelta(days=1),
             )  # fmt: skip
-        self.store = cast(Store, server)
+        self.store = cast(StoreClient, server)
         self.address = f"{interface}:{bound_port}"
 
 
-def connect_store(address: str, deadline_s: float) -> Store:
+def connect_store(address: str, deadline_s: float) -> StoreClient:
     """A client of the store at "host:port"; one thread may use it, others `clone()` it. Raises `StoreGone`."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
@@ -82,7 +82,7 @@ def connect_store(address: str, deadline_s: float) -> Store:
             )
         except DistError as error:
             raise StoreGone(f"no store answers at {address}: {error}") from error
-    store = cast(Store, client)
+    store = cast(StoreClient, client)
     store.set_timeout(timedelta(days=1))
     return store
 
@@ -104,7 +104,7 @@ def find_address(deadline_s: float) -> str:
     return store.get(_ADDRESS_KEY).decode()
 
 
-def _torchrun_store(deadline_s: float) -> Store:
+def _torchrun_store(deadline_s: float) -> StoreClient:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise SettingError("no torchrun store here: start by torchrun, or set HEADRACE_STORE=HOST:PORT")
     return connect_store(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", deadline_s)
@@ -117,7 +117,7 @@ class _Attendance:
         self._silence_s = silence_s
         self._beats: dict[str, tuple[bytes, float]] = {}
 
-    def present(self, store: Store, now: float) -> tuple[int, int]:
+    def present(self, store: StoreClient, now: float) -> tuple[int, int]:
         """How many members have joined so far, and how many of them are present."""
         names = store.get(ROSTER).decode().split() if store.check([ROSTER]) else []
         num_present = 0

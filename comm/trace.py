@@ -35,11 +35,11 @@ class Trace:
         """The moment by the trace's clock."""
         return self._clock.now()
 
-    def beside(self, state: str, since: float, **facts: float | str) -> None:
+    def span(self, state: str, since: float, **facts: float | str) -> None:
         """Something that has gone on beside the states, from `since` until now."""
         self._write({"state": state, "t": since, "d": self.now() - since, "lane": 1, **facts})
 
-    def sample(self, **values: float) -> None:
+    def counters(self, **values: float) -> None:
         """Numbers as they are now."""
         self._write({"t": self._clock.now(), "values": values})
 

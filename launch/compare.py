@@ -17,11 +17,11 @@ import msgspec
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from ..relay.queue import schedules
-from .bench.harness import Row, write_json
+from .bench.harness import Measurement, write_json
 from .config.checks import is_emulated
 from .config.load import read_recipe
-from .processes.child import say
-from .report.experiment import Contest, Outcome
+from .processes.child import print_message
+from .report.experiment import Experiment, Result
 from .report.plots import draw_comparison, draw_gantt
 from .report.timeline import Timeline
 
@@ -41,7 +41,7 @@ GROUPS_PER_GPU = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
+class Variant:
     """One run to be compared: its name, GPUs in all, rollouts among them, and what it sets."""
 
     name: str
@@ -50,7 +50,7 @@ class Entrant:
     settings: Mapping[str, object]
 
     @staticmethod
-    def of(name: str, num_gpus: int, rollouts: int, gpus_per_rollout: int) -> "Entrant":
+    def of(name: str, num_gpus: int, rollouts: int, gpus_per_rollout: int) -> "Variant":
         """The entrant of this name; in the colocated form all GPUs generate and all train."""
         is_colocated = name == "sync-colocated"
         rollouts = num_gpus // gpus_per_rollout if is_colocated else rollouts
@@ -63,7 +63,7 @@ class Entrant:
             "emulated.colocated": str(is_colocated).lower(),
             "repack.enabled": str(name != "repack-off").lower(),
         }
-        return Entrant(name, num_gpus, rollouts, settings)
+        return Variant(name, num_gpus, rollouts, settings)
 
     @property
     def folder(self) -> str:
@@ -91,7 +91,7 @@ def main(words: Sequence[str]) -> int:
             raise SettingError("rollout.engine: a comparison of schedules needs emulated devices")
         compare(recipe, arguments)
     except SettingError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         return 2
     return 0
 
@@ -100,11 +100,11 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     """Run the entrants, then write table, pictures and rows into `run.dir`."""
     per_rollout = recipe.emulated.gpus_per_rollout
     num_gpus = arguments.gpus or recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout
-    contest = Contest(arguments.recipe, arguments.overrides, Path(recipe.run.dir))
+    contest = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir))
     if arguments.tune:
         tune(contest, [name for name in arguments.only if name in SCHEDULES], num_gpus, per_rollout)
-    outcomes: dict[str, Outcome] = {}
-    for entrant in entrants(arguments.only, num_gpus, per_rollout):
+    outcomes: dict[str, Result] = {}
+    for entrant in variants(arguments.only, num_gpus, per_rollout):
         outcomes[entrant.name] = contest.run(entrant.folder, entrant.settings)
         sys.stdout.write(f"{table({entrant.name: outcomes[entrant.name]}).splitlines()[-1]}\n")
         sys.stdout.flush()
@@ -120,19 +120,19 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
         write_json(list(rows_of(outcomes)), arguments.json)
 
 
-def entrants(names: Sequence[str], num_gpus: int, per_rollout: int) -> Iterator[Entrant]:
+def variants(names: Sequence[str], num_gpus: int, per_rollout: int) -> Iterator[Variant]:
     """The entrants with their best splits."""
     best = splits().get(str(num_gpus), {})
     for name in names:
         if name in REPACK:
             gpus = REPACK_TRAIN_GPUS + REPACK_ROLLOUTS * per_rollout
-            entrant = Entrant.of(name, gpus, REPACK_ROLLOUTS, per_rollout)
+            entrant = Variant.of(name, gpus, REPACK_ROLLOUTS, per_rollout)
             yield replace(entrant, settings={**entrant.settings, "batch.prompts_per_step": REPACK_GROUPS})
         else:
-            yield Entrant.of(name, num_gpus, best.get(name, num_gpus // 2 // per_rollout), per_rollout)
+            yield Variant.of(name, num_gpus, best.get(name, num_gpus // 2 // per_rollout), per_rollout)
 
 
-def tune(contest: Contest, names: Sequence[str], num_gpus: int, per_rollout: int) -> None:
+def tune(experiment: Experiment, names: Sequence[str], num_gpus: int, per_rollout: int) -> None:
     """From the split that is written down, go on to a neighbour as long as it is faster; write down the best."""
     for name in names:
         if name == "sync-colocated":
@@ -143,9 +143,9 @@ def tune(contest: Contest, names: Sequence[str], num_gpus: int, per_rollout: int
 
         def tried(rollouts: int, name: str = name, speed: dict[int, float] = speed) -> float:
             if rollouts not in speed and 0 < rollouts < num_gpus // per_rollout:
-                entrant = Entrant.of(name, num_gpus, rollouts, per_rollout)
-                speed[rollouts] = contest.run(entrant.folder, entrant.settings).figures.tokens_per_s
-                say(f"{name} on {num_gpus} GPUs with {rollouts} rollouts: {speed[rollouts]:,.0f} tokens/s")
+                entrant = Variant.of(name, num_gpus, rollouts, per_rollout)
+                speed[rollouts] = experiment.run(entrant.folder, entrant.settings).figures.tokens_per_s
+                print_message(f"{name} on {num_gpus} GPUs with {rollouts} rollouts: {speed[rollouts]:,.0f} tokens/s")
             return speed.get(rollouts, 0.0)
 
         while (better := max((best - 1, best, best + 1), key=tried)) != best:
@@ -159,14 +159,14 @@ def splits() -> dict[str, dict[str, int]]:
     return msgspec.json.decode(SPLITS.read_bytes(), type=dict[str, dict[str, int]]) if SPLITS.exists() else {}
 
 
-def rows_of(outcomes: Mapping[str, Outcome]) -> Iterator[Row]:
+def rows_of(results: Mapping[str, Result]) -> Iterator[Measurement]:
     """Tokens per second of each schedule over `sync-colocated`, and the other comparisons that can be made."""
-    figures = {name: outcome.figures for name, outcome in outcomes.items()}
+    figures = {name: outcome.figures for name, outcome in results.items()}
     base = figures.get("sync-colocated")
     for name in SCHEDULES:
         if name in figures:
             ratio = figures[name].tokens_per_s / base.tokens_per_s if base else float("nan")
-            yield Row(name, "sync-colocated", figures[name].tokens_per_s, "tok/s", ratio)
+            yield Measurement(name, "sync-colocated", figures[name].tokens_per_s, "tok/s", ratio)
     pairs = (
         ("headrace-over-partial", "headrace", "partial", "tokens_per_s", "tok/s"),
         ("weight-wait", "headrace", "one_step", "weight_wait_s", "s"),
@@ -176,18 +176,18 @@ def rows_of(outcomes: Mapping[str, Outcome]) -> Iterator[Row]:
     for workload, ours, peer, field, unit in pairs:
         if ours in figures and peer in figures:
             value, other = getattr(figures[ours], field), getattr(figures[peer], field)
-            yield Row(workload, peer, value, unit, value / other)
+            yield Measurement(workload, peer, value, unit, value / other)
 
 
-def table(outcomes: Mapping[str, Outcome]) -> str:
+def table(results: Mapping[str, Result]) -> str:
     """The outcomes in Markdown."""
     head = (
         "schedule", "rollouts + train GPUs", "tokens/s", "over sync-colocated", "s/step", "idle trainer", "idle rollouts",
         "KV in use", "computed again", "staleness mean (max)", "latency mean / max, s", "weight wait, s", "machine's CPU (own)",
     )  # fmt: skip
-    base = outcomes.get("sync-colocated")
+    base = results.get("sync-colocated")
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    for name, outcome in outcomes.items():
+    for name, outcome in results.items():
         f = outcome.figures
         staleness = sum(int(lag) * share for lag, share in f.staleness.items())
         validity = "" if outcome.cpu <= CPU_LIMIT else " INVALID"
@@ -210,13 +210,13 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
     return "".join(f"| {line} |\n" for line in lines)
 
 
-def ablation(outcomes: Mapping[str, Outcome]) -> str:
+def ablation(results: Mapping[str, Result]) -> str:
     """What streaming and then the delayed update add, in Markdown, the shape of AsyncFlow's Table 1; empty without all three."""
-    if not ABLATION.keys() <= outcomes.keys():
+    if not ABLATION.keys() <= results.keys():
         return ""
     lines, base, before = ["", "| schedule | adds | over the barrier | gain |", "| --- | --- | --- | --- |"], 0.0, 0.0
     for name, adds in ABLATION.items():
-        speed = outcomes[name].figures.tokens_per_s
+        speed = results[name].figures.tokens_per_s
         base, before = base or speed, before or speed
         lines.append(f"| {name} | {adds} | {speed / base:.2f} | {speed / before - 1:+.1%} |")
         before = speed

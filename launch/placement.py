@@ -12,7 +12,7 @@ from ..comm.recipe import RoleSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """What one rank is: `slot` counts the ranks of its host that want a GPU; a relay has none."""
 
     role: str
@@ -31,7 +31,7 @@ def count_ranks(roles: RoleSettings) -> int:
     return sum(astuple(roles))
 
 
-def assign(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Place]:
+def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Placement]:
     """The place of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
 
     Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, references and
@@ -45,8 +45,8 @@ def assign(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 
             f" change roles or start torchrun with --nproc-per-node {wanted}"
         )
     num_hosts = -(-world_size // ranks_per_host)
-    relay_of_rank = _seat_relays(roles.relay, world_size, ranks_per_host)
-    places: list[Place] = []
+    relay_of_rank = _place_relays(roles.relay, world_size, ranks_per_host)
+    places: list[Placement] = []
     slots = [0] * num_hosts
     workers = iter(
         [("actor", i) for i in range(roles.actor)]
@@ -56,13 +56,13 @@ def assign(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 
     for rank in range(world_size):
         host = rank // ranks_per_host
         if rank in relay_of_rank:
-            places.append(Place("relay", relay_of_rank[rank], host, None))
+            places.append(Placement("relay", relay_of_rank[rank], host, None))
         else:
             role, index = next(workers)
             on_cpu = role == "task"
-            places.append(Place(role, index, host, None if on_cpu else slots[host]))
+            places.append(Placement(role, index, host, None if on_cpu else slots[host]))
             slots[host] += not on_cpu
-    _refuse_spread(places, tp)
+    _check_replicas_on_one_host(places, tp)
     return places
 
 
@@ -76,8 +76,8 @@ def _replicas(num_ranks: int, tp: int) -> list[tuple[str, int]]:
     ]
 
 
-def _refuse_spread(places: list[Place], tp: int) -> None:
-    ranks = [place for place in places if place.role in ("rollout", "shard")]
+def _check_replicas_on_one_host(placements: list[Placement], tp: int) -> None:
+    ranks = [place for place in placements if place.role in ("rollout", "shard")]
     for first in range(0, len(ranks), tp):
         if len({place.host for place in ranks[first : first + tp]}) > 1:
             raise SettingError(
@@ -86,7 +86,7 @@ def _refuse_spread(places: list[Place], tp: int) -> None:
             )
 
 
-def _seat_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[int, int]:
+def _place_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[int, int]:
     """Rank -> relay index: the last free rank of each host in turn; rank 0 is never a relay."""
     free = [
         [rank for rank in range(first, min(first + ranks_per_host, world_size)) if rank > 0]
@@ -100,7 +100,7 @@ def _seat_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[
     return relay_of_rank
 
 
-def started_again(roles: RoleSettings) -> frozenset[str]:
+def restartable_roles(roles: RoleSettings) -> frozenset[str]:
     """Roles whose processes are started again, alone, when they die; the death of any other ends the run.
 
     A relay's rows and weights lie on another relay too, where there is one.
@@ -108,14 +108,14 @@ def started_again(roles: RoleSettings) -> frozenset[str]:
     return frozenset({"rollout", "shard", "reference", "task"} | ({"relay"} if roles.relay > 1 else set()))
 
 
-def visible_devices(place: Place, num_gpus: int, staging: str | None = None) -> str:
+def visible_devices(placement: Placement, num_gpus: int, staging: str | None = None) -> str:
     """`CUDA_VISIBLE_DEVICES` of a place on a host with `num_gpus`: one each in order, shared when there are too few.
 
     A relay has none but its `relay.staging_device`, if that is a GPU.
     """
-    if place.slot is None:
-        return "" if place.role == "task" or staging in (None, "cpu") else staging
-    return str(place.slot % num_gpus) if num_gpus else ""
+    if placement.slot is None:
+        return "" if placement.role == "task" or staging in (None, "cpu") else staging
+    return str(placement.slot % num_gpus) if num_gpus else ""
 
 
 def check_replicas(roles: RoleSettings, tp: int) -> None:
@@ -124,13 +124,13 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
         raise SettingError(f"roles.rollout={roles.rollout} ranks make no whole replicas of rollout.tp={tp} ranks")
 
 
-def check_staging(places: Sequence[Place], host: int, num_gpus: int, staging: str | None) -> None:
+def check_staging(placements: Sequence[Placement], host: int, num_gpus: int, staging: str | None) -> None:
     """Raise `SettingError` unless the relays of a host may have `relay.staging_device` there."""
-    if staging in (None, "cpu") or all(p.role != "relay" for p in places if p.host == host):
+    if staging in (None, "cpu") or all(p.role != "relay" for p in placements if p.host == host):
         return
     if not staging.isdigit() or int(staging) >= num_gpus:
         raise SettingError(f"relay.staging_device={staging} is none of the {num_gpus} GPUs of host {host}, nor cpu")
-    for place in places:
+    for place in placements:
         if place.host == host and place.role == "actor" and visible_devices(place, num_gpus) == str(int(staging)):
             raise SettingError(
                 f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL wants two; name another, or null"

@@ -13,7 +13,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from . import run
 from .config.load import read_recipe
-from .processes.child import say
+from .processes.child import print_message
 from .recipes import sort_digits
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         words += missing_parts(recipe, is_dry_run=arguments.is_dry_run)
     except SettingError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         return 2
     return run.main(words)
 
@@ -76,7 +76,7 @@ def make_policy(folder: Path, seed: int) -> None:
     """Build and warm up the policy of this seed, unless an earlier quickstart has."""
     if folder.is_dir():
         return
-    say("a small policy is made and warmed up (once; about half a minute)")
+    print_message("a small policy is made and warmed up (once; about half a minute)")
     from .recipes.tiny_policy import build_policy
 
     def example(random: Random) -> tuple[str, str]:

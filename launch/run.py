@@ -16,12 +16,12 @@ from typing import Any
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from .config.dry_run import plan
+from .config.dry_run import describe_run
 from .config.load import CONFIG_FILE, read_recipe, save_recipe
 from .placement import count_ranks
-from .processes.child import WATCHED, Child, block_signals, say
+from .processes.child import WATCHED, Child, block_signals, print_message
 from .processes.secret import create_secret
-from .processes.supervisor import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, take_seat
+from .processes.supervisor import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, supervise
 
 PATIENCE_S = 2 * SHUTDOWN_S
 """Seconds from an interrupt until torchrun is ended with it, and from there until it is killed."""
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         if arguments.is_dry_run:
             if is_first:
-                sys.stdout.write(plan(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
+                sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
             return 0
         if recipe.run.mode == "replay":
             return replay_run(recipe)
@@ -70,22 +70,22 @@ def main(words: Sequence[str]) -> int:
             prepare(recipe)
         if not under_torchrun:
             return Launch(recipe).run()
-        exit_code = take_seat(recipe)
+        exit_code = supervise(recipe)
         if is_first and LAUNCHER not in os.environ:
-            tell_summary(Path(recipe.run.dir))
+            print_summary(Path(recipe.run.dir))
         return exit_code
     except SettingError as error:
         if is_first:
-            say(f"error: {error}")
+            print_message(f"error: {error}")
         return 2
 
 
 def replay_run(recipe: Recipe) -> int:
     """Replay in this process, with as many threads as the run had; 1 if a step differs."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from ..trainer.replay import replay
+    from ..trainer.replay import replay_steps
 
-    return 1 if replay(recipe) else 0
+    return 1 if replay_steps(recipe) else 0
 
 
 def prepare(recipe: Recipe) -> None:
@@ -93,14 +93,14 @@ def prepare(recipe: Recipe) -> None:
     from .config.checks import check_recipe
 
     for warning in check_recipe(recipe):
-        say(f"warning: {warning}")
+        print_message(f"warning: {warning}")
     run_dir = Path(recipe.run.dir)
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
-def tell_summary(run_dir: Path) -> dict[str, Any] | None:
+def print_summary(run_dir: Path) -> dict[str, Any] | None:
     """Print how the run in `run_dir` ended, and return its summary; None if there is none."""
     from .report.summary import read_summary, show_summary
     from .report.timeline import TRACE_FILE, Timeline
@@ -152,24 +152,26 @@ class Launch:
     def _interrupt(self, torchrun: Child, number: int) -> None:
         """Hand the first signal to the seats, which end the run in order (torchrun itself would print a traceback)."""
         if self.received:
-            say("interrupted again: the run is killed")
+            print_message("interrupted again: the run is killed")
             self.kills, self.deadline = iter(()), time.monotonic()
             return
         self.received = number
         self.deadline = time.monotonic() + PATIENCE_S
         seats = children_of(torchrun.pid)
-        say(f"{signal.Signals(number).name}: the run ends in order, within {SHUTDOWN_S:g} s (a second one kills it)")
+        print_message(
+            f"{signal.Signals(number).name}: the run ends in order, within {SHUTDOWN_S:g} s (a second one kills it)"
+        )
         for pid in seats:
             os.kill(pid, number)
         if not seats:
             torchrun.send(signal.SIGTERM)
 
     def _tell_end(self, code: int) -> int:
-        summary = tell_summary(self.run_dir)
+        summary = print_summary(self.run_dir)
         if self.received:
             return 128 + self.received
         if summary is None:
-            say(f"error: the run ended without a summary; see {self.run_dir}/logs")
+            print_message(f"error: the run ended without a summary; see {self.run_dir}/logs")
             return 1
         if code != 0 and summary.get("exit_code") == 0:
             return 1

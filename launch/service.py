@@ -14,25 +14,25 @@ import numpy as np
 from torch import Tensor
 
 from ..comm.fleet import Fleet
-from ..comm.messages import ActorDone, Holding, LeaseGrant, Pulled, RowId, StepTrained, Stop
+from ..comm.messages import HeldRows, LeaseGrant, RowId, StepTrained, Stop, TrainingDone, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
-from ..relay.queue.replicated_rows import Units
+from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
 from ..relay.queue.tasks import TRAIN
 from ..relay.weights.layout import Layout, host_buffer
 from ..relay.weights.publisher import WeightPublisher
 from ..relay.weights.reader import WeightReader
-from ..rollout.leases import Held, Leases
-from ..rollout.pacing import Cycle
-from ..rollout.row_writer import Courier, Delivery
+from ..rollout.leases import HeldLeases, LeasedRow
+from ..rollout.pacing import RolloutPacing
+from ..rollout.row_writer import FinishedRow, RowWriter
 from ..trainer.policy.model import Policy, load_policy
-from ..trainer.policy.tensor_parallel import cuts_of
+from ..trainer.policy.tensor_parallel import splits_for
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """One trajectory to train on; `columns` are those of its row (see `rollout.courier.Delivery.columns`)."""
+    """One trajectory to train on; `columns` are those of its row (see `rollout.courier.FinishedRow.columns`)."""
 
     row: RowId
     version: int
@@ -49,10 +49,10 @@ class TrainerService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
         self.version = 0
-        self._mailbox = fleet.post.open(fleet.name)
-        self._units = Units(fleet)
+        self._mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self._storage = ReplicatedRows(fleet)
         steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
-        stream = ExperienceStream(self._mailbox, self._units, [TRAIN], steps=steps, deadline_s=deadline_s)
+        stream = ExperienceStream(self._mailbox, self._storage, [TRAIN], steps=steps, deadline_s=deadline_s)
         self._stream = stream.start()
         self._structure = _structure(recipe)
         self._publisher = WeightPublisher(fleet, _layout(self._structure, recipe), recipe.comm)
@@ -66,7 +66,7 @@ class TrainerService:
         received, total = 0, 1
         while received < total:
             batch = self._stream.next()
-            received, total = received + len(batch.hand_out.groups), batch.hand_out.total
+            received, total = received + len(batch.row_batch.groups), batch.row_batch.total
             yield from _groups_of(batch)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
@@ -79,8 +79,8 @@ class TrainerService:
         """Deliver what was published, and end the run."""
         self._stream.close()
         self._publisher.close()
-        self._units.close()
-        self._mailbox.send("hub", ActorDone(self.version, {}))
+        self._storage.close()
+        self._mailbox.send("hub", TrainingDone(self.version, {}))
         self._mailbox.close()
 
     def _publish(self, weights: Mapping[str, Tensor]) -> None:
@@ -89,7 +89,7 @@ class TrainerService:
 
 
 def _groups_of(batch: Batch) -> Iterator[list[Experience]]:
-    for group in batch.hand_out.groups:
+    for group in batch.row_batch.groups:
         yield [Experience(row.row, row.version, row.reward, batch.columns[row.key]) for row in group.rows()]
 
 
@@ -98,13 +98,13 @@ class GeneratorService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self._deadline_s = recipe.comm.deadline_s
-        self._mailbox = fleet.post.open(fleet.name)
-        cycle = Cycle.of(
+        self._mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        cycle = RolloutPacing.of(
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
-        self._leases = Leases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, cycle)
-        self._rows = Units(fleet)
-        self._courier = Courier(self._mailbox, self._rows)
+        self._leases = HeldLeases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, cycle)
+        self._rows = ReplicatedRows(fleet)
+        self._row_writer = RowWriter(self._mailbox, self._rows)
         self._layout = _layout(_structure(recipe), recipe)
         self._buffer = host_buffer(self._layout.num_bytes)
         self._reader = WeightReader(fleet, self._layout, recipe.comm)
@@ -126,11 +126,11 @@ class GeneratorService:
             receipt = self._reader.pull(self._buffer, wait.remaining_s)
         self._rows.attach()
         self.version = receipt.version
-        self._mailbox.send("hub", Pulled(receipt.version, receipt.digest))
+        self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
         self._leases.begin_version()
         return self._layout.views(self._buffer)
 
-    def prompts(self, room: int) -> list[Held]:
+    def prompts(self, room: int) -> list[LeasedRow]:
         """Samples to generate, about `room` of them: each with the `row` of the data that it answers.
 
         Waits until admission allows some; returns none when a newer version should be taken first. Raises `RunStopped`.
@@ -151,7 +151,7 @@ class GeneratorService:
 
     def put(
         self,
-        sample: Held,
+        sample: LeasedRow,
         prompt_ids: Sequence[int],
         response_ids: Sequence[int],
         logprobs: Sequence[float],
@@ -163,13 +163,13 @@ class GeneratorService:
         versions = [self.version] * len(response_ids)
         ids = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "logprobs": list(logprobs)}
         facts: dict[str, Any] = {"versions": versions, "reward": reward, "failure": failure}
-        self._courier.ship(Delivery(sample.row_id, sample.attempt, self.version, **ids, **facts))
+        self._row_writer.submit(FinishedRow(sample.row_id, sample.attempt, self.version, **ids, **facts))
 
     def close(self) -> None:
         """Deliver what was put, tell the hub what is still held, close the wires."""
-        self._courier.close()
+        self._row_writer.close()
         held = list(self._leases.held.values())
-        self._mailbox.send("hub", Holding([h.row_id for h in held], [h.attempt for h in held]))
+        self._mailbox.send("hub", HeldRows([h.row_id for h in held], [h.attempt for h in held]))
         self._reader.close()
         self._mailbox.close()
 
@@ -182,4 +182,4 @@ def _structure(recipe: Recipe) -> Policy:
 def _layout(policy: Policy, recipe: Recipe) -> Layout:
     """What all processes of the run agree on: the order and the types of the weights on their way."""
     weights = policy.weights()
-    return Layout.of(weights, policy.dtype, recipe.rollout.tp, cuts_of(weights, policy.config))
+    return Layout.of(weights, policy.dtype, recipe.rollout.tp, splits_for(weights, policy.config))

@@ -12,7 +12,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import DataSettings
 
 
-class Rows(Protocol):
+class DatasetRows(Protocol):
     """Rows by index, each as the bytes of one JSON object."""
 
     def __len__(self) -> int: ...
@@ -54,18 +54,18 @@ class TableRows:
         return json.dumps(self._table[index], default=str).encode()
 
 
-def open_rows(settings: DataSettings) -> Rows:
+def open_rows(settings: DataSettings) -> DatasetRows:
     """The rows that `data.path` (and `data.split`) name. Raises `SettingError` if there are none."""
     path = Path(settings.path)
     is_table = path.suffix == ".parquet" or path.is_dir()
     is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and settings.path.count("/") <= 1
-    rows: Rows = TableRows(_load_table(settings, path)) if is_table or is_hub_id else JsonLines(path)
+    rows: DatasetRows = TableRows(_load_table(settings, path)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
         raise SettingError(f"data.path: {settings.path} has no rows")
     return rows
 
 
-def checked_prompts(rows: Rows, path: str) -> Iterator[str | list[Any]]:
+def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
     """The prompt of each row: text, or a list of chat messages. Raises `SettingError` at the first row without one."""
     for index in range(len(rows)):
         try:

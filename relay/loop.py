@@ -7,21 +7,21 @@ come and go on threads and a store of their own, never through this loop.
 import time
 
 from ..comm.fleet import Fleet
-from ..comm.messages import ConnectionLost, CountRows, DropRows, Load, Stop, UnitRows
+from ..comm.messages import ConnectionLost, DropRows, ListStoredRows, LoadReport, Stop, StoredRows
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
 from .weights.push import staging_of
-from .weights.server import WeightKeeper
+from .weights.server import WeightServer
 
 REPORT_S = 1.0
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The relay's process, until the hub's `Stop`."""
-    mailbox = fleet.post.open(fleet.name)
+    mailbox = fleet.mailboxes.begin_receive(fleet.name)
     unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
     segment = Segment.inherited()
-    keeper = WeightKeeper(fleet, segment, recipe.comm)
+    keeper = WeightServer(fleet, segment, recipe.comm)
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
     started, reported = time.monotonic(), 0.0
     while True:
@@ -29,8 +29,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         match letter.message if letter else None:
             case DropRows(keys=keys):
                 unit.drop(keys)
-            case CountRows():
-                mailbox.send("hub", UnitRows(list(unit.listing())))
+            case ListStoredRows():
+                mailbox.send("hub", StoredRows(list(unit.listing())))
             case Stop():
                 break
         if time.monotonic() - reported >= REPORT_S:
@@ -42,7 +42,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     mailbox.close()
 
 
-def busy_report(elapsed_s: float) -> Load:
+def busy_report(elapsed_s: float) -> LoadReport:
     """A relay is busy while its process computes or copies: CPU seconds against seconds passed."""
     busy_s = min(time.process_time(), elapsed_s)
-    return Load(-1, 0, 0, 0.0, 0, busy_s, elapsed_s - busy_s, 0.0)
+    return LoadReport(-1, 0, 0, 0.0, 0, busy_s, elapsed_s - busy_s, 0.0)

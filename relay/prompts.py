@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from ..comm.messages import GroupId
-from .dataset import Rows
+from .dataset import DatasetRows
 
 
 class PromptPool:
@@ -13,7 +13,7 @@ class PromptPool:
     The order of an epoch is a permutation drawn from (seed, epoch), so that cursor and seed alone say what comes next.
     """
 
-    def __init__(self, rows: Rows, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, rows: DatasetRows, *, shuffle: bool, seed: int) -> None:
         self._rows = rows
         self._shuffle = shuffle
         self._seed = seed

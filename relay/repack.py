@@ -42,7 +42,7 @@ class Move(NamedTuple):
     version: int
 
 
-def plan(reports: Iterable[Report]) -> list[Move]:
+def plan_moves(reports: Iterable[Report]) -> list[Move]:
     """The moves that release most rollouts, by best fit: within one version, from the least loaded on.
 
     A rollout gives everything or receives, never both; an empty one never receives. O(n^2) in rollouts of one version.

@@ -10,13 +10,13 @@ import msgspec
 from ..comm.mailbox import Mailbox
 from ..comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
 from .engine.sequence import Completion
-from .pacing import Cycle
+from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
 
 
 @dataclass(slots=True)
-class Held:
+class LeasedRow:
     """A trajectory that this rollout is answerable for, until its parcel is handed over."""
 
     row_id: RowId
@@ -27,7 +27,7 @@ class Held:
     completion: Completion | None = None
     switches: list[tuple[int, int]] = field(default_factory=list)
     """(tokens of prompt and response, version): where the weights changed under it."""
-    question: int = 0
+    claim_id: int = 0
     """The claim whose answer will say whether the lease is this rollout's; 0: it is."""
 
     def token_versions(self) -> list[int]:
@@ -42,18 +42,18 @@ class Held:
         return versions
 
 
-class Leases:
+class HeldLeases:
     """Asks for groups, one question at a time, and keeps what is held."""
 
-    def __init__(self, mailbox: Mailbox, incarnation: int, samples_per_prompt: int, cycle: Cycle) -> None:
-        self.held: dict[int, Held] = {}
+    def __init__(self, mailbox: Mailbox, incarnation: int, samples_per_prompt: int, pacing: RolloutPacing) -> None:
+        self.held: dict[int, LeasedRow] = {}
         self._mailbox = mailbox
         self._samples_per_prompt = samples_per_prompt
-        self._cycle = cycle
+        self._pacing = pacing
         self._taken = 0
         # Numbers start anew with each incarnation: an answer to an earlier one may still lie in the inbox.
-        self._request = LeaseRequest(incarnation << 32, -1, 0)
-        self._answered = self._request.request
+        self._request_id = LeaseRequest(incarnation << 32, -1, 0)
+        self._answered = self._request_id.request_id
         self._is_asking = False
         self._asked_at = 0.0
 
@@ -72,39 +72,39 @@ class Leases:
                 self._send()
             return
         groups = math.ceil(room / self._samples_per_prompt)
-        if self._cycle.quota is not None:
-            groups = min(groups, self._cycle.quota - self._taken)
+        if self._pacing.share is not None:
+            groups = min(groups, self._pacing.share - self._taken)
         if groups > 0:
-            self._request = LeaseRequest(self._request.request + 1, version, groups)
+            self._request_id = LeaseRequest(self._request_id.request_id + 1, version, groups)
             self._is_asking = True
             self._send()
 
-    def take(self, grant: LeaseGrant, version: int) -> list[tuple[Lease, list[Held]]]:
+    def take(self, grant: LeaseGrant, version: int) -> list[tuple[Lease, list[LeasedRow]]]:
         """The groups of a grant with the trajectories to start; none of a grant that was for other weights."""
-        if grant.request <= self._answered:
+        if grant.request_id <= self._answered:
             return []  # the same answer again, to a question asked twice
-        self._answered = grant.request
-        self._is_asking = self._is_asking and grant.request != self._request.request
-        if grant.version != version and not self._cycle.switches_midway:
+        self._answered = grant.request_id
+        self._is_asking = self._is_asking and grant.request_id != self._request_id.request_id
+        if grant.version != version and not self._pacing.updates_mid_trajectory:
             self._mailbox.send("hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases]))
             return []
         self._taken += len(grant.leases)
         return [(lease, self._hold(lease, version)) for lease in grant.leases]
 
-    def _hold(self, lease: Lease, version: int) -> list[Held]:
+    def _hold(self, lease: Lease, version: int) -> list[LeasedRow]:
         row = msgspec.json.decode(lease.row)
-        fresh: list[Held] = []
+        fresh: list[LeasedRow] = []
         for sample in lease.samples:
             row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
-            if held is not None and (held.version == version or self._cycle.switches_midway):
+            if held is not None and (held.version == version or self._pacing.updates_mid_trajectory):
                 # Given up for dead, this rollout got its own row back: it goes on with it.
-                held.attempt, held.question = lease.attempt, 0
+                held.attempt, held.claim_id = lease.attempt, 0
             else:
-                fresh.append(Held(row_id, lease.attempt, version, row))
+                fresh.append(LeasedRow(row_id, lease.attempt, version, row))
         self.held |= {held.row_id.number: held for held in fresh}
         return fresh
 
     def _send(self) -> None:
         self._asked_at = time.monotonic()
-        self._mailbox.send("hub", self._request)
+        self._mailbox.send("hub", self._request_id)

@@ -10,18 +10,18 @@ from pathlib import Path
 from ..comm.clock import Clock
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
-from ..comm.messages import Holding, Lease, LeaseGrant, Load, Pulled, Stop
+from ..comm.messages import HeldRows, Lease, LeaseGrant, LoadReport, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waiting
-from ..relay.queue.replicated_rows import Units
+from ..relay.queue.replicated_rows import ReplicatedRows
 from .engine.sampling import SamplingParams
 from .generators.base import open_generator, open_rewards
-from .leases import Held, Leases
+from .leases import HeldLeases, LeasedRow
 from .migration.migration import Migration
-from .pacing import Cycle
-from .rewards.pool import Scored
-from .row_writer import Courier, Delivery
+from .pacing import RolloutPacing
+from .rewards.pool import ScoreRequest
+from .row_writer import FinishedRow, RowWriter
 
 IDLE_S = 0.01
 
@@ -43,23 +43,23 @@ class Rollout:
         )
         self.generator = open_generator(fleet, recipe)
         self.weights = self.generator.weights
-        self.mailbox = fleet.post.open(fleet.name)
-        self.cycle = Cycle.of(
+        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.pacing = RolloutPacing.of(
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
-        self.leases = Leases(self.mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self.cycle)
+        self.leases = HeldLeases(self.mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self.pacing)
         self.rewards = open_rewards(recipe.rollout.engine, recipe.reward)
         fleet.nearest("relay", having="unit")  # nothing can begin without a storage unit
-        units = Units(fleet)
+        units = ReplicatedRows(fleet)
         units.attach()
-        self.courier = Courier(self.mailbox, units)
+        self.row_writer = RowWriter(self.mailbox, units)
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(Path(recipe.run.dir), fleet.name, self.clock)
         self.migration = Migration(
             fleet, self.mailbox, self.generator, self.leases, recipe.repack, recipe.generator.max_running, self.trace
         )
         self.is_stopped = False
-        self.scored: list[Scored] = []
+        self.scored: list[ScoreRequest] = []
         self.meter = Meter()
 
     def run(self) -> None:
@@ -67,13 +67,13 @@ class Rollout:
         self.wait_for_weights()
         while not self.is_stopped:
             self.read_mail()
-            self.migration.turn()
+            self.migration.advance()
             is_free = not self.migration.is_under_way
-            if is_free and self.cycle.takes_weights(self.is_outdated, self.generator.idle):
+            if is_free and self.pacing.takes_weights(self.is_outdated, self.generator.idle):
                 self.take_weights()
             self.ask()
             self.generate()
-            self.ship()
+            self.submit_scored()
             self.report()
         self.leave()
 
@@ -90,7 +90,7 @@ class Rollout:
                 wait.check()
         if not self.is_stopped:
             self.take_weights()
-            if self.cycle.repacks:
+            if self.pacing.repacks:
                 self.migration.begin()
 
     def take_weights(self) -> None:
@@ -98,9 +98,9 @@ class Rollout:
         started = self.clock.now()
         self.trace.enter("pull")
         receipt = self.generator.take_weights(self.recipe.comm.deadline_s)
-        for live in self.generator.live():
+        for live in self.generator.unfinished():
             self.leases.held[live.trajectory_id].switches.append((live.num_tokens, receipt.version))
-        self.mailbox.send("hub", Pulled(receipt.version, receipt.digest))
+        self.mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
         self.leases.begin_version()
         self.meter.pull_s = self.clock.now() - started
 
@@ -117,7 +117,7 @@ class Rollout:
                 case message:
                     self.migration.handle(letter.sender, message)
 
-    def start_group(self, lease: Lease, fresh: list[Held]) -> None:
+    def start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
         """Tokenize a prompt and give its samples to the generator."""
         if not fresh:
             return
@@ -132,14 +132,14 @@ class Rollout:
         if self.recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
         for held in fresh:
-            self.hand_over(held, reward=None, failure=problem)
+            self.finish_row(held, reward=None, failure=problem)
 
     def ask(self) -> None:
         """Ask the hub for groups while there is room and no newer version waits to be taken."""
         if self.generator.idle:
             self.leases.drained()
         busy = self.generator.num_running + self.generator.num_waiting
-        room = 0 if self.is_outdated else self.cycle.room(self.recipe.generator.max_running, busy)
+        room = 0 if self.is_outdated else self.pacing.free_slots(self.recipe.generator.max_running, busy)
         self.leases.ask(self.weights.version, room)
 
     def generate(self) -> None:
@@ -156,27 +156,27 @@ class Rollout:
                 continue  # it was somebody else's by the time that it ended
             held.completion = completion
             self.meter.tokens += len(completion.token_ids)
-            self.rewards.submit(Scored(held, held.row, completion.text, completion.token_ids))
+            self.rewards.submit(ScoreRequest(held, held.row, completion.text, completion.token_ids))
         self.meter.busy_s += self.clock.now() - started
 
-    def ship(self) -> None:
+    def submit_scored(self) -> None:
         """Hand scored trajectories over to the courier, once it is certain that they are this rollout's."""
         scored, self.scored = [*self.scored, *self.rewards.finished()], []
         for each in scored:
-            held: Held = each.key
+            held: LeasedRow = each.key
             if self.leases.held.get(held.row_id.number) is not held:
                 continue  # leased anew on another version, or somebody else's
-            if held.question:
+            if held.claim_id:
                 self.scored.append(each)
             else:
-                self.hand_over(held, each.reward, each.failure)
+                self.finish_row(held, each.reward, each.failure)
 
-    def hand_over(self, held: Held, reward: float | None, failure: str) -> None:
+    def finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
         """The courier's from here on."""
         del self.leases.held[held.row_id.number]
         done, versions = held.completion, held.token_versions()
-        self.courier.ship(
-            Delivery(
+        self.row_writer.submit(
+            FinishedRow(
                 row=held.row_id,
                 attempt=held.attempt,
                 version=min(versions, default=held.version),
@@ -197,21 +197,21 @@ class Rollout:
         self.meter.reported_at = now
         m, g = self.meter, self.generator
         kv_util = g.kv_load / g.kv_capacity
-        load = Load(
+        load = LoadReport(
             self.weights.version, g.num_running, g.num_waiting, kv_util, m.tokens, m.busy_s, m.idle_s, m.pull_s,
             self.migration.kv_used, g.kv_capacity, self.migration.batch_bound,
         )  # fmt: skip
         self.mailbox.send("hub", load)
-        self.trace.sample(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
+        self.trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
 
     def leave(self) -> None:
         """Deliver what is scored, tell the hub what is still held, close the wires."""
-        self.ship()
-        self.courier.close()
+        self.submit_scored()
+        self.row_writer.close()
         self.rewards.close()
         held = [*self.leases.held.values(), *self.migration.held()]
         self.migration.close()
-        self.mailbox.send("hub", Holding([h.row_id for h in held], [h.attempt for h in held]))
+        self.mailbox.send("hub", HeldRows([h.row_id for h in held], [h.attempt for h in held]))
         self.generator.close()
         self.trace.close()
         self.mailbox.close()

@@ -8,11 +8,11 @@ import numpy as np
 
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RowDone, RowId
-from ..relay.queue.replicated_rows import Units
+from ..relay.queue.replicated_rows import ReplicatedRows
 
 
 @dataclass(slots=True)
-class Delivery:
+class FinishedRow:
     """A finished trajectory on its way: prompt and response tokens, log-probs, reward, and the lease it belongs to."""
 
     row: RowId
@@ -38,49 +38,49 @@ class Delivery:
         }
 
 
-class Courier:
-    """One thread that writes rows to their units; `ship` never blocks."""
+class RowWriter:
+    """One thread that writes rows to their units; `submit` never blocks."""
 
-    def __init__(self, mailbox: Mailbox, units: Units) -> None:
+    def __init__(self, mailbox: Mailbox, storage: ReplicatedRows) -> None:
         self._mailbox = mailbox
-        self._units = units
-        self._outgoing: queue.Queue[Delivery | None] = queue.Queue()
+        self._storage = storage
+        self._outgoing: queue.Queue[FinishedRow | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self._thread.start()
 
-    def ship(self, delivery: Delivery) -> None:
+    def submit(self, row: FinishedRow) -> None:
         """Hand a trajectory over. Raises the error that ended the thread, if one did."""
         if self._error is not None:
             raise self._error
-        self._outgoing.put(delivery)
+        self._outgoing.put(row)
 
     def close(self) -> None:
         """Deliver what was handed over, then end, and the connections to the units with it."""
         self._outgoing.put(None)
         self._thread.join()
-        self._units.close()
+        self._storage.close()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
             while (delivery := self._outgoing.get()) is not None:
-                self._deliver(delivery)
+                self._write(delivery)
         except Exception as error:  # noqa: BLE001 - the loop raises it at its next delivery
             self._error = error
 
-    def _deliver(self, delivery: Delivery) -> None:
-        units = [] if delivery.failure else self._units.store(delivery.row.key(delivery.attempt), delivery.columns())
-        num_tokens = len(delivery.prompt_ids) + len(delivery.response_ids)
+    def _write(self, row: FinishedRow) -> None:
+        units = [] if row.failure else self._storage.put_row(row.row.key(row.attempt), row.columns())
+        num_tokens = len(row.prompt_ids) + len(row.response_ids)
         done = RowDone(
-            row=delivery.row,
-            attempt=delivery.attempt,
-            version=delivery.version,
-            units=units,
+            row=row.row,
+            attempt=row.attempt,
+            version=row.version,
+            storage_ids=units,
             num_tokens=num_tokens,
-            reward=delivery.reward,
-            num_versions=len(set(delivery.versions)) or 1,
-            failure=delivery.failure,
+            reward=row.reward,
+            num_versions=len(set(row.versions)) or 1,
+            failure=row.failure,
         )
         self._mailbox.send("hub", done)

@@ -6,12 +6,12 @@ import torch
 
 from ..comm.fleet import Fleet
 from ..comm.recipe import CommSettings
-from ..relay.weights.checkpoint_source import Archive
+from ..relay.weights.checkpoint_source import CheckpointSource
 from ..relay.weights.layout import Layout, host_buffer
 from ..relay.weights.reader import WeightReader
 from ..relay.weights.slots import Receipt
 from ..trainer.policy.model import Policy, load_policy
-from ..trainer.policy.tensor_parallel import Shard, cuts_of
+from ..trainer.policy.tensor_parallel import TensorParallel, splits_for
 
 
 class RolloutWeights:
@@ -28,25 +28,25 @@ class RolloutWeights:
         policy: Policy,
         settings: CommSettings,
         run_dir: str | None = None,
-        shard: Shard | None = None,
+        tensor_parallel: TensorParallel | None = None,
         device: torch.device | None = None,
     ) -> None:
-        shard, device = shard or Shard(), device or policy.device
+        tensor_parallel, device = tensor_parallel or TensorParallel(), device or policy.device
         weights = policy.weights()
-        self.layout = Layout.of(weights, policy.dtype, shard.size, cuts_of(weights, policy.config))
+        self.layout = Layout.of(weights, policy.dtype, tensor_parallel.size, splits_for(weights, policy.config))
         """Of whole versions, as the relays serve them."""
         self.version = -1
-        own = self.layout.of_rank(shard.rank)
+        own = self.layout.of_rank(tensor_parallel.rank)
         self._host = host_buffer(own.num_bytes)
         archive = None
         if run_dir is not None:
-            archive = Archive(Path(run_dir), lambda folder: load_policy(folder, policy.dtype).weights())
-        self._reader = WeightReader(fleet, self.layout, settings, archive, shard.rank)
+            archive = CheckpointSource(Path(run_dir), lambda folder: load_policy(folder, policy.dtype).weights())
+        self._reader = WeightReader(fleet, self.layout, settings, archive, tensor_parallel.rank)
         self._device: torch.Tensor | None = None
         flat = torch.from_numpy(self._host)
         if device.type != "cpu":
             flat = self._device = flat.to(device)
-        policy.split(shard)
+        policy.split(tensor_parallel)
         policy.bind(own.views(flat))
         policy.to(device)
 
@@ -57,16 +57,16 @@ class RolloutWeights:
 
     def pull(self, deadline_s: float) -> Receipt:
         """Take the newest version; nobody may run the policy meanwhile."""
-        return self._took(self._reader.pull(self._host, deadline_s))
+        return self._switched(self._reader.pull(self._host, deadline_s))
 
     def pull_version(self, version: int) -> Receipt:
         """Take one version, older ones included: from a relay that holds it, else from its checkpoint.
 
-        Raises `NothingReadable` if neither has it.
+        Raises `VersionNotAvailable` if neither has it.
         """
-        return self._took(self._reader.pull_version(version, self._host))
+        return self._switched(self._reader.pull_version(version, self._host))
 
-    def _took(self, receipt: Receipt) -> Receipt:
+    def _switched(self, receipt: Receipt) -> Receipt:
         if self._device is not None:
             self._device.copy_(torch.from_numpy(self._host))
         self.version = receipt.version

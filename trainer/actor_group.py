@@ -19,7 +19,7 @@ from ..comm.fleet import Fleet, StoreFleet
 from ..comm.messages import Message, decode, encode
 from ..comm.store import connect_store
 from ..comm.waits import waiting
-from ..relay.queue.stream import Alone, ThreadTeam
+from ..relay.queue.stream import SingleRank, ThreadTeam
 
 if TYPE_CHECKING:
     from .policy.model import Policy
@@ -58,9 +58,9 @@ class ActorGroup:
                 timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
             )
 
-    def beside(self) -> ThreadTeam:
+    def clone_for_thread(self) -> ThreadTeam:
         """The same ranks for a thread of each: its collectives do not meet those of this group."""
-        return ThreadGroup(self.rank, self.size, self._deadline_s) if self.size > 1 else Alone()
+        return ThreadGroup(self.rank, self.size, self._deadline_s) if self.size > 1 else SingleRank()
 
     @property
     def is_lead(self) -> bool:
@@ -77,15 +77,15 @@ class ActorGroup:
             fully_shard(layer, mesh=mesh)
         fully_shard(policy, mesh=mesh)
 
-    def summed(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    def maxima(self, values: list[float]) -> list[float]:
+    def all_reduce_max(self, values: list[float]) -> list[float]:
         """Maxima over the ranks."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """End the process group."""
         if self.size > 1:
             dist.destroy_process_group()
@@ -109,7 +109,7 @@ class ThreadGroup:
         assert isinstance(ranks, dist.ProcessGroup)
         self._ranks = ranks
 
-    def share(self, message: Message | None) -> Message:
+    def broadcast(self, message: Message | None) -> Message:
         """Rank 0's message on all ranks; the others pass None and wait for it."""
         with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
@@ -127,6 +127,6 @@ class ThreadGroup:
         return tensor.bool().tolist()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """A tensor of all ranks' shards, gathered; a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -48,7 +48,7 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-DUMMY = Trajectory(
+PADDING_TRAJECTORY = Trajectory(
     prompt_ids=np.zeros(1, np.int32),
     response_ids=np.zeros(1, np.int32),
     rollout_logprobs=np.zeros(1, np.float32),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..comm.recipe import Recipe
 from ..relay.queue.stream import Batch
-from .batch import DUMMY, PackedBatch, Trajectory, pack
+from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack
 from .policy.model import Policy
 
 NEEDED = ("prompt_ids", "response_ids")
@@ -28,7 +28,7 @@ def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe
     for part in batch.micro_batches:
         trajectories = [_trajectory(batch.columns[row.key]) for row in part]
         with torch.no_grad():
-            logprobs, _ = packed_logprobs(policy, pack(trajectories or [DUMMY], -1, device), recipe)
+            logprobs, _ = packed_logprobs(policy, pack(trajectories or [PADDING_TRAJECTORY], -1, device), recipe)
         values = logprobs.float().cpu().numpy()
         found += np.split(values, np.cumsum([len(t.response_ids) for t in trajectories])[:-1]) if trajectories else []
     return found

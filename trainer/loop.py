@@ -1,6 +1,6 @@
 """The trainer's loop: take the groups of a step as they become ready, update, publish, go on.
 
-Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `HandOut` letters. It
+Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `RowBatch` letters. It
 never waits for a rollout, and publishing costs it one copy.
 """
 
@@ -12,17 +12,17 @@ import torch
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import ActorDone, CheckpointWritten, StepTrained
+from ..comm.messages import CheckpointWritten, StepTrained, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
-from ..relay.queue.replicated_rows import Units
+from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
 from ..relay.queue.tasks import REFERENCE, TRAIN
 from .learners.base import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .step_log import StepLog
-from .step_stats import StepTally
+from .step_stats import StepStats
 
 
 class Trainer:
@@ -31,21 +31,21 @@ class Trainer:
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
-        self.units = Units(fleet)
+        self.storage = ReplicatedRows(fleet)
         self.learner = open_learner(fleet, recipe)
         self.group = self.learner.group
-        self.rows = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
+        self.step_log = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
-        self.mailbox = fleet.post.open(fleet.name)
-        self.record = Record(self) if self.group.is_lead else None
+        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.stream = ExperienceStream(
             self.mailbox,
-            self.units,
+            self.storage,
             [TRAIN, *tasks_of(recipe)],
             steps=range(self.learner.version, recipe.run.steps),
             max_tokens=recipe.optimizer.micro_tokens,
-            thread_team=self.group.beside(),
+            thread_team=self.group.clone_for_thread(),
             caller_team=self.group,
             deadline_s=recipe.comm.deadline_s,
         )
@@ -68,7 +68,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
         started, self.waited_s = self.clock.now(), 0.0
-        tally, received, total = StepTally(self.recipe.sampling.max_new_tokens), 0, 1
+        tally, received, total = StepStats(self.recipe.sampling.max_new_tokens), 0, 1
         fleet_metrics: dict[str, float] = {}
         while received < total:
             batch = self.take(step)
@@ -76,20 +76,20 @@ class Trainer:
                 self.trace.enter(batch.task, step=step)
                 self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
-            hand_out = batch.hand_out
+            hand_out = batch.row_batch
             received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
-            if self.rows is not None:
-                self.rows.add(batch)
+            if self.step_log is not None:
+                self.step_log.add(batch)
             self.trace.enter("train", step=step)
             self.learner.accumulate(batch, tally)
         metrics: dict[str, Value] = {**self.learner.step(tally), **tally.metrics(step)}
-        if self.record is not None:
+        if self.recorder is not None:
             self.mailbox.send("hub", StepTrained(step))
         metrics |= self.publish()
-        if self.rows is not None:
-            self.rows.write(step)
-        if self.record is not None:
-            self.record.step(step, self.clock.now() - started, self.waited_s, tally, metrics | fleet_metrics)
+        if self.step_log is not None:
+            self.step_log.write(step)
+        if self.recorder is not None:
+            self.recorder.step(step, self.clock.now() - started, self.waited_s, tally, metrics | fleet_metrics)
 
     def take(self, step: int) -> Batch:
         """The next batch, the same on all ranks but for its rows. Raises `RunStopped` on all when the hub ends the run."""
@@ -109,7 +109,7 @@ class Trainer:
     def checkpoint(self) -> None:
         """Write weights for users and the whole training state for `run.resume`."""
         path = self.learner.checkpoint()
-        if self.record is not None:
+        if self.recorder is not None:
             self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
 
     def finish(self) -> None:
@@ -118,13 +118,13 @@ class Trainer:
         export = self.learner.export()
         self.learner.close()
         self.trace.close()
-        self.units.close()
-        if self.record is not None:
-            self.record.finish(export)
+        self.storage.close()
+        if self.recorder is not None:
+            self.recorder.finish(export)
         self.mailbox.close()
 
 
-class Record:
+class RunRecorder:
     """What rank 0 keeps of the run: metrics, and the facts for the summary."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -135,9 +135,9 @@ class Record:
         self.rewards: list[float] = []
         self.num_tokens = 0
 
-    def step(self, step: int, step_s: float, wait_s: float, tally: StepTally, metrics: dict[str, Value]) -> None:
+    def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
         """Write down one step."""
-        tokens = sum(row.num_tokens for row in tally.rows)
+        tokens = sum(row.num_tokens for row in stats.rows)
         metrics |= {
             "timing_s/step": step_s,
             "timing_s/wait_data": wait_s,
@@ -146,7 +146,7 @@ class Record:
             "perf/max_memory_allocated_gb": _peak_memory_gb(),
             **{f"wait/{whom}": seconds * self.clock.speed for whom, seconds in waited_seconds().items()},
         }
-        self.rewards.append(tally.mean_reward)
+        self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
         self.log.write(step, metrics)
         print(console_line(step, self.num_steps, metrics), flush=True)
@@ -160,7 +160,7 @@ class Record:
             facts["reward_first"] = round(sum(self.rewards[:tenth]) / tenth, 4)
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         self.log.close()
-        self.mailbox.send("hub", ActorDone(num, facts))
+        self.mailbox.send("hub", TrainingDone(num, facts))
 
 
 def tasks_of(recipe: Recipe) -> list[str]:

@@ -5,9 +5,9 @@ for itself, so the faster ones do more.
 """
 
 from ..comm.fleet import Fleet
-from ..comm.messages import Holding
+from ..comm.messages import HeldRows
 from ..comm.recipe import Recipe
-from ..relay.queue.replicated_rows import Units
+from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream
 from ..relay.queue.tasks import REFERENCE
 from .logprobs import NEEDED, response_logprobs
@@ -18,12 +18,12 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     """The reference's process, until the hub ends the run."""
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
-    mailbox, units = fleet.post.open(fleet.name), Units(fleet)
+    mailbox, units = fleet.mailboxes.begin_receive(fleet.name), ReplicatedRows(fleet)
     max_tokens = recipe.optimizer.micro_tokens
     stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
     for batch in stream:
         stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
     stream.close()
-    mailbox.send("hub", Holding([], []))
+    mailbox.send("hub", HeldRows([], []))
     units.close()
     mailbox.close()

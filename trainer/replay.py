@@ -21,13 +21,13 @@ from ..comm.recipe import Recipe
 from .actor_group import ActorGroup
 from .learners.actor import Actor
 from .policy.model import default_device
-from .step_log import SavedStep
-from .step_stats import StepTally
+from .step_log import StepReplay
+from .step_stats import StepStats
 
 COMPARED = ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "is/mean")
 
 
-def replay(recipe: Recipe) -> int:
+def replay_steps(recipe: Recipe) -> int:
     """Train the steps of the run in `run.dir` again from its initial weights, one line per step; returns how many differ.
 
     Bit for bit on the machine of the run; elsewhere the differences are printed. Raises `SettingError` if a step's rows are
@@ -53,14 +53,14 @@ def replay(recipe: Recipe) -> int:
 def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
     num_ranks = recipe.roles.actor
     for step in steps:
-        saved = SavedStep(Path(recipe.run.dir), step)
+        saved = StepReplay(Path(recipe.run.dir), step)
         if saved.num_ranks != num_ranks:
             raise SettingError(
                 f"roles.actor={num_ranks}: step {step + 1} was trained by {saved.num_ranks} actor ranks, and a replay needs"
                 " as many"
             )
         for rank in range(1, num_ranks):
-            SavedStep(Path(recipe.run.dir), step, rank)
+            StepReplay(Path(recipe.run.dir), step, rank)
 
 
 @contextmanager
@@ -97,8 +97,8 @@ def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator
         group.connect(FileStore(f"{folder}/ranks", num_ranks))
     actor = Actor(recipe, group)
     for step in steps:
-        tally = StepTally(recipe.sampling.max_new_tokens)
-        for batch in SavedStep(Path(recipe.run.dir), step, rank).batches():
+        tally = StepStats(recipe.sampling.max_new_tokens)
+        for batch in StepReplay(Path(recipe.run.dir), step, rank).batches():
             actor.accumulate(batch, tally)
         yield {**actor.step(tally), **tally.metrics(step)}
-    group.leave()
+    group.close()

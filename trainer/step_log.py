@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
-from ..comm.messages import HandOut, decode, encode
+from ..comm.messages import RowBatch, decode, encode
 from ..relay.queue.stream import Batch
 
 _NUM_RANKS = "ranks"
@@ -39,7 +39,7 @@ class StepLog:
         columns: dict[str, np.ndarray] = {}
         metadata = {_NUM_RANKS: str(self._num_ranks)}
         for number, batch in enumerate(self._batches):
-            metadata[f"{number}"] = encode(batch.hand_out).decode()
+            metadata[f"{number}"] = encode(batch.row_batch).decode()
             metadata[f"{number}.rows"] = json.dumps([[row.key for row in part] for part in batch.micro_batches])
             for row in batch.rows:
                 columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
@@ -49,7 +49,7 @@ class StepLog:
         self._batches = []
 
 
-class SavedStep:
+class StepReplay:
     """One rank's file of a step, as a replay reads it. Raises `SettingError` if it is not there."""
 
     def __init__(self, run_dir: Path, step: int, rank: int = 0) -> None:
@@ -74,7 +74,7 @@ class SavedStep:
                 columns.setdefault(key, {})[name] = file.get_tensor(place)
         for number in range((len(self._metadata) - 1) // 2):
             hand_out = decode(self._metadata[f"{number}"].encode())
-            assert isinstance(hand_out, HandOut)
+            assert isinstance(hand_out, RowBatch)
             rows = {row.key: row for row in hand_out.rows()}
             parts = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
             yield Batch(hand_out, parts, columns)

@@ -18,7 +18,7 @@ _SUMS = (
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
 
-class StepTally:
+class StepStats:
     """Adds up what one optimizer step trains on. Importance weights count all tokens; `mismatch/*` only those drawn by the
     very version in training, so that engine mismatch and staleness stay apart."""
 
@@ -42,12 +42,12 @@ class StepTally:
 
     def add(self, batch: Batch) -> None:
         """Add all groups of a hand-out, as all ranks do, and the responses that this rank trains."""
-        for group in batch.hand_out.groups:
+        for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
         for length in map(len, batch["response_ids"]):
             self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
-            self._raise(response_tokens=length)
+            self._update_max(response_tokens=length)
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
@@ -58,19 +58,19 @@ class StepTally:
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
         ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
-        self._raise(ratio=ratio.max())
+        self._update_max(ratio=ratio.max())
         fresh = mask & batch.is_fresh
         if fresh.any():
             ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
             prob_diff, difference = (ours.exp() - theirs.exp()).abs(), ours - theirs
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
-            self._raise(prob_diff=prob_diff.max())
+            self._update_max(prob_diff=prob_diff.max())
 
     def reduce(self, group: ActorGroup) -> None:
         """Make the sums those of all ranks."""
-        self._sums = dict(zip(_SUMS, group.summed(list(self._sums.values())), strict=True))
-        self._maxima = dict(zip(_MAXIMA, group.maxima(list(self._maxima.values())), strict=True))
+        self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
+        self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """The data's and the loss's metrics of a step that trained `version`."""
@@ -110,6 +110,6 @@ class StepTally:
         for name, value in values.items():
             self._sums[name] += float(value)
 
-    def _raise(self, **values: Tensor | float) -> None:
+    def _update_max(self, **values: Tensor | float) -> None:
         for name, value in values.items():
             self._maxima[name] = max(self._maxima[name], float(value))

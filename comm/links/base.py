@@ -31,7 +31,7 @@ class Link(Protocol):
         ...
 
 
-def prove(link: Link, name: str, end: int, secret: bytes, deadline_s: float) -> None:
+def authenticate(link: Link, name: str, end: int, secret: bytes, deadline_s: float) -> None:
     """Show the other end that this one knows `secret`, and see the same of it; closes the link and raises otherwise."""
     mine = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), dtype=np.uint8)
     theirs, proof = np.empty(_NONCE_BYTES, np.uint8), np.empty(_PROOF_BYTES, np.uint8)

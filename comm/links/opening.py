@@ -21,7 +21,7 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
-from ..store import Store, connect_store
+from ..store import StoreClient, connect_store
 from ..waits import waiting
 from .base import Link
 from .process_group import open_group
@@ -41,7 +41,7 @@ def open_link(
     *,
     secret: bytes = b"",
     interface: str = "127.0.0.1",
-    store: Store | None = None,
+    store: StoreClient | None = None,
 ) -> Link:
     """Open end 0 or 1 of the link `name`; returns once both ends are there and each has proved to know `secret`.
 
@@ -58,9 +58,9 @@ def open_link(
             store = connect_store(store_address, deadline_s)
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
             if backend == "tcp":
-                return TcpLink.open(store, name, end, deadline_s, secret, interface)
+                return TcpLink.begin_receive(store, name, end, deadline_s, secret, interface)
             group = open_group("nccl" if backend == "nccl" else "gloo", store, name, end, deadline_s, interface)
-            beside = TcpLink.open(store, f"{name}/beside", end, deadline_s, secret, interface)
+            beside = TcpLink.begin_receive(store, f"{name}/beside", end, deadline_s, secret, interface)
             return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), beside)
     except DistError as error:
         raise LinkBroken(f"link {name}: {error}") from error
@@ -135,7 +135,7 @@ def _await(pipe: _Pipe, until: float, what: str) -> None:
         raise LinkBroken(f"{what}: the other end did nothing before the deadline")
 
 
-class PacedLink:
+class ThrottledLink:
     """A link held to `bytes_per_s` on its way out: a slow network on a fast machine. Bytes arrive when the last has left."""
 
     def __init__(
@@ -169,6 +169,6 @@ class PacedLink:
         self._link.close()
 
 
-def paced(link: Link, bytes_per_s: float | None) -> Link:
+def throttled(link: Link, bytes_per_s: float | None) -> Link:
     """The link, held to a pace if there is one."""
-    return link if bytes_per_s is None else PacedLink(link, bytes_per_s)
+    return link if bytes_per_s is None else ThrottledLink(link, bytes_per_s)

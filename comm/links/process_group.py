@@ -8,9 +8,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import LinkBroken
-from ..store import Store
+from ..store import StoreClient
 
-_NEVER = timedelta(days=1)
+_NO_TIMEOUT = timedelta(days=1)
 """At its timeout the watchdog of NCCL ends the process; who uses the group looks at the clock instead."""
 
 
@@ -19,7 +19,9 @@ def as_tensor(buffer: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
 
 
-def open_group(backend: str, store: Store, name: str, end: int, deadline_s: float, interface: str) -> ProcessGroup:
+def open_group(
+    backend: str, store: StoreClient, name: str, end: int, deadline_s: float, interface: str
+) -> ProcessGroup:
     """A group of two on a prefix of its own, over gloo or nccl; returns once both ends are there. Raises `LinkBroken`."""
     prefix = PrefixStore(f"link/{name}", store)  # pyright: ignore[reportArgumentType]
     prefix.set_timeout(timedelta(seconds=deadline_s))
@@ -42,5 +44,5 @@ def _nccl(prefix: PrefixStore, end: int) -> ProcessGroup:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = _NEVER
+    options._timeout = _NO_TIMEOUT
     return ProcessGroupNCCL(prefix, end, 2, options)  # pyright: ignore[reportReturnType]

@@ -21,15 +21,15 @@ from .process_group import as_tensor
 
 BUCKET_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10
-_LOOK_S = 5e-5
+_POLL_S = 5e-5
 
 
 class StagedLink:
     """One end, with two buckets of `BUCKET_BYTES` on `device`; `beside` carries what is small."""
 
-    def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, beside: Link) -> None:
+    def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: Link) -> None:
         self.backend = backend
-        self._beside = beside
+        self._control_link = control_link
         self._group: ProcessGroup | None = group
         self._end = end
         self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -37,7 +37,7 @@ class StagedLink:
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes; from pinned memory, a GPU copies while it sends."""
         if buffer.nbytes <= _SMALL_BYTES:
-            self._beside.send(buffer, deadline_s)
+            self._control_link.send(buffer, deadline_s)
             return
         until, under_way = time.monotonic() + deadline_s, {}
         for piece, bucket in self._pairs(buffer):
@@ -51,7 +51,7 @@ class StagedLink:
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Fill the buffer."""
         if buffer.nbytes <= _SMALL_BYTES:
-            self._beside.receive(buffer, deadline_s)
+            self._control_link.receive(buffer, deadline_s)
             return
         until, pairs = time.monotonic() + deadline_s, self._pairs(buffer)
         coming = [self._broadcast(bucket[: piece.numel()], 1 - self._end, until) for piece, bucket in pairs[:1]]
@@ -66,7 +66,7 @@ class StagedLink:
 
     def close(self) -> None:
         """End the socket and the group, with what it has under way."""
-        self._beside.close()
+        self._control_link.close()
         group, self._group = self._group, None
         if group is not None and self.backend == "nccl":
             group.abort()
@@ -94,7 +94,7 @@ class StagedLink:
             while self.backend == "nccl" and not work.is_completed():
                 if time.monotonic() > until:
                     raise LinkBroken("broadcast: the other end did nothing before the deadline")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
         except (RuntimeError, LinkBroken) as error:
             self.close()

@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from ..errors import LinkBroken
-from ..store import Store
+from ..store import StoreClient
 from ..waits import waiting
-from .base import prove
+from .base import authenticate
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
 
@@ -31,7 +31,9 @@ class TcpLink:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @staticmethod
-    def open(store: Store, name: str, end: int, deadline_s: float, secret: bytes, interface: str) -> "TcpLink":
+    def begin_receive(
+        store: StoreClient, name: str, end: int, deadline_s: float, secret: bytes, interface: str
+    ) -> "TcpLink":
         """End 0 listens and says where; end 1 connects. A stranger who connects first is turned away."""
         key = f"link/{name}"
         return _listen(store, key, name, deadline_s, secret, interface) if end == 0 else _connect(
@@ -77,7 +79,7 @@ class TcpLink:
         return LinkBroken(f"{what}: {why}")
 
 
-def _listen(store: Store, key: str, name: str, deadline_s: float, secret: bytes, interface: str) -> TcpLink:
+def _listen(store: StoreClient, key: str, name: str, deadline_s: float, secret: bytes, interface: str) -> TcpLink:
     until = time.monotonic() + deadline_s
     with socket.create_server((interface, 0), backlog=8) as listener:
         store.set(key, f"{interface}:{listener.getsockname()[1]}")
@@ -86,7 +88,7 @@ def _listen(store: Store, key: str, name: str, deadline_s: float, secret: bytes,
                 listener.settimeout(max(until - time.monotonic(), 1e-3))
                 link = TcpLink(listener.accept()[0])
                 try:
-                    prove(link, name, 0, secret, max(until - time.monotonic(), 1e-3))
+                    authenticate(link, name, 0, secret, max(until - time.monotonic(), 1e-3))
                 except LinkBroken:
                     link.close()
                 else:
@@ -97,7 +99,7 @@ def _listen(store: Store, key: str, name: str, deadline_s: float, secret: bytes,
             store.delete_key(key)
 
 
-def _connect(store: Store, key: str, name: str, deadline_s: float, secret: bytes) -> TcpLink:
+def _connect(store: StoreClient, key: str, name: str, deadline_s: float, secret: bytes) -> TcpLink:
     with waiting(f"end 0 of link {name}", "its address", deadline_s) as wait:
         wait.until(lambda: store.check([key]), interval_s=0.001)
         host, _, port = store.get(key).decode().rpartition(":")
@@ -109,5 +111,5 @@ def _connect(store: Store, key: str, name: str, deadline_s: float, secret: bytes
             connection.close()
             raise LinkBroken(f"link {name}: {error}") from error
         link = TcpLink(connection)
-        prove(link, name, 1, secret, wait.remaining_s)
+        authenticate(link, name, 1, secret, wait.remaining_s)
         return link

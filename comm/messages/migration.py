@@ -3,18 +3,18 @@
 from .base import Message, RowId
 
 
-class MoveOrder(Message, frozen=True):
+class MigrateOrder(Message, frozen=True):
     """The hub asks a rollout to give all unfinished trajectories to another one, if both still run on `version`."""
 
-    order: int
+    request_id: int
     version: int
     to: str
 
 
-class ParcelOffered(Message, frozen=True):
+class TransferOffered(Message, frozen=True):
     """A rollout offers trajectories to another: `num_bytes` that lie at `path`, or come over `link`, made by `version`."""
 
-    parcel: int
+    request_id: int
     version: int
     num_rows: int
     num_tokens: int
@@ -23,42 +23,42 @@ class ParcelOffered(Message, frozen=True):
     link: str = ""
 
 
-class ParcelRefused(Message, frozen=True):
+class TransferRefused(Message, frozen=True):
     """The rollout that a parcel was offered to has not taken it, and will never claim what is in it."""
 
-    parcel: int
+    request_id: int
     reason: str
 
 
-class Claim(Message, frozen=True):
+class ClaimRows(Message, frozen=True):
     """A rollout has these trajectories of another's (or its own back), which had these attempts: may it have the leases?
 
     Who claims a row's present attempt first has it. Repeated with the same question until answered.
     """
 
-    question: int
+    request_id: int
     rows: list[RowId]
     attempts: list[int]
 
 
-class Claimed(Message, frozen=True):
-    """The hub's answer to `Claim`: the attempt of each row from now on, or 0 if it is somebody else's."""
+class ClaimResult(Message, frozen=True):
+    """The hub's answer to `ClaimRows`: the attempt of each row from now on, or 0 if it is somebody else's."""
 
-    question: int
+    request_id: int
     attempts: list[int]
 
 
-class RowsGone(Message, frozen=True):
+class RowsReassigned(Message, frozen=True):
     """The hub tells who held these attempts of rows that somebody else has them now."""
 
     rows: list[RowId]
     attempts: list[int]
 
 
-class MoveEnded(Message, frozen=True):
-    """The source's answer to `MoveOrder`: this many trajectories went over; else why none did."""
+class MigrateResult(Message, frozen=True):
+    """The source's answer to `MigrateOrder`: this many trajectories went over; else why none did."""
 
-    order: int
+    request_id: int
     num_rows: int = 0
     num_bytes: int = 0
     refusal: str = ""

@@ -5,32 +5,32 @@ import msgspec
 from .base import GroupId, Message, RowId
 
 
-class TakeRows(Message, frozen=True):
+class RequestRows(Message, frozen=True):
     """A consumer asks for rows of the first of `tasks` that has some; repeated with the same question until answered.
 
     Of `train` it gets groups of `step` beyond the `received` first. Of another task it gets rows of up to `max_tokens`, which is a
-    micro-batch for each of its ranks; it names the hand-outs that it is `holding`, so that one whose letter was lost comes again.
+    micro-batch for each of its ranks; it names the hand-outs that it is `open_batches`, so that one whose letter was lost comes again.
     """
 
-    question: int
+    request_id: int
     tasks: list[str]
     step: int = -1
     received: int = 0
-    holding: tuple[int, ...] = ()
+    open_batches: tuple[int, ...] = ()
     max_tokens: int = 1 << 14
 
 
-class ColumnsDone(Message, frozen=True):
+class ColumnsAdded(Message, frozen=True):
     """A consumer has done all of a hand-out: for each row the units that have the new columns; none for a row it gave up."""
 
     task: str
-    number: int
+    batch_id: int
     columns: list[str]
     rows: list[RowId]
-    units: list[list[str]]
+    storage_ids: list[list[str]]
 
 
-class RowsMissing(Message, frozen=True):
+class RowsNotFound(Message, frozen=True):
     """A consumer found rows, as they were named to it, in no unit."""
 
     rows: list[RowId]
@@ -43,7 +43,7 @@ class RowRef(msgspec.Struct, frozen=True):
 
     row: RowId
     attempt: int
-    units: list[str]
+    storage_ids: list[str]
     version: int
     num_tokens: int
     reward: float
@@ -60,7 +60,7 @@ class GroupRef(msgspec.Struct, frozen=True):
     group: GroupId
     samples: list[int]
     attempts: list[int]
-    units: list[list[str]]
+    storage_ids: list[list[str]]
     versions: list[int]
     num_tokens: list[int]
     rewards: list[float]
@@ -76,12 +76,12 @@ class GroupRef(msgspec.Struct, frozen=True):
     def rows(self) -> list[RowRef]:
         """Its rows one by one."""
         names = map(self.group.row, self.samples)
-        columns = (names, self.attempts, self.units, self.versions, self.num_tokens, self.rewards)
+        columns = (names, self.attempts, self.storage_ids, self.versions, self.num_tokens, self.rewards)
         return [RowRef(*values) for values in zip(*columns, strict=True)]
 
 
-class HandOut(Message, frozen=True):
-    """The answer to `TakeRows`: for `train`, groups from number `first` of `total` on; for another task, its hand-out `number`.
+class RowBatch(Message, frozen=True):
+    """The answer to `RequestRows`: for `train`, groups from number `first` of `total` on; for another task, its hand-out `batch_id`.
 
     `metrics` are the fleet's figures at this moment.
     """
@@ -92,8 +92,8 @@ class HandOut(Message, frozen=True):
     groups: list[GroupRef]
     metrics: dict[str, float]
     task: str = "train"
-    number: int = 0
-    question: int = 0
+    batch_id: int = 0
+    request_id: int = 0
 
     def rows(self) -> list[RowRef]:
         """The rows of all its groups."""

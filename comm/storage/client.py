@@ -14,29 +14,37 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from ..errors import LinkBroken, PeerGone, UnitFull, WrongDigest
-from ..links.base import prove
+from ..errors import LinkBroken, PeerGone, StorageFull, WrongDigest
+from ..links.base import authenticate
 from ..links.tcp import TcpLink
 from ..waits import waiting
 from .arena import ArenaFile
-from .codec import LINK_NAME, decode, encode, receive_frame, runs, send_frame, wrong_columns
+from .codec import (
+    LINK_NAME,
+    contiguous_columns,
+    decode_columns,
+    encode_columns,
+    receive_frame,
+    send_frame,
+    wrong_columns,
+)
 from .protocol import (
     ANSWERS,
-    WELCOMES,
-    Absent,
+    HELLOS,
+    Ack,
     Answer,
     Attach,
     Block,
     Column,
     Commit,
     Count,
-    Done,
     Drop,
     Goodbye,
-    List,
     Listing,
+    ListRows,
     Locate,
     Located,
+    NotFound,
     Put,
     Refused,
     Request,
@@ -51,13 +59,13 @@ _GOODBYE_S = 1.0
 Columns = Mapping[str, np.ndarray]
 
 
-class Rows(Protocol):
+class RowStorage(Protocol):
     """A storage unit as its clients see it."""
 
     def put(self, key: str, columns: Columns) -> int:
         """Add columns to a row, which begins with its first; returns their bytes once the unit has them.
 
-        A column that the row has already is replaced as a whole; the others stay as they are. Raises `UnitFull`, and
+        A column that the row has already is replaced as a whole; the others stay as they are. Raises `StorageFull`, and
         `ValueError` for columns of objects.
         """
         ...
@@ -94,7 +102,7 @@ class Rows(Protocol):
         ...
 
 
-class RowClient:
+class StorageClient:
     """One unit's client. Any thread may use it, one at a time. Raises `PeerGone` when the unit is gone.
 
     `through_memory=False` sends the bytes over the connection even on the unit's own host. `member` and `incarnation` name the
@@ -118,14 +126,14 @@ class RowClient:
         try:
             with waiting(f"unit {address}", "a connection", deadline_s):
                 self._link = TcpLink(socket.create_connection((host, int(port)), deadline_s))
-                prove(self._link, LINK_NAME, 1, secret, deadline_s)
+                authenticate(self._link, LINK_NAME, 1, secret, deadline_s)
                 send_frame(self._link, Attach(member, incarnation), deadline_s)
-                welcome = receive_frame(self._link, WELCOMES, deadline_s)
+                welcome = receive_frame(self._link, HELLOS, deadline_s)
         except (OSError, LinkBroken) as error:
             raise PeerGone(f"unit {address} is gone: {error}") from error
         if through_memory:
             try:
-                self._arena = ArenaFile.open(welcome.path, welcome.token)
+                self._arena = ArenaFile.begin_receive(welcome.path, welcome.magic)
             except PeerGone:  # the unit is on another host, or behind a wall on this one
                 self._arena = None
         self._close = weakref.finalize(self, _close, self._link, self._arena)
@@ -136,21 +144,21 @@ class RowClient:
 
     def put_many(self, rows: Mapping[str, Columns]) -> int:
         """Add columns to several rows at once."""
-        encoded = [encode(columns) for columns in rows.values()]
+        encoded = [encode_columns(columns) for columns in rows.values()]
         sizes = [sum(raw.nbytes for raw in raws) for _, raws in encoded]
         with self._lock:
             if self._arena is None:
                 blocks = [Block(0, 0, columns) for columns, _ in encoded]
-                self._ask(Put(list(rows), blocks), Done, [raw for _, raws in encoded for raw in raws])
+                self._ask(Put(list(rows), blocks), Ack, [raw for _, raws in encoded for raw in raws])
             else:
                 given = self._ask(Reserve(sizes), Reserved)
                 blocks = [
                     Block(serial, place, columns)
-                    for serial, place, (columns, _) in zip(given.serials, given.places, encoded, strict=True)
+                    for serial, place, (columns, _) in zip(given.serials, given.offsets, encoded, strict=True)
                 ]
-                for place, (_, raws) in zip(given.places, encoded, strict=True):
+                for place, (_, raws) in zip(given.offsets, encoded, strict=True):
                     self._arena.write(place, raws)
-                self._ask(Commit(list(rows), blocks), Done)
+                self._ask(Commit(list(rows), blocks), Ack)
         return sum(sizes)
 
     def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -164,12 +172,12 @@ class RowClient:
         pending, refused = list(rows), dict[str, list[int]]()
         with self._lock:
             while pending:
-                located = self._ask(Locate(pending, names, bytes_too=self._arena is None), Located)
+                located = self._ask(Locate(pending, names, with_bytes=self._arena is None), Located)
                 wrong: dict[str, list[int]] = {}
                 for key, blocks, read in zip(pending, located.rows, self._read(located), strict=True):
                     rows[key].clear()
                     for run, data in read:
-                        rows[key] |= decode(run, data)
+                        rows[key] |= decode_columns(run, data)
                         if wrong_columns(run, data):
                             wrong[key] = [block.serial for block in blocks]
                 # Other bytes than announced at the same place twice are wrong; elsewhere the row was written meanwhile.
@@ -182,17 +190,17 @@ class RowClient:
     def drop(self, keys: Iterable[str]) -> int:
         """Forget rows; returns how many of them there were."""
         with self._lock:
-            return self._ask(Drop(list(keys)), Done).count
+            return self._ask(Drop(list(keys)), Ack).count
 
     def listing(self) -> dict[str, tuple[str, ...]]:
         """Keys of the rows held, with the names of their columns."""
         with self._lock:
-            return self._ask(List(), Listing).columns()
+            return self._ask(ListRows(), Listing).columns()
 
     def count(self) -> int:
         """Rows held."""
         with self._lock:
-            return self._ask(Count(), Done).count
+            return self._ask(Count(), Ack).count
 
     def close(self) -> None:
         """End the connection."""
@@ -201,30 +209,37 @@ class RowClient:
 
     def _read(self, located: Located) -> "list[list[tuple[list[Column], np.ndarray]]]":
         """For each row the runs of its columns and their bytes, all in one buffer."""
-        found = [[_Piece(block, run) for block in row for run in runs(block.columns)] for row in located.rows]
+        found = [
+            [_Read(block, run) for block in row for run in contiguous_columns(block.columns)] for row in located.rows
+        ]
         pieces = [piece for row in found for piece in row]
         num_bytes = 0
         for piece in pieces:
             # As far from a multiple of the alignment as in the arena, so that neighbours there are neighbours here.
-            piece.at = -(-num_bytes // _ALIGN) * _ALIGN + piece.place % _ALIGN
-            num_bytes = piece.at + piece.num_bytes
+            piece.buffer_offset = -(-num_bytes // _ALIGN) * _ALIGN + piece.offset % _ALIGN
+            num_bytes = piece.buffer_offset + piece.num_bytes
         buffer = np.empty(num_bytes, np.uint8)
         if self._arena is None:
             for piece in pieces:
-                self._link.receive(buffer[piece.at : piece.at + piece.num_bytes], self._deadline_s)
+                self._link.receive(
+                    buffer[piece.buffer_offset : piece.buffer_offset + piece.num_bytes], self._deadline_s
+                )
         else:
-            for first, last in _stretches(pieces):
-                self._arena.read(first.place, buffer[first.at : last.at + last.num_bytes])
-        return [[(piece.run, buffer[piece.at : piece.at + piece.num_bytes]) for piece in row] for row in found]
+            for first, last in _contiguous_reads(pieces):
+                self._arena.read(first.offset, buffer[first.buffer_offset : last.buffer_offset + last.num_bytes])
+        return [
+            [(piece.run, buffer[piece.buffer_offset : piece.buffer_offset + piece.num_bytes]) for piece in row]
+            for row in found
+        ]
 
     def _ask(self, request: Request, expected: type[T], body: Iterable[np.ndarray] = ()) -> T:
         """Send a request and what follows it; returns the answer expected, raises what another one means."""
         answer = self._exchange(request, body)
         match answer:
-            case Absent(what=what):
+            case NotFound(what=what):
                 raise KeyError(what)
             case Refused(why=why, is_full=True):
-                raise UnitFull(f"unit {self.address}: {why}")
+                raise StorageFull(f"unit {self.address}: {why}")
             case Refused(why=why):
                 raise WrongDigest(f"unit {self.address}: {why}")
         assert isinstance(answer, expected), f"{answer} to {request}"
@@ -241,23 +256,23 @@ class RowClient:
             raise PeerGone(f"unit {self.address} is gone: {error}") from error
 
 
-class _Piece:
+class _Read:
     """A run of columns of one block: its place in the arena, and where it goes in the reader's buffer."""
 
-    __slots__ = ("at", "num_bytes", "place", "run")
+    __slots__ = ("buffer_offset", "num_bytes", "offset", "run")
 
     def __init__(self, block: Block, run: list[Column]) -> None:
         self.run = run
-        self.place = block.place + run[0].start
+        self.offset = block.offset + run[0].start
         self.num_bytes = run[-1].start + run[-1].num_bytes - run[0].start
-        self.at = 0
+        self.buffer_offset = 0
 
 
-def _stretches(pieces: list[_Piece]) -> list[tuple[_Piece, _Piece]]:
+def _contiguous_reads(reads: list[_Read]) -> list[tuple[_Read, _Read]]:
     """First and last piece of stretches that lie in the buffer as they lie in the arena."""
-    found: list[tuple[_Piece, _Piece]] = []
-    for piece in pieces:
-        if found and piece.place - piece.at == found[-1][0].place - found[-1][0].at:
+    found: list[tuple[_Read, _Read]] = []
+    for piece in reads:
+        if found and piece.offset - piece.buffer_offset == found[-1][0].offset - found[-1][0].buffer_offset:
             found[-1] = found[-1][0], piece
         else:
             found.append((piece, piece))

@@ -43,7 +43,7 @@ def refuse_objects(name: str, column: np.ndarray) -> None:
         raise ValueError(f"column {name} of {column.dtype}: only plain numbers, strings and raw bytes can be stored")
 
 
-def encode(columns: Mapping[str, np.ndarray]) -> tuple[tuple[Column, ...], list[np.ndarray]]:
+def encode_columns(columns: Mapping[str, np.ndarray]) -> tuple[tuple[Column, ...], list[np.ndarray]]:
     """Columns in the order in which they are stored, and their bytes, uint8, without a copy where they are contiguous.
 
     Wider types come first, so that every column is aligned without padding. Raises `ValueError` for objects.
@@ -61,7 +61,7 @@ def encode(columns: Mapping[str, np.ndarray]) -> tuple[tuple[Column, ...], list[
     return tuple(described), raws
 
 
-def decode(columns: Sequence[Column], data: np.ndarray) -> dict[str, np.ndarray]:
+def decode_columns(columns: Sequence[Column], data: np.ndarray) -> dict[str, np.ndarray]:
     """Views of columns that lie in `data` behind each other."""
     first = columns[0].start
     return {
@@ -79,7 +79,7 @@ def wrong_columns(columns: Sequence[Column], data: np.ndarray) -> list[str]:
     ]
 
 
-def runs(columns: Iterable[Column]) -> list[list[Column]]:
+def contiguous_columns(columns: Iterable[Column]) -> list[list[Column]]:
     """Columns of a block as runs that lie without a gap."""
     found: list[list[Column]] = []
     end = -1

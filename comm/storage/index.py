@@ -10,10 +10,10 @@ from .protocol import Block, Listing
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Allocation:
     """Bytes of the arena that a block was given; they are free again when its last column is gone or replaced."""
 
-    place: int
+    offset: int
     num_bytes: int
 
 
@@ -22,12 +22,12 @@ class _Row:
 
     __slots__ = ("blocks", "names")
 
-    def __init__(self, blocks: list[tuple[Block, Span]]) -> None:
+    def __init__(self, blocks: list[tuple[Block, Allocation]]) -> None:
         self.blocks = blocks
         self.names = tuple(sys.intern(column.name) for block, _ in blocks for column in block.columns)
 
 
-class RowTable:
+class RowIndex:
     """Rows by key, each a list of blocks whose column names do not overlap."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class RowTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, key: str, block: Block, span: Span) -> list[Span]:
+    def add(self, key: str, block: Block, allocation: Allocation) -> list[Allocation]:
         """Add a block's columns to a row in place of those with the same names; returns what is free now."""
         names = {column.name for column in block.columns}
-        kept, freed = [(block, span)], []
+        kept, freed = [(block, allocation)], []
         before = self._rows.get(key)
         for held, held_span in before.blocks if before else ():
             remaining = tuple(column for column in held.columns if column.name not in names)
@@ -64,7 +64,7 @@ class RowTable:
         chosen = [tuple(c for c in block.columns if c.name in wanted) for block in blocks]
         return [msgspec.structs.replace(b, columns=c) for b, c in zip(blocks, chosen, strict=True) if c]
 
-    def drop(self, key: str) -> list[Span] | None:
+    def drop(self, key: str) -> list[Allocation] | None:
         """Forget a row; returns what is free now, None if there is no such row."""
         row = self._rows.pop(key, None)
         return None if row is None else [span for _, span in row.blocks]

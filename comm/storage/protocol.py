@@ -15,10 +15,10 @@ class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Columns of one row that lie behind each other at `place`; no two blocks of a unit ever have the same `serial`."""
+    """Columns of one row that lie behind each other at `offset`; no two blocks of a unit ever have the same `serial`."""
 
     serial: int
-    place: int
+    offset: int
     columns: tuple[Column, ...]
 
     @property
@@ -38,11 +38,11 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """Client to unit, last of all: the connection ends in order. The unit does not answer."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Unit to client: whoever finds `token` at the head of the file at `path` may read and write there."""
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Unit to client: whoever finds `magic` at the head of the file at `path` may read and write there."""
 
     path: str
-    token: bytes
+    magic: bytes
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +54,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class Reserved(msgspec.Struct, frozen=True, tag=True):
     """One place and serial for each size."""
 
-    places: list[int]
+    offsets: list[int]
     serials: list[int]
 
 
@@ -73,11 +73,11 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Locate(msgspec.Struct, frozen=True, tag=True):
-    """Where are the columns named (all if None) of these rows? `bytes_too` asks for the bytes to follow the answer."""
+    """Where are the columns named (all if None) of these rows? `with_bytes` asks for the bytes to follow the answer."""
 
     keys: list[str]
     columns: list[str] | None
-    bytes_too: bool
+    with_bytes: bool
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
@@ -92,32 +92,32 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     keys: list[str]
 
 
-class List(msgspec.Struct, frozen=True, tag=True):
+class ListRows(msgspec.Struct, frozen=True, tag=True):
     """Which rows are there?"""
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Row keys, each with the index in `kinds` of the names of its columns."""
+    """Row keys, each with the index in `column_sets` of the names of its columns."""
 
     rows: dict[str, int]
-    kinds: list[tuple[str, ...]]
+    column_sets: list[tuple[str, ...]]
 
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Row keys, each with the names of its columns."""
-        return {key: self.kinds[kind] for key, kind in self.rows.items()}
+        return {key: self.column_sets[kind] for key, kind in self.rows.items()}
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
     """How many rows are there?"""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class Ack(msgspec.Struct, frozen=True, tag=True):
     """It is done, for so many."""
 
     count: int
 
 
-class Absent(msgspec.Struct, frozen=True, tag=True):
+class NotFound(msgspec.Struct, frozen=True, tag=True):
     """The unit does not hold this."""
 
     what: str
@@ -130,10 +130,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     is_full: bool
 
 
-Request = Reserve | Commit | Put | Locate | Drop | List | Count | Goodbye
-Answer = Reserved | Located | Listing | Done | Absent | Refused
+Request = Reserve | Commit | Put | Locate | Drop | ListRows | Count | Goodbye
+Answer = Reserved | Located | Listing | Ack | NotFound | Refused
 
 REQUESTS = msgspec.msgpack.Decoder(Request)
 ANSWERS = msgspec.msgpack.Decoder(Answer)
 ATTACHMENTS = msgspec.msgpack.Decoder(Attach)
-WELCOMES = msgspec.msgpack.Decoder(Welcome)
+HELLOS = msgspec.msgpack.Decoder(Hello)

@@ -17,33 +17,33 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from ..errors import LinkBroken, UnitFull
-from ..links.base import prove
+from ..errors import LinkBroken, StorageFull
+from ..links.base import authenticate
 from ..links.tcp import TcpLink
 from .arena import Arena, physical_bytes
-from .codec import LINK_NAME, receive_frame, runs, send_frame, wrong_columns
-from .index import RowTable, Span
+from .codec import LINK_NAME, contiguous_columns, receive_frame, send_frame, wrong_columns
+from .index import Allocation, RowIndex
 from .protocol import (
     ATTACHMENTS,
     REQUESTS,
-    Absent,
+    Ack,
     Answer,
     Attach,
     Block,
     Commit,
     Count,
-    Done,
     Drop,
     Goodbye,
-    List,
+    Hello,
+    ListRows,
     Locate,
     Located,
+    NotFound,
     Put,
     Refused,
     Request,
     Reserve,
     Reserved,
-    Welcome,
 )
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ REATTACH_S = 0.2
 _IDLE_S = 1e9  # a client may be silent as long as it likes; its end closes the connection
 
 
-class RowUnit:
+class StorageServer:
     """A storage unit in this process, on one interface; `address` is "host:port". It ends with `close`.
 
     `on_client_lost` is called, from any thread, with the name and incarnation of a process whose connection broke.
@@ -70,7 +70,7 @@ class RowUnit:
         self._on_client_lost = on_client_lost
         self._closing = threading.Event()
         self.arena = Arena(capacity_bytes or physical_bytes())
-        self._table = RowTable()
+        self._table = RowIndex()
         self._secret = secret
         self._serial = 0
         self._lock = threading.Lock()
@@ -122,17 +122,17 @@ class RowUnit:
 
     def _serve(self, link: TcpLink) -> None:
         """Answer one client until it is gone; what it reserved and never committed is free then."""
-        reserved: dict[int, Span] = {}
+        reserved: dict[int, Allocation] = {}
         is_broken = False
         try:
-            prove(link, LINK_NAME, 0, self._secret, _HANDSHAKE_S)
+            authenticate(link, LINK_NAME, 0, self._secret, _HANDSHAKE_S)
             client = receive_frame(link, ATTACHMENTS, _HANDSHAKE_S)
             with self._lock:
                 self._links[link] = client
-            send_frame(link, Welcome(self.arena.path, self.arena.token), _TRANSFER_S)
+            send_frame(link, Hello(self.arena.path, self.arena.magic), _TRANSFER_S)
             while not isinstance(request := receive_frame(link, REQUESTS, _IDLE_S), Goodbye):
                 send_frame(link, answer := self._answer(link, request, reserved), _TRANSFER_S)
-                if isinstance(request, Locate) and request.bytes_too and isinstance(answer, Located):
+                if isinstance(request, Locate) and request.with_bytes and isinstance(answer, Located):
                     self._send_bytes(link, answer)
         except LinkBroken as error:
             is_broken = True
@@ -156,65 +156,65 @@ class RowUnit:
         if not is_attached:
             self._on_client_lost(client.member, client.incarnation)
 
-    def _answer(self, link: TcpLink, request: Request, reserved: dict[int, Span]) -> Answer:
+    def _answer(self, link: TcpLink, request: Request, reserved: dict[int, Allocation]) -> Answer:
         try:
             if isinstance(request, Put):
                 return self._receive(link, request)
             with self._lock:
                 return self._act(request, reserved)
         except KeyError as error:
-            return Absent(str(error.args[0]))
-        except UnitFull as error:
+            return NotFound(str(error.args[0]))
+        except StorageFull as error:
             return Refused(str(error), is_full=True)
 
-    def _act(self, request: Request, reserved: dict[int, Span]) -> Answer:
+    def _act(self, request: Request, reserved: dict[int, Allocation]) -> Answer:
         match request:
             case Reserve(sizes=sizes):
                 spans = self._reserve(sizes)
                 reserved |= spans
-                return Reserved([span.place for span in spans.values()], list(spans))
+                return Reserved([span.offset for span in spans.values()], list(spans))
             case Commit(keys=keys, blocks=blocks):
-                if not all(reserved.get(b.serial) == Span(b.place, b.num_bytes) for b in blocks):
+                if not all(reserved.get(b.serial) == Allocation(b.offset, b.num_bytes) for b in blocks):
                     return Refused("a block that this client has not reserved", is_full=False)
                 self._commit(keys, blocks)
                 for block in blocks:
                     del reserved[block.serial]
-                return Done(len(keys))
+                return Ack(len(keys))
             case Locate(keys=keys, columns=columns):
                 return Located([self._table.locate(key, columns) for key in keys])
             case Drop(keys=keys):
-                return Done(self._drop(keys))
-            case List():
+                return Ack(self._drop(keys))
+            case ListRows():
                 return self._table.listing()
             case Count():
-                return Done(len(self._table))
+                return Ack(len(self._table))
         raise AssertionError(f"no rule for {request}")
 
-    def _reserve(self, sizes: list[int]) -> dict[int, Span]:
+    def _reserve(self, sizes: list[int]) -> dict[int, Allocation]:
         """Spans by serial; all or none."""
-        spans: dict[int, Span] = {}
+        spans: dict[int, Allocation] = {}
         try:
             for size in sizes:
                 place = self.arena.reserve(size)
                 self._serial += 1
-                spans[self._serial] = Span(place, size)
-        except UnitFull:
+                spans[self._serial] = Allocation(place, size)
+        except StorageFull:
             self._free(list(spans.values()))
             raise
         return spans
 
     def _commit(self, keys: list[str], blocks: list[Block]) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            self._free(self._table.add(key, block, Span(block.place, block.num_bytes)))
+            self._free(self._table.add(key, block, Allocation(block.offset, block.num_bytes)))
 
     def _drop(self, keys: Iterable[str]) -> int:
         freed = [self._table.drop(key) for key in keys]
         self._free([span for spans in freed for span in spans or ()])
         return sum(spans is not None for spans in freed)
 
-    def _free(self, spans: list[Span]) -> None:
-        for span in spans:
-            self.arena.free(span.place, span.num_bytes)
+    def _free(self, allocations: list[Allocation]) -> None:
+        for span in allocations:
+            self.arena.free(span.offset, span.num_bytes)
 
     def _receive(self, link: TcpLink, request: Put) -> Answer:
         """Take in blocks whose bytes follow; all of them, or none if one is not what its writer says."""
@@ -227,24 +227,24 @@ class RowUnit:
                 refusal = Refused(f"bytes of {', '.join(wrong)} are not those of their writer", is_full=False)
             try:
                 kept += [] if refusal else [self._write(block, data)]
-            except UnitFull as error:
+            except StorageFull as error:
                 refusal = Refused(str(error), is_full=True)
         with self._lock:
             if refusal is None:
                 self._commit(request.keys, kept)
             else:
-                self._free([Span(block.place, block.num_bytes) for block in kept])
-        return refusal or Done(len(kept))
+                self._free([Allocation(block.offset, block.num_bytes) for block in kept])
+        return refusal or Ack(len(kept))
 
     def _write(self, block: Block, data: np.ndarray) -> Block:
         with self._lock:
             ((serial, span),) = self._reserve([data.nbytes]).items()
-        self.arena.write(span.place, [data])
-        return msgspec.structs.replace(block, serial=serial, place=span.place)
+        self.arena.write(span.offset, [data])
+        return msgspec.structs.replace(block, serial=serial, offset=span.offset)
 
     def _send_bytes(self, link: TcpLink, located: Located) -> None:
         for block in (block for row in located.rows for block in row):
-            for run in runs(block.columns):
+            for run in contiguous_columns(block.columns):
                 data = np.empty(sum(column.num_bytes for column in run), np.uint8)
-                self.arena.read(block.place + run[0].start, data)
+                self.arena.read(block.offset + run[0].start, data)
                 link.send(data, _TRANSFER_S)

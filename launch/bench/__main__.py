@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from .harness import ENVIRONMENT, HEADING, Options, Row, Work, line, medians, write_json
+from .harness import ENVIRONMENT, HEADING, Measurement, Options, Work, line, medians, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def main(words: Sequence[str]) -> int:
 
 def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Path | None) -> None:
     """Run the workloads, print their rows and write those so far to `path`."""
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     print(HEADING, flush=True)
     for workload in workloads:
         work = workload.load()

@@ -25,8 +25,8 @@ from ...rollout.engine.engine import Engine
 from ...rollout.engine.sampling import SamplingParams
 from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact_attention import attend_pages
-from ..processes.child import say
-from .harness import Options, Row, Work, best_seconds
+from ..processes.child import print_message
+from .harness import Measurement, Options, Work, best_seconds
 
 _ROUNDS = 2
 _FLOOR_SLOTS, _FLOOR_CONTEXT = 32, 192
@@ -211,10 +211,10 @@ def _kernels(engine: Engine) -> Callable[[], None]:
     return run
 
 
-def measure(scenario: Scenario, options: Options) -> list[Row]:
+def measure(scenario: Scenario, options: Options) -> list[Measurement]:
     """The engine's tokens per second over each peer's, and on CPU the time of a step over that of its kernels."""
     if scenario.device == "cuda" and not torch.cuda.is_available():
-        say(f"{scenario.name} is left out: it needs a GPU")
+        print_message(f"{scenario.name} is left out: it needs a GPU")
         return []
     torch.set_num_threads(1)
     makers = {"transformers.generate_batch": by_generate_batch, "transformers.generate": by_generate}
@@ -225,10 +225,10 @@ def measure(scenario: Scenario, options: Options) -> list[Row]:
         num_tokens = sum(length for _, length in scenario.requests())
         found = {name: num_tokens / seconds for name, seconds in zip(runs, best, strict=True)}
         ours = found.pop("ours")
-        rows = [Row(scenario.name, peer, ours, "tokens/s", ours / rate) for peer, rate in found.items()]
+        rows = [Measurement(scenario.name, peer, ours, "tokens/s", ours / rate) for peer, rate in found.items()]
         if scenario.device == "cpu" and not scenario.name.endswith("groups"):
             step, kernels = floor(path, scenario.dtype)
-            rows.append(Row(scenario.name, "kernel-floor", step, "ms/step", step / kernels))
+            rows.append(Measurement(scenario.name, "kernel-floor", step, "ms/step", step / kernels))
     return rows
 
 

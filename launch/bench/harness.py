@@ -13,10 +13,10 @@ from typing import Self
 
 import msgspec
 
-from ...comm.environment import LARGE_COPIES
+from ...comm.environment import STREAMING_COPY_ENV
 from ...comm.waits import waiting
 
-ENVIRONMENT = {**LARGE_COPIES, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT = {**STREAMING_COPY_ENV, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment of all processes of a benchmark: large copies as in a run, and no warnings about hosts without a name."""
 PATIENCE_S = 300.0
 
@@ -35,7 +35,7 @@ class Options:
     """An interpreter that has TransferQueue."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """One figure: `value` in `unit`, and its `ratio` to `peer`; medians where `runs` holds (value, ratio) of several runs."""
 
     name: str
@@ -46,13 +46,13 @@ class Row(msgspec.Struct, frozen=True):
     runs: tuple[tuple[float, float], ...] = ()
 
 
-Work = Callable[[Options], list[Row]]
+Work = Callable[[Options], list[Measurement]]
 """Runs a workload once."""
 
 HEADING = f"{'workload':<24} {'value':>10} {'min..max':>16} {'unit':<8} {'ratio':>7} {'min..max':>14}  to"
 
 
-def line(row: Row) -> str:
+def line(row: Measurement) -> str:
     """A row of the table under `HEADING`."""
     value_span, ratio_span = map(_span, zip(*row.runs, strict=True)) if len(row.runs) > 1 else ("", "")
     figures = f"{_short(row.value):>10} {value_span:>16} {row.unit:<8} {_short(row.ratio):>7} {ratio_span:>14}"
@@ -67,9 +67,9 @@ def _short(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def medians(runs: Sequence[Sequence[Row]]) -> list[Row]:
+def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """One row for each figure, from several runs of one workload."""
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     for same in zip(*runs, strict=True):
         values, ratios = [row.value for row in same], [row.ratio for row in same]
         pairs = tuple(zip(values, ratios, strict=True))

@@ -15,16 +15,16 @@ import msgspec
 from ...comm.fleet import Fleet
 from ...comm.mailbox import Mailbox
 from ...comm.messages import (
-    ActorDone,
     GroupId,
-    HandOut,
     LeaseGrant,
     LeaseRequest,
     Message,
+    RequestRows,
+    RowBatch,
     RowDone,
     StepTrained,
     Stop,
-    TakeRows,
+    TrainingDone,
 )
 from ...comm.recipe import BatchSettings, CommSettings, DataSettings, QueueSettings, Recipe, RunSettings
 from ...comm.store import StoreServer
@@ -33,7 +33,7 @@ from ...relay.hub.loop import run
 from ...relay.journal import events as ev
 from ...relay.journal.journal import Journal, replay
 from ...relay.journal.state import HubState, apply
-from .harness import Child, Options, Row, command
+from .harness import Child, Measurement, Options, command
 
 M = TypeVar("M", bound=Message)
 
@@ -42,24 +42,24 @@ _PROMPTS, _SAMPLES, _STEPS = 64, 8, 60
 _PATIENCE_S = 120.0
 
 
-def hub_events(options: Options) -> list[Row]:
+def hub_events(options: Options) -> list[Measurement]:
     """Events per second of the hub's own process, journal on, while one process plays all rollouts and the trainer."""
     hosted = StoreServer("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
         with Child(command("hub", folder, hosted.address)) as hub:
             fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
-            _play(fleet.post.open("rollout-0"), fleet.post.open("actor-0"))
+            _play(fleet.mailboxes.begin_receive("rollout-0"), fleet.mailboxes.begin_receive("actor-0"))
             assert hub.process.wait(_PATIENCE_S) == 0
             fleet.leave()
         journal = Path(folder) / "journal.jsonl"
         lines = [msgspec.json.decode(line) for line in journal.read_bytes().splitlines()]
         state = replay(journal)
-    assert state.step == _STEPS and state.holds, f"step {state.step}"
+    assert state.step == _STEPS and state.is_balanced, f"step {state.step}"
     # The first steps are those in which processes start and files are opened.
     measured = [line["t"] for line in lines if "t" in line][len(lines) // 5 : -1]
     rate = len(measured) / (measured[-1] - measured[0])
-    return [Row("hub-events", "5,000 a second", rate, "1/s", rate / 5000)]
+    return [Measurement("hub-events", "5,000 a second", rate, "1/s", rate / 5000)]
 
 
 def _play(rollout: Mailbox, actor: Mailbox) -> None:
@@ -70,13 +70,13 @@ def _play(rollout: Mailbox, actor: Mailbox) -> None:
     while step[0] < _STEPS:
         received, total = 0, 1
         while received < total:
-            actor.send("hub", TakeRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
-            answer = _expect(actor, HandOut)
+            actor.send("hub", RequestRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
+            answer = _expect(actor, RowBatch)
             assert answer is not None, "the hub ended the run"
             received, total = received + len(answer.groups), answer.total
         actor.send("hub", StepTrained(step[0]))
         step[0] += 1
-    actor.send("hub", ActorDone(_STEPS, {}))
+    actor.send("hub", TrainingDone(_STEPS, {}))
     rollout.send("rollout-0", Stop("finished"))
     playing.join()
 
@@ -107,7 +107,7 @@ def _expect(mailbox: Mailbox, kind: type[M]) -> M | None:
                 return letter.message
 
 
-def journal_replay(options: Options) -> list[Row]:
+def journal_replay(options: Options) -> list[Measurement]:
     """Seconds to recover a run of so many events."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.jsonl"
@@ -115,7 +115,7 @@ def journal_replay(options: Options) -> list[Row]:
         started = time.perf_counter()
         replay(path)
         folded_s = time.perf_counter() - started
-    return [Row("journal-replay", "30 s", folded_s, "s", 30 / folded_s)]
+    return [Measurement("journal-replay", "30 s", folded_s, "s", 30 / folded_s)]
 
 
 def _write_journal(path: Path, num_events: int) -> None:

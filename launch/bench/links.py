@@ -10,14 +10,14 @@ import numpy as np
 
 from ...comm.links.opening import open_link
 from ...comm.store import StoreServer
-from .harness import Child, Options, Row, best_seconds, command
+from .harness import Child, Measurement, Options, best_seconds, command
 
 _PIECE = 1 << 20
 _REPEATS = 12
 _DEADLINE_S = 30.0
 
 
-def tcp_link(options: Options) -> list[Row]:
+def tcp_link(options: Options) -> list[Measurement]:
     """A link against a raw socket; both send a version in pieces of 1 MiB to another process, in turns."""
     num_bytes, hosted = options.megabytes << 20, StoreServer("127.0.0.1")
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
@@ -41,7 +41,7 @@ def tcp_link(options: Options) -> list[Row]:
             raw_s, link_s = best_seconds(send_raw, send, repeats=_REPEATS)
             connection.close()
             link.close()
-    return [Row("tcp-link", "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
+    return [Measurement("tcp-link", "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
 
 
 def _receive(store: str, address: str, num_bytes: int) -> None:

@@ -22,7 +22,7 @@ from ...comm.store import StoreServer
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.reader import WeightReader
-from ...relay.weights.server import WeightKeeper
+from ...relay.weights.server import WeightServer
 from .harness import Child, command
 
 _SECRET = b"bench"
@@ -117,10 +117,10 @@ def _relay(address: str, index: int, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
-    keeper = WeightKeeper(fleet, segment, settings)
+    keeper = WeightServer(fleet, segment, settings)
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
-        if (newest := keeper.desk.wait_newer(version, 0.2)) is not None:
+        if (newest := keeper.version_store.wait_newer(version, 0.2)) is not None:
             version = newest
             print(version, time.monotonic(), flush=True)
     keeper.close()

@@ -7,24 +7,24 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...comm.storage.client import RowClient
-from ..processes.child import say
-from .harness import ENVIRONMENT, Child, Options, Row, best_seconds, command
+from ...comm.storage.client import StorageClient
+from ..processes.child import print_message
+from .harness import ENVIRONMENT, Child, Measurement, Options, best_seconds, command
 
 _NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS = 1024, 9, 8192
 _ROUNDS = 8
 
 
-def beside_peer(options: Options) -> list[Row]:
+def beside_peer(options: Options) -> list[Measurement]:
     """Put, get, list, clear of 1,024 rows x 9 columns x 8,192 int32, in turns with the peer; the best round of each."""
     if options.peer_python is None:
-        say("units is left out: --peer-python names no interpreter that has TransferQueue")
+        print_message("units is left out: --peer-python names no interpreter that has TransferQueue")
         return []
     table = np.random.default_rng(0).integers(0, 1000, (_NUM_COLUMNS, _NUM_ROWS, _NUM_TOKENS), dtype=np.int32)
     rows = {str(i): {f"column_{j}": table[j, i] for j in range(_NUM_COLUMNS)} for i in range(_NUM_ROWS)}
     with ExitStack() as stack:
         unit = stack.enter_context(Child(command("storage_load", "unit")))
-        client = stack.enter_context(closing(RowClient(unit.line())))
+        client = stack.enter_context(closing(StorageClient(unit.line())))
         peer = stack.enter_context(_peer(options.peer_python))
         rounds: list[dict[str, float]] = []
         works = {
@@ -38,7 +38,7 @@ def beside_peer(options: Options) -> list[Row]:
     figures = {name: (table.nbytes / ours[name] / 1e9, "GB/s") for name in ("put", "get")}
     figures |= {name: (ours[name] * 1e3, "ms") for name in ("list", "clear")}
     return [
-        Row(name, "transferqueue", value, unit, min(each[name] for each in rounds) / ours[name])
+        Measurement(name, "transferqueue", value, unit, min(each[name] for each in rounds) / ours[name])
         for name, (value, unit) in figures.items()
     ]
 

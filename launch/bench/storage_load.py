@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ...comm.storage.client import RowClient
-from ...comm.storage.server import RowUnit
+from ...comm.storage.client import StorageClient
+from ...comm.storage.server import StorageServer
 from ...comm.waits import waiting
-from .harness import Child, Options, Row, command
+from .harness import Child, Measurement, Options, command
 
 _NUM_WRITERS, _NUM_PROCESSES, _NUM_READERS = 64, 4, 8
 _NUM_TOKENS = 8192
@@ -27,7 +27,7 @@ _AHEAD = 4
 _PATIENCE_S = 120.0
 
 
-def load(options: Options) -> list[Row]:
+def load(options: Options) -> list[Measurement]:
     """Rows and bytes per second through a unit, and the memory of its process at the end against after a quarter.
 
     Raises AssertionError if a row was lost or changed, or if a row is left in the unit.
@@ -54,9 +54,9 @@ def load(options: Options) -> list[Row]:
     assert (num_read, held) == (num_written, 0), f"{num_written} written, {num_read} read, {held} B left"
     num_bytes = sum(column.nbytes for column in row_of(0, 0).values())
     return [
-        Row("load-rows", "rows written", num_written / elapsed_s, "1/s", num_read / num_written),
-        Row("load-bytes", "bytes written", num_written * num_bytes / elapsed_s / 1e6, "MB/s", 1.0),
-        Row("load-memory", "after a quarter", late / 1e6, "MB", late / early),
+        Measurement("load-rows", "rows written", num_written / elapsed_s, "1/s", num_read / num_written),
+        Measurement("load-bytes", "bytes written", num_written * num_bytes / elapsed_s / 1e6, "MB/s", 1.0),
+        Measurement("load-memory", "after a quarter", late / 1e6, "MB", late / early),
     ]
 
 
@@ -72,7 +72,7 @@ def row_of(writer: int, number: int) -> dict[str, np.ndarray]:
 
 def _read(address: str, reader: int, ended: threading.Event) -> int:
     """Consume the rows of some writers until `ended`, and then the rest; returns their number."""
-    client, num_read, is_last = RowClient(address, deadline_s=_PATIENCE_S), 0, False
+    client, num_read, is_last = StorageClient(address, deadline_s=_PATIENCE_S), 0, False
     while not is_last:
         is_last = ended.is_set()
         mine = [key for key in client.listing() if int(key.partition(".")[0]) % _NUM_READERS == reader]
@@ -89,7 +89,7 @@ def _read(address: str, reader: int, ended: threading.Event) -> int:
 
 def _write(address: str, writer: int, seconds: float) -> int:
     """Put rows for so long, waiting for the readers; returns their number."""
-    client, number, until = RowClient(address, deadline_s=_PATIENCE_S), 0, time.monotonic() + seconds
+    client, number, until = StorageClient(address, deadline_s=_PATIENCE_S), 0, time.monotonic() + seconds
     while time.monotonic() < until:
         client.put(f"{writer}.{number}", row_of(writer, number))
         number += 1
@@ -100,7 +100,7 @@ def _write(address: str, writer: int, seconds: float) -> int:
     return number
 
 
-def _is_held(client: RowClient, key: str) -> bool:
+def _is_held(client: StorageClient, key: str) -> bool:
     try:
         client.get(key, [])
     except KeyError:
@@ -117,11 +117,11 @@ def _serve_writers(address: str, first: str, count: str, seconds: str) -> None:
 
 def _serve_unit() -> None:
     """A unit's process; prints its address, and for each line on stdin the bytes of its rows and of its memory."""
-    unit = RowUnit("127.0.0.1")
+    unit = StorageServer("127.0.0.1")
     print(unit.address, flush=True)
     for _ in sys.stdin:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-        print(unit.arena.num_bytes, unit.arena.held_bytes + resident, flush=True)  # the arena is never mapped
+        print(unit.arena.num_bytes, unit.arena.resident_bytes + resident, flush=True)  # the arena is never mapped
     unit.close()
 
 

@@ -10,8 +10,8 @@ import time
 import numpy as np
 
 from ...relay.weights.chunks import START_S, best_num_chunks, push_seconds
-from ..processes.child import say
-from .harness import Options, Row, Work, best_seconds
+from ..processes.child import print_message
+from .harness import Measurement, Options, Work, best_seconds
 from .network_namespaces import Network, can_shape
 from .relay_cluster import RelayCluster
 
@@ -23,7 +23,7 @@ _CHUNKS = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 _REPEATS = 5
 
 
-def shm_copies(options: Options) -> list[Row]:
+def shm_copies(options: Options) -> list[Measurement]:
     """Push and pull through a relay's segment on this host, against `numpy.copyto` of the same bytes, in turns."""
     num_bytes = options.megabytes << 20
     source, into = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
@@ -43,13 +43,13 @@ def shm_copies(options: Options) -> list[Row]:
         )
     gigabytes = num_bytes / 1e9
     return [
-        Row("shm-push", "numpy.copyto", gigabytes / min(stalls), "GB/s", min(copies) / min(stalls)),
-        Row("shm-pull", "numpy.copyto", gigabytes / pull_s, "GB/s", copy_s / pull_s),
-        Row("digest", "numpy.copyto", gigabytes / digest_s, "GB/s", copy_s / digest_s),
+        Measurement("shm-push", "numpy.copyto", gigabytes / min(stalls), "GB/s", min(copies) / min(stalls)),
+        Measurement("shm-pull", "numpy.copyto", gigabytes / pull_s, "GB/s", copy_s / pull_s),
+        Measurement("digest", "numpy.copyto", gigabytes / digest_s, "GB/s", copy_s / digest_s),
     ]
 
 
-def actor_stall(options: Options) -> list[Row]:
+def actor_stall(options: Options) -> list[Measurement]:
     """The actor's stall with 6 relays against that with 1, links held to a pace."""
     stalls = {}
     for num_relays in (1, 6):
@@ -60,10 +60,10 @@ def actor_stall(options: Options) -> list[Row]:
                 timings.append(cluster.publish())
                 cluster.wait()
             stalls[num_relays] = min(timings)
-    return [Row("actor-stall-6-relays", "1 relay", stalls[6] * 1e3, "ms", stalls[6] / stalls[1])]
+    return [Measurement("actor-stall-6-relays", "1 relay", stalls[6] * 1e3, "ms", stalls[6] / stalls[1])]
 
 
-def stopped_relay(options: Options) -> list[Row]:
+def stopped_relay(options: Options) -> list[Measurement]:
     """Steps of 50 ms with a push after each while a relay is stopped: the slowest of a hundred against the median."""
     steps = []
     with RelayCluster(3, 4 << 20, pace=_PACE) as cluster:
@@ -76,28 +76,30 @@ def stopped_relay(options: Options) -> list[Row]:
             steps.append(time.monotonic() - started)
         cluster.relays[1].process.send_signal(signal.SIGCONT)
     slowest, median = sorted(steps)[-2], statistics.median(steps)
-    return [Row("step-p99-relay-stopped", "median step", slowest * 1e3, "ms", slowest / median)]
+    return [Measurement("step-p99-relay-stopped", "median step", slowest * 1e3, "ms", slowest / median)]
 
 
-def chain(options: Options) -> list[Row]:
+def chain(options: Options) -> list[Measurement]:
     """A push to 11 relays (12 hosts with the actor's) against one to a single relay, and against the model."""
     pair, all_hosts = _best_push(1, 3), _best_push(11, 3)
     num_chunks = best_num_chunks(12, _PACED_BYTES, 1 / _PACE, START_S)
     return [
-        Row("chain-12-hosts", "2 hosts", all_hosts, "s", all_hosts / pair),
-        Row("chain-12-hosts", "T(k) of the model", all_hosts, "s", all_hosts / _model_seconds(12, num_chunks)),
+        Measurement("chain-12-hosts", "2 hosts", all_hosts, "s", all_hosts / pair),
+        Measurement("chain-12-hosts", "T(k) of the model", all_hosts, "s", all_hosts / _model_seconds(12, num_chunks)),
     ]
 
 
-def chunk_sizes(options: Options) -> list[Row]:
+def chunk_sizes(options: Options) -> list[Measurement]:
     """A push to 5 relays with chunks of several sizes against the model, and with the chosen size against the best."""
     chosen = _best_push(5, _REPEATS)
     seconds = {chunk_bytes: _best_push(5, _REPEATS, chunk_bytes) for chunk_bytes in _CHUNKS}
     rows = [
-        Row(f"chunks-{size >> 10}-KiB", "T(k) of the model", taken, "s", taken / _model_seconds(6, _PACED_BYTES / size))
+        Measurement(
+            f"chunks-{size >> 10}-KiB", "T(k) of the model", taken, "s", taken / _model_seconds(6, _PACED_BYTES / size)
+        )
         for size, taken in seconds.items()
     ]
-    return [*rows, Row("chunks-chosen", "best tried", chosen, "s", chosen / min(seconds.values()))]
+    return [*rows, Measurement("chunks-chosen", "best tried", chosen, "s", chosen / min(seconds.values()))]
 
 
 def _best_push(num_relays: int, repeats: int, chunk_bytes: int | None = None) -> float:
@@ -110,22 +112,22 @@ def _model_seconds(num_nodes: int, num_chunks: float) -> float:
     return push_seconds(num_nodes, _PACED_BYTES, num_chunks, 1 / _PACE, START_S)
 
 
-def gloo_broadcast(options: Options) -> list[Row]:
+def gloo_broadcast(options: Options) -> list[Measurement]:
     """Gloo's broadcast to 12 hosts against our chain, and the chain against one to 2, in shaped network namespaces."""
     if not can_shape():
-        say("gloo-broadcast-12-hosts is left out: shaped links need root, ip and tc")
+        print_message("gloo-broadcast-12-hosts is left out: shaped links need root, ip and tc")
         return []
     with Network(12, _SHAPED_PACE) as network:
         pair = network.chain_seconds(2, _SHAPED_BYTES)
         chain = network.chain_seconds(12, _SHAPED_BYTES)
         gloo = network.gloo_seconds(12, _SHAPED_BYTES)
     return [
-        Row("gloo-broadcast-12-hosts", "our chain", gloo, "s", gloo / chain),
-        Row("chain-12-namespaces", "2 hosts", chain, "s", chain / pair),
+        Measurement("gloo-broadcast-12-hosts", "our chain", gloo, "s", gloo / chain),
+        Measurement("chain-12-namespaces", "2 hosts", chain, "s", chain / pair),
     ]
 
 
-def relay_killed(options: Options) -> list[Row]:
+def relay_killed(options: Options) -> list[Measurement]:
     """A push in whose middle a relay is killed, against an unbroken one."""
     with RelayCluster(5, _PACED_BYTES, pace=_PACE) as cluster:
         cluster.push()
@@ -135,7 +137,7 @@ def relay_killed(options: Options) -> list[Row]:
         time.sleep(unbroken / 2)
         cluster.relays[2].process.kill()
         broken = cluster.wait(frozenset({2})) - started
-    return [Row("push-with-relay-killed", "unbroken", broken, "s", broken / unbroken)]
+    return [Measurement("push-with-relay-killed", "unbroken", broken, "s", broken / unbroken)]
 
 
 WORKLOADS: dict[str, Work] = {

@@ -12,7 +12,7 @@ from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ..placement import check_replicas
-from .model_files import PolicyFiles
+from .model_files import ModelFiles
 
 _SPECIAL_TOKENS = 16
 """More than any tokenizer adds around a text."""
@@ -40,12 +40,12 @@ def check_recipe(recipe: Recipe) -> list[str]:
     check_reward(recipe.reward.path)
     check_tasks(recipe)
     data = check_data(recipe.data)
-    policy = PolicyFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_tp(recipe, policy)
     return check_lengths(recipe, data, policy)
 
 
-def check_tp(recipe: Recipe, policy: PolicyFiles) -> None:
+def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
     """The policy can be split over the ranks of a replica."""
     if recipe.rollout.tp == 1:
         return
@@ -55,9 +55,9 @@ def check_tp(recipe: Recipe, policy: PolicyFiles) -> None:
         raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
     from transformers import AutoConfig
 
-    from ...trainer.policy.tensor_parallel import refuse_split
+    from ...trainer.policy.tensor_parallel import check_splittable
 
-    refuse_split(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
+    check_splittable(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -139,7 +139,7 @@ def check_data(settings: DataSettings) -> list[Any]:
     return list(checked_prompts(open_rows(settings), settings.path))
 
 
-def check_lengths(recipe: Recipe, prompts: list[Any], policy: PolicyFiles) -> list[str]:
+def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
     """Every prompt leaves room for a response in the policy's context, unless too long ones are to be dropped."""
     context, wanted = policy.context, recipe.sampling.max_new_tokens
     if not context:
@@ -164,7 +164,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: PolicyFiles) -> li
     return warnings
 
 
-def _long_lengths(prompts: list[Any], policy: PolicyFiles, room: int) -> dict[int, int]:
+def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int, int]:
     """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
     doubtful = [
         number

@@ -7,9 +7,9 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
-from ..placement import assign, count_gpus, count_ranks, visible_devices
+from ..placement import count_gpus, count_ranks, place_ranks, visible_devices
 from .load import recipe_yaml
-from .model_files import PolicyFiles
+from .model_files import ModelFiles
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _VERSIONS_IN_RELAY = 3
@@ -17,7 +17,7 @@ _TRAINING_BYTES = 16
 """Per parameter: float32 master weight, gradient, and two moments of AdamW."""
 
 
-def plan(recipe: Recipe, ranks_per_host: int = 0) -> str:
+def describe_run(recipe: Recipe, ranks_per_host: int = 0) -> str:
     """Roles, batch arithmetic, memory estimate and the resolved recipe, as text; `ranks_per_host` 0 means one host."""
     blocks = (
         ("roles", _roles(recipe, ranks_per_host)),
@@ -32,7 +32,9 @@ def plan(recipe: Recipe, ranks_per_host: int = 0) -> str:
 def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
     world_size = count_ranks(recipe.roles)
     num_gpus = count_gpus()
-    for rank, place in enumerate(assign(recipe.roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)):
+    for rank, place in enumerate(
+        place_ranks(recipe.roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)
+    ):
         device = visible_devices(place, num_gpus, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
         yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"
@@ -66,7 +68,7 @@ def _epochs(recipe: Recipe) -> str:
 
 def _memory(recipe: Recipe) -> Iterator[str]:
     try:
-        policy = PolicyFiles.read(recipe.model.path)
+        policy = ModelFiles.read(recipe.model.path)
     except SettingError as error:
         yield f"unknown: {error}"
         return

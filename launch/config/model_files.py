@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyFiles:
+class ModelFiles:
     """The folder of a Hugging Face checkpoint: `context` in tokens, sizes in numbers of elements."""
 
     folder: Path
@@ -24,7 +24,7 @@ class PolicyFiles:
     """Elements of key-value cache that one token takes."""
 
     @classmethod
-    def read(cls, path: str) -> "PolicyFiles":
+    def read(cls, path: str) -> "ModelFiles":
         """Look into `model.path`; raises `SettingError` unless configuration, weights and tokenizer are there."""
         folder = _find(path)
         try:

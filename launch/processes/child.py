@@ -73,7 +73,7 @@ class Child:
         """Send a signal; no error if it has ended."""
         self._process.send_signal(number)
 
-    def last_words(self, num_lines: int = 12) -> str:
+    def log_tail(self, num_lines: int = 12) -> str:
         """Where its log is and how that ends, as a sentence to append to a message; empty if it has none."""
         if self.log is None or not self.log.exists():
             return ""
@@ -95,14 +95,14 @@ def block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
-def describe_end(name: str, code: int) -> str:
+def describe_exit(name: str, code: int) -> str:
     """One line on how a child ended, such as `rollout-1 was ended by SIGKILL`."""
     if code < 0:
         return f"{name} was ended by {signal.Signals(-code).name}"
     return f"{name} ended with exit code {code}"
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """One message of the launcher or a seat on the console."""
     sys.stderr.write(f"headrace: {text}\n")
     sys.stderr.flush()

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import LARGE_COPIES, SEGMENT_FD
+from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV
 from ...comm.recipe import Recipe
-from ..placement import Place, assign, check_staging, count_gpus, started_again, visible_devices
-from .child import WATCHED, Child, block_signals, describe_end, end_with_parent, say
+from ..placement import Placement, check_staging, count_gpus, place_ranks, restartable_roles, visible_devices
+from .child import WATCHED, Child, block_signals, describe_exit, end_with_parent, print_message
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -34,45 +34,45 @@ LAUNCHER = "HEADRACE_LAUNCHER"
 """Set in the environment by the launcher, which reads the run's summary and tells the user itself."""
 
 
-class Verdict(Enum):
+class ExitKind(Enum):
     """What a seat makes of a child's end."""
 
     DONE = auto()
     RESTART = auto()
-    TOLD = auto()
+    FAILED_REPORTED = auto()
     """The run fails, and the child itself told the hub why."""
-    UNTOLD = auto()
+    FAILED_UNREPORTED = auto()
     """The run fails, and the hub has yet to be told."""
 
 
-def judge(
+def classify_exit(
     role: str,
     code: int,
     restarts: Sequence[float],
     now: float,
     *,
     is_ending: bool,
-    again: Collection[str] = ("rollout",),
-) -> Verdict:
-    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts, `again` the roles
+    restartable: Collection[str] = ("rollout",),
+) -> ExitKind:
+    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts, `restartable` the roles
     that may have any.
     """
     if code == 0:
-        return Verdict.DONE
+        return ExitKind.DONE
     if is_ending:
-        return Verdict.TOLD
+        return ExitKind.FAILED_REPORTED
     if code == STORE_GONE_EXIT:
-        return Verdict.TOLD
-    if role in again and code != 2:
+        return ExitKind.FAILED_REPORTED
+    if role in restartable and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
-        return Verdict.RESTART if len(recent) < MAX_RESTARTS else Verdict.UNTOLD
+        return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
     if code in (1, 2) and role != "store":
-        return Verdict.TOLD
-    return Verdict.UNTOLD
+        return ExitKind.FAILED_REPORTED
+    return ExitKind.FAILED_UNREPORTED
 
 
 @dataclass(frozen=True, slots=True)
-class Programs:
+class ChildCommands:
     """The commands of a seat's children; the seat adds the arguments that depend on the role."""
 
     worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.worker")
@@ -80,16 +80,16 @@ class Programs:
 
 
 @dataclass(slots=True)
-class Seat:
+class Supervisor:
     """The parent of one role's child, and of the store or the hub where they live here."""
 
     recipe: Recipe
-    place: Place
+    placement: Placement
     world_size: int
     hosts_store: bool = False
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
-    programs: Programs = Programs()
+    commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
     restarts: list[float] = field(default_factory=list)
@@ -124,26 +124,26 @@ class Seat:
         if self.hosts_store:
             members = str(self.world_size + 1)
             flags = ["--interface", self.recipe.comm.interface, "--publish", "--expect", members]
-            self._start("store", [*self.programs.store, *flags], console=False)
-        if self.place.role == "relay":
-            self.segment = os.memfd_create(f"headrace-{self.place.name}")
-            if self.place.index == 0:
+            self._start("store", [*self.commands.store, *flags], console=False)
+        if self.placement.role == "relay":
+            self.segment = os.memfd_create(f"headrace-{self.placement.name}")
+            if self.placement.index == 0:
                 self._start_worker("hub")
-        self._start_worker(self.place.name)
+        self._start_worker(self.placement.name)
 
     def _start_worker(self, name: str) -> None:
         self._start(name, self._worker_command(name), console=name in ("hub", "actor-0"))
 
     def _worker_command(self, name: str) -> list[str]:
         role, _, index = name.partition("-")
-        return [*self.programs.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
+        return [*self.commands.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
     def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.place.name else ""}
+        environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.placement.name else ""}
         pass_fds = ()
-        if name == self.place.name:
-            environment |= {key: value for key, value in LARGE_COPIES.items() if key not in os.environ}
-        if name == self.place.name and self.segment is not None:
+        if name == self.placement.name:
+            environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
+        if name == self.placement.name and self.segment is not None:
             environment[SEGMENT_FD] = str(self.segment)
             pass_fds = (self.segment,)
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
@@ -152,20 +152,20 @@ class Seat:
     # ------------------------------------------------------------------------------------------------ end
 
     def _on_end(self, child: Child, code: int) -> None:
-        role = self.place.role if child.name == self.place.name else child.name
+        role = self.placement.role if child.name == self.placement.name else child.name
         is_ending = bool(self.stopped_by or self.exit_code)
-        again = started_again(self.recipe.roles)
+        again = restartable_roles(self.recipe.roles)
         if self.is_over() and (role in again or code == STORE_GONE_EXIT):
             return  # nobody misses it any more
-        verdict = judge(role, code, self.restarts, time.monotonic(), is_ending=is_ending, again=again)
-        if verdict is Verdict.RESTART:
+        verdict = classify_exit(role, code, self.restarts, time.monotonic(), is_ending=is_ending, restartable=again)
+        if verdict is ExitKind.RESTART:
             self.restarts.append(time.monotonic())
-            say(f"{describe_end(child.name, code)} and is started again{child.last_words(3)}")
-            self._start_worker(self.place.name)
-        elif verdict in (Verdict.TOLD, Verdict.UNTOLD):
-            self._fail(child, code, is_told=verdict is Verdict.TOLD)
+            print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
+            self._start_worker(self.placement.name)
+        elif verdict in (ExitKind.FAILED_REPORTED, ExitKind.FAILED_UNREPORTED):
+            self._fail(child, code, is_reported=verdict is ExitKind.FAILED_REPORTED)
 
-    def _fail(self, child: Child, code: int, *, is_told: bool) -> None:
+    def _fail(self, child: Child, code: int, *, is_reported: bool) -> None:
         is_first = not (self.stopped_by or self.exit_code)
         self.exit_code = self.exit_code or (2 if code == 2 else 1)
         self._set_deadline(self.shutdown_s)
@@ -173,13 +173,13 @@ class Seat:
             return
         if code == 2:
             if LAUNCHER not in os.environ:
-                say(f"{child.name} ended the run{child.last_words(1)}")
+                print_message(f"{child.name} ended the run{child.log_tail(1)}")
             return
-        error = describe_end(child.name, code)
-        if child.name == self.place.name and self.restarts:
+        error = describe_exit(child.name, code)
+        if child.name == self.placement.name and self.restarts:
             error += f", after {len(self.restarts)} restarts"
-        say(f"{error}; the run ends{child.last_words()}")
-        if not is_told and child.name != "store":
+        print_message(f"{error}; the run ends{child.log_tail()}")
+        if not is_reported and child.name != "store":
             self._start("messenger", [*self._worker_command(child.name), "--failed", error], console=False)
 
     def _pass_on(self, number: int) -> None:
@@ -214,24 +214,24 @@ class Seat:
             if name == "store" and not self.is_late:
                 child.send(signal.SIGTERM)
                 continue
-            say(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
+            print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
             self.exit_code = self.exit_code or 1
             child.send(signal.SIGKILL)
         self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
 
 
-def take_seat(recipe: Recipe) -> int:
+def supervise(recipe: Recipe) -> int:
     """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
 
     Under the launcher (its variable is set) a run that was ended in order, for whatever reason, ends the seat with 0:
     torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    places = assign(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
+    places = place_ranks(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
     place, num_gpus, staging = places[rank], count_gpus(), recipe.relay.staging_device
     check_staging(places, place.host, num_gpus, staging)
     device = visible_devices(place, num_gpus, staging)
-    seat = Seat(recipe, place, world_size, hosts_store=rank == 0, device=device)
+    seat = Supervisor(recipe, place, world_size, hosts_store=rank == 0, device=device)
     exit_code = seat.run()
     is_told = LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2 or seat.is_over())
     return 0 if is_told else exit_code

@@ -25,7 +25,7 @@ from ...comm.plugins import ProcessFunction, resolve_engine
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.load import CONFIG_FILE, read_recipe
-from ..placement import started_again
+from ..placement import restartable_roles
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", 
 log = logging.getLogger(__name__)
 
 
-class Interruption:
+class SignalReporter:
     """What signals mean to a worker; may come before there is a mailbox to tell the hub with."""
 
     def __init__(self) -> None:
@@ -70,18 +70,18 @@ class Interruption:
 
     def _tell(self) -> None:
         if self.mailbox is not None:
-            from ...comm.messages import Interrupt
+            from ...comm.messages import Interrupted
 
-            self.mailbox.send("hub", Interrupt(self.received))
+            self.mailbox.send("hub", Interrupted(self.received))
 
 
-def run_role(role: str, index: int, recipe: Recipe, address: str, interruption: Interruption) -> int:
+def run_role(role: str, index: int, recipe: Recipe, address: str, signals: SignalReporter) -> int:
     """Join the fleet, run the role to its end, leave; returns the exit code."""
     from ...comm.fleet import Fleet
 
     fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
-    mailbox = fleet.post.open(f"{fleet.name}/worker")
-    interruption.report_by(mailbox)
+    mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/worker")
+    signals.report_by(mailbox)
 
     def on_thread_death(death: threading.ExceptHookArgs) -> None:
         """A role without one of its threads would wait for ever: end the process as if the main thread had failed."""
@@ -119,7 +119,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role not in started_again(recipe.roles):
+    if role not in restartable_roles(recipe.roles):
         report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
     return 1
 
@@ -145,10 +145,10 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
 
 
 def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
-    from ...comm.mailbox import StorePost
+    from ...comm.mailbox import StoreMailboxes
 
-    post = StorePost(address, read_secret(Path(recipe.run.dir)))
-    report(post.open(name), recipe, role, error, exit_code=1)
+    post = StoreMailboxes(address, read_secret(Path(recipe.run.dir)))
+    report(post.begin_receive(name), recipe, role, error, exit_code=1)
     post.close()
     return 0
 
@@ -167,7 +167,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault(key, value)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    interruption = Interruption()
+    interruption = SignalReporter()
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
 
     from ...comm.store import find_address

@@ -14,15 +14,15 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..config.checks import check_recipe
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
-from ..processes.child import say
+from ..processes.child import print_message
 from .figures import Figures, figures_of, window_of
 from .timeline import Timeline
 
-OUTCOME_FILE = "outcome.json"
-LOOK_S = 0.5
+RESULT_FILE = "outcome.json"
+POLL_S = 0.5
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Result(msgspec.Struct, frozen=True):
     """How a run came out; `cpu` is the share of the machine that was busy while it was measured, with whatever else ran,
     `own_cpu` the share that the run itself took."""
 
@@ -40,14 +40,14 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Experiment:
     """Runs of one recipe with different settings, each in a folder under `home`."""
 
     recipe: str
     overrides: Sequence[str]
     home: Path
 
-    def run(self, folder: str, settings: Mapping[str, object]) -> Outcome:
+    def run(self, folder: str, settings: Mapping[str, object]) -> Result:
         """Run with these settings, or read what an earlier call with the same recipe has left; raises `SettingError`."""
         run_dir = self.home / folder
         words = [*self.overrides, *(f"{key}={value}" for key, value in settings.items()), f"run.dir={run_dir}"]
@@ -58,10 +58,10 @@ class Contest:
         if (outcome := _kept(run_dir, recipe)) is not None:
             return outcome
         check_recipe(recipe)
-        say(f"{folder} runs")
-        watch = CpuWatch()
+        print_message(f"{folder} runs")
+        watch = CpuMonitor()
         started, before = time.monotonic(), os.times()
-        code = watch.see(subprocess.Popen([sys.executable, "-m", "headrace.launch.run", self.recipe, *words],
+        code = watch.watch(subprocess.Popen([sys.executable, "-m", "headrace.launch.run", self.recipe, *words],
                                           stdout=subprocess.DEVNULL))  # fmt: skip
         if code != 0:
             raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
@@ -69,7 +69,7 @@ class Contest:
         own = (after.children_user + after.children_system - before.children_user - before.children_system) / seconds
         timeline = Timeline.read(run_dir)
         window = window_of(timeline, recipe.run.steps)
-        outcome = Outcome(
+        outcome = Result(
             folder=str(run_dir),
             rollouts=recipe.roles.rollout,
             train_gpus=recipe.emulated.train_gpus,
@@ -77,7 +77,7 @@ class Contest:
             own_cpu=own / (os.cpu_count() or 1),
             figures=figures_of(run_dir, recipe.emulated.prefill_us * 1e-6),
         )
-        (run_dir / OUTCOME_FILE).write_bytes(msgspec.json.encode(outcome))
+        (run_dir / RESULT_FILE).write_bytes(msgspec.json.encode(outcome))
         return outcome
 
     def _prompts(self, recipe: Recipe) -> Path:
@@ -89,19 +89,19 @@ class Contest:
         return path
 
 
-class CpuWatch:
+class CpuMonitor:
     """Samples of how busy the machine is, while a process runs."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
 
-    def see(self, process: "subprocess.Popen[bytes]") -> int:
+    def watch(self, process: "subprocess.Popen[bytes]") -> int:
         """Watch until the process ends; returns its exit code."""
         try:
             while True:
                 self._samples.append((time.time(), *busy_and_all()))
                 try:
-                    return process.wait(LOOK_S)
+                    return process.wait(POLL_S)
                 except subprocess.TimeoutExpired:
                     continue
         finally:
@@ -111,7 +111,7 @@ class CpuWatch:
 
     def share(self, start: float, end: float) -> float:
         """Share of the machine's CPU that was busy between two moments of the wall clock, as near as the samples lie."""
-        inside = [sample for sample in self._samples if start - LOOK_S <= sample[0] <= end + LOOK_S]
+        inside = [sample for sample in self._samples if start - POLL_S <= sample[0] <= end + POLL_S]
         return (inside[-1][1] - inside[0][1]) / (inside[-1][2] - inside[0][2])
 
 
@@ -121,11 +121,11 @@ def busy_and_all() -> tuple[float, float]:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def _kept(run_dir: Path, recipe: Recipe) -> Outcome | None:
+def _kept(run_dir: Path, recipe: Recipe) -> Result | None:
     """The outcome of a finished run with the same recipe; None if there is none. Raises `SettingError` for another run."""
-    config, kept = run_dir / CONFIG_FILE, run_dir / OUTCOME_FILE
+    config, kept = run_dir / CONFIG_FILE, run_dir / RESULT_FILE
     if not kept.exists():
         return None
     if config.read_text(encoding="utf-8") != recipe_yaml(recipe):
         raise SettingError(f"run.dir: {run_dir} holds a run of another recipe; choose another run.dir or remove it")
-    return msgspec.json.decode(kept.read_bytes(), type=Outcome)
+    return msgspec.json.decode(kept.read_bytes(), type=Result)

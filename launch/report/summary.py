@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..processes.child import say
+from ..processes.child import print_message
 from ..processes.supervisor import SUMMARY_FILE
 
 
@@ -20,7 +20,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Print the summary as a table, after the error if the run failed."""
     if summary.get("status") == "failed":
-        say(f"error: {summary.get('error') or 'the run failed'}")
+        print_message(f"error: {summary.get('error') or 'the run failed'}")
     if "accounting" not in summary:
         return
     rows = [*summary_rows(summary), ("run folder", str(run_dir))]

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     facts: dict[str, Any]
 
 
-class Sample(NamedTuple):
+class CounterSample(NamedTuple):
     """Numbers of a process at one moment."""
 
     at: float
@@ -31,7 +31,7 @@ class Timeline:
 
     speed: float = 1.0
     spans: dict[str, list[Span]] = field(default_factory=dict)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    samples: dict[str, list[CounterSample]] = field(default_factory=dict)
 
     @staticmethod
     def read(run_dir: Path) -> "Timeline":
@@ -52,7 +52,7 @@ class Timeline:
                 start, length = line.pop("t") + shift, line.pop("d")
                 spans.append(Span(line.pop("state"), start, start + length, line))
             else:
-                samples.append(Sample(line["t"] + shift, line["values"]))
+                samples.append(CounterSample(line["t"] + shift, line["values"]))
 
     def write(self, path: Path) -> None:
         """The trace in Chrome's JSON form, which https://ui.perfetto.dev opens; times in microseconds from the first."""

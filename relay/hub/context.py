@@ -10,16 +10,16 @@ from ..journal.journal import Journal
 from ..journal.state import Group, HubState, apply
 from ..queue.replicated_rows import relay_of
 
-Rules = dict[type, Callable[[str, Any], None]]
+Routes = dict[type, Callable[[str, Any], None]]
 """What an office does about a message, by its type: called with the sender's name and the message."""
 
 
-class Office(Protocol):
+class Handler(Protocol):
     """A part of the hub: the rules for some messages, and what it does about what became possible or was lost."""
 
-    rules: Rules
+    routes: Routes
 
-    def serve(self) -> None:
+    def advance(self) -> None:
         """Meet the requests that can be met now."""
         ...
 
@@ -28,8 +28,8 @@ class Office(Protocol):
         ...
 
 
-class Books:
-    """The hub's state, which changes through `decide` alone."""
+class HubContext:
+    """The hub's state, which changes through `commit` alone."""
 
     def __init__(self, mailbox: Mailbox, state: HubState, journal: Journal) -> None:
         self.mailbox = mailbox
@@ -38,18 +38,18 @@ class Books:
         self.relays: set[str] = set()
         """Those that have been heard of: each hosts a storage unit."""
 
-    def decide(self, event: ev.Event) -> None:
+    def commit(self, event: ev.Event) -> None:
         """Journal an event, then let it take effect."""
         self.journal.append(ev.stamped(event))
         apply(event, self.state)
 
-    def drop(self, rows: Iterable[tuple[Group, int]], *, everywhere: bool = False) -> None:
+    def drop_rows(self, rows: Iterable[tuple[Group, int]], *, everywhere: bool = False) -> None:
         """Tell the units to forget rows, named by group and sample: those that hold them, or all there are."""
         for_relay: dict[str, list[str]] = {}
         for group, sample in rows:
             row = group.rows[sample]
             key = group.row_id(sample).key(row.attempt)
-            for relay in self.relays if everywhere else map(relay_of, row.units):
+            for relay in self.relays if everywhere else map(relay_of, row.storage_ids):
                 for_relay.setdefault(relay, []).append(key)
         for relay, keys in for_relay.items():
             self.mailbox.send(relay, DropRows(keys))

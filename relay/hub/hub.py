@@ -7,8 +7,8 @@ is looked at again after the next letter.
 import time
 from collections.abc import Callable, Mapping
 
-from ...comm.mailbox import Letter, Mailbox
-from ...comm.messages import CheckpointWritten, Load, Pulled, VersionComplete
+from ...comm.mailbox import Envelope, Mailbox
+from ...comm.messages import CheckpointWritten, LoadReport, VersionReady, WeightsPulled
 from ...comm.recipe import QueueSettings, RepackSettings
 from ..journal import events as ev
 from ..journal.journal import Journal
@@ -17,13 +17,13 @@ from ..prompts import PromptPool
 from ..queue.admission import Admission
 from ..queue.controller import Task
 from ..queue.tasks import TRAIN, controllers, open_sampler
-from .context import Books, Office, Rules
-from .dispatch import HandOuts
+from .context import Handler, HubContext, Routes
+from .dispatch import Dispatcher
 from .leases import Leases
-from .lost_rows import Copies
+from .lost_rows import LostRows
 from .repacking import Repacking
 from .results import Results
-from .telemetry import Telemetry
+from .telemetry import FleetStats
 
 
 class Hub:
@@ -41,81 +41,81 @@ class Hub:
         clock: Callable[[], float] = time.monotonic,
         tasks: Mapping[str, Task] | None = None,
     ) -> None:
-        self.books = Books(mailbox, state, journal)
-        self.telemetry = Telemetry()
-        self.leases = Leases(self.books, pool, admission)
-        self.results = Results(self.books, queue)
-        self.hand_outs = HandOuts(self.books, admission, self.telemetry, controllers(tasks or {}))
+        self.context = HubContext(mailbox, state, journal)
+        self.fleet_stats = FleetStats()
+        self.leases = Leases(self.context, pool, admission)
+        self.results = Results(self.context, queue)
+        self.dispatcher = Dispatcher(self.context, admission, self.fleet_stats, controllers(tasks or {}))
         if tasks:
             admission.needs = tasks[TRAIN].needs
         admission.sampler = open_sampler(queue.sampler)
-        self.copies = Copies(self.books)
-        self.repacking = Repacking(self.books, repack, self.telemetry, clock)
+        self.copies = LostRows(self.context)
+        self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         # Handing out comes before leasing, since it makes room.
-        self.offices: tuple[Office, ...] = (
+        self.handlers: tuple[Handler, ...] = (
             self.copies,
             self.results,
-            self.hand_outs,
+            self.dispatcher,
             self.leases,
             self.repacking,
         )
-        self.rules: Rules = {
-            VersionComplete: self._on_version_complete,
-            Pulled: self._on_pulled,
+        self.routes: Routes = {
+            VersionReady: self._on_version_ready,
+            WeightsPulled: self._on_pulled,
             CheckpointWritten: self._on_checkpoint,
-            Load: self._on_load,
+            LoadReport: self._on_load,
         }
-        for office in self.offices:
-            self.rules |= office.rules
+        for office in self.handlers:
+            self.routes |= office.routes
 
     @property
     def mailbox(self) -> Mailbox:
         """The hub's inbox and its way to answer."""
-        return self.books.mailbox
+        return self.context.mailbox
 
     @property
     def state(self) -> HubState:
         """The fold of the journal; to be read only."""
-        return self.books.state
+        return self.context.state
 
-    def handle(self, letter: Letter) -> bool:
+    def handle(self, envelope: Envelope) -> bool:
         """Act on a letter; False if this hub has no rule for it."""
-        rule = self.rules.get(type(letter.message))
+        rule = self.routes.get(type(envelope.message))
         if rule is None:
             return False
-        rule(letter.sender, letter.message)
-        self._serve()
+        rule(envelope.sender, envelope.message)
+        self._advance()
         return True
 
     def on_process_death(self, process: str, reason: str) -> None:
         """A process died, named as in the fleet: its leases and hand-outs come back, and its counters are forgotten."""
-        self.telemetry.forget(process)
-        for office in self.offices:
+        self.fleet_stats.forget(process)
+        for office in self.handlers:
             office.on_process_death(process, reason)
-        self._serve()
+        self._advance()
 
     def on_storage_lost(self, unit: str, reason: str) -> None:
         """A storage unit is gone with its relay's process, named as in `relay.units`; a second call changes nothing."""
         self.copies.on_storage_lost(unit, reason)
-        self._serve()
+        self._advance()
 
-    def _serve(self) -> None:
-        for office in self.offices:
-            office.serve()
+    def _advance(self) -> None:
+        for office in self.handlers:
+            office.advance()
 
-    def _on_version_complete(self, sender: str, message: VersionComplete) -> None:
+    def _on_version_ready(self, sender: str, message: VersionReady) -> None:
         relay = sender.partition("/")[0]
-        self.books.relays.add(relay)
+        self.context.relays.add(relay)
         self.repacking.is_due |= message.version > self.state.version
         event = ev.Published(version=message.version, digest=message.digest, relay=relay)
-        self.books.decide(event)
+        self.context.commit(event)
 
-    def _on_load(self, sender: str, load: Load) -> None:
-        self.telemetry.add(sender, load)
+    def _on_load(self, sender: str, load: LoadReport) -> None:
+        self.fleet_stats.add(sender, load)
         self.repacking.observe(sender, load)
 
-    def _on_pulled(self, sender: str, message: Pulled) -> None:
-        self.books.decide(ev.Received(version=message.version, digest=message.digest, holder=sender))
+    def _on_pulled(self, sender: str, message: WeightsPulled) -> None:
+        self.context.commit(ev.Received(version=message.version, digest=message.digest, holder=sender))
 
     def _on_checkpoint(self, sender: str, message: CheckpointWritten) -> None:
-        self.books.decide(ev.Checkpointed(step=message.step, path=message.path))
+        self.context.commit(ev.Checkpointed(step=message.step, path=message.path))

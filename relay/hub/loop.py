@@ -13,7 +13,7 @@ from pathlib import Path
 from ...comm.clock import Clock
 from ...comm.errors import HeadraceError, SettingError
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import ActorDone, ConnectionLost, Failed, Interrupt
+from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
 from ...comm.recipe import Recipe
 from ..dataset import open_rows
 from ..journal import events as ev
@@ -21,11 +21,11 @@ from ..journal.journal import Journal, cut_after_checkpoint, replay
 from ..journal.state import HubState, apply
 from ..prompts import PromptPool
 from ..queue.admission import Admission
-from ..queue.replicated_rows import unit_name
+from ..queue.replicated_rows import storage_id_of
 from ..queue.schedules import SCHEDULES
 from ..queue.tasks import pipeline
 from .hub import Hub
-from .shutdown import End, Ending, write_summary
+from .shutdown import RunEnd, Shutdown, write_summary
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The hub's process, from the first letter to the summary."""
     run_dir = Path(recipe.run.dir)
-    mailbox = fleet.post.open("hub")
+    mailbox = fleet.mailboxes.begin_receive("hub")
     tasks = pipeline(recipe.queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
@@ -45,15 +45,15 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     hub = Hub(
         mailbox, state, journal, pool, admission, recipe.queue, recipe.repack, Clock(recipe.emulated.speed).now, tasks
     )
-    watch = Watch(hub, fleet)
-    while (end := watch.turn()) is None:
+    watch = HubLoop(hub, fleet)
+    while (end := watch.step()) is None:
         pass
-    write_summary(run_dir, Ending(hub, fleet, ENDING_DEADLINE_S).run(end))
+    write_summary(run_dir, Shutdown(hub, fleet, ENDING_DEADLINE_S).run(end))
     journal.close()
     mailbox.close()
 
 
-class Watch:
+class HubLoop:
     """One turn after the other: a letter, and now and then a look at the fleet."""
 
     def __init__(self, hub: Hub, fleet: Fleet) -> None:
@@ -62,23 +62,25 @@ class Watch:
         self._known: dict[str, Member] = {}
         self._lost: dict[str, int] = {}
         self._shown: set[str] = set()
-        self._looked = 0.0
+        self._checked_at = 0.0
 
-    def turn(self) -> End | None:
+    def step(self) -> RunEnd | None:
         """Handle at most one letter; says how the run ends, or None while it goes on."""
         letter = self.hub.mailbox.receive(WATCH_S)
-        is_last = letter is not None and isinstance(letter.message, ActorDone | Failed | Interrupt)
-        if is_last or time.monotonic() - self._looked >= WATCH_S:  # a short run is over before the first look is due
-            self._look()
+        is_last = letter is not None and isinstance(letter.message, TrainingDone | Failed | Interrupted)
+        if (
+            is_last or time.monotonic() - self._checked_at >= WATCH_S
+        ):  # a short run is over before the first look is due
+            self._check_fleet()
         if letter is None:
             return None
         match letter.message:
-            case ActorDone() as done:
-                return End("finished", done=done, gone=letter.sender)
+            case TrainingDone() as done:
+                return RunEnd("finished", done=done, gone=letter.sender)
             case Failed(error=error, exit_code=exit_code):
-                return End("failed", error, exit_code, gone=letter.sender)
-            case Interrupt(signal=number):
-                return End("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
+                return RunEnd("failed", error, exit_code, gone=letter.sender)
+            case Interrupted(signal=number):
+                return RunEnd("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
             case ConnectionLost(member=name, incarnation=incarnation):
                 self._on_connection_lost(name, incarnation)
                 return None
@@ -86,9 +88,9 @@ class Watch:
             log.warning("no rule for %s from %s", type(letter.message).__name__, letter.sender)
         return None
 
-    def _look(self) -> None:
-        self._looked = time.monotonic()
-        living = {member.name: member for role in WATCHED for member in self.fleet.living(role)}
+    def _check_fleet(self) -> None:
+        self._checked_at = time.monotonic()
+        living = {member.name: member for role in WATCHED for member in self.fleet.alive_members(role)}
         for name, known in list(self._known.items()):
             now = living.get(name)
             if now is None or now.incarnation != known.incarnation:
@@ -104,10 +106,10 @@ class Watch:
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
         """Act on the first report about a process that is still in the fleet.
 
-        `_look` does nothing when the next incarnation joins, since that may hold leases already. It acts again when the heartbeat
+        `_check_fleet` does nothing when the next incarnation joins, since that may hold leases already. It acts again when the heartbeat
         stops: a report in error is possible, and such a process goes on working.
         """
-        self._look()
+        self._check_fleet()
         known = self._known.get(name)
         if known is not None and known.incarnation == incarnation and self._lost.get(name) != incarnation:
             self._lost[name] = incarnation
@@ -115,7 +117,7 @@ class Watch:
 
     def _bury(self, dead: Member, reason: str) -> None:
         if dead.role == "relay":
-            self.hub.on_storage_lost(unit_name(dead), reason)
+            self.hub.on_storage_lost(storage_id_of(dead), reason)
         self.hub.on_process_death(dead.name, reason)
 
 
@@ -137,6 +139,6 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
     opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
     journal.append(opened)
     apply(opened, state)
-    if not state.holds:
+    if not state.is_balanced:
         raise HeadraceError(f"the account of {path} does not add up")
     return state, journal

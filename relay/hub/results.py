@@ -7,7 +7,7 @@ from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.state import Group, RowStatus
 from ..queue.replicated_rows import relay_of
-from .context import Books, Rules
+from .context import HubContext, Routes
 from .dispatch import evict
 
 log = logging.getLogger(__name__)
@@ -16,31 +16,31 @@ log = logging.getLogger(__name__)
 class Results:
     """Takes the word of those who hold a row's present attempt, and of nobody else."""
 
-    def __init__(self, books: Books, queue: QueueSettings) -> None:
-        self.books = books
+    def __init__(self, context: HubContext, queue: QueueSettings) -> None:
+        self.context = context
         self.queue = queue
         self.num_fenced = 0
-        self.rules: Rules = {RowDone: self._on_row_done}
+        self.routes: Routes = {RowDone: self._on_row_done}
 
-    def serve(self) -> None:
+    def advance(self) -> None:
         """Nothing waits here."""
 
     def on_process_death(self, process: str, reason: str) -> None:
         """What has arrived does not depend on who brought it."""
 
     def _on_row_done(self, sender: str, done: RowDone) -> None:
-        self.books.relays.update(map(relay_of, done.units))
-        row = self.books.state.row(done.row)
-        units = [unit for unit in done.units if unit not in self.books.state.lost_units]
+        self.context.relays.update(map(relay_of, done.storage_ids))
+        row = self.context.state.row(done.row)
+        units = [unit for unit in done.storage_ids if unit not in self.context.state.lost_storage_ids]
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self._fence_off(sender, done)
         elif done.failure or done.reward is None:
-            self.books.decide(ev.RowFailed(row=done.row, reason=done.failure or "no reward"))
+            self.context.commit(ev.RowFailed(row=done.row, reason=done.failure or "no reward"))
         elif not units:
-            reason = f"gone with {', '.join(done.units)}"
-            self.books.decide(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
+            reason = f"gone with {', '.join(done.storage_ids)}"
+            self.context.commit(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
         else:
-            self.books.decide(
+            self.context.commit(
                 ev.RowReady(
                     row=done.row,
                     units=units,
@@ -50,19 +50,19 @@ class Results:
                     num_versions=done.num_versions,
                 )
             )
-        group = self.books.state.groups.get(done.row.group)
+        group = self.context.state.groups.get(done.row.group)
         if group is not None and self.queue.on_failed == "drop" and group.samples(RowStatus.FAILED):
-            evict(self.books, [group], "a member failed")
+            evict(self.context, [group], "a member failed")
             return
         if group is not None and group.step is None and group.is_complete and self._has_no_signal(group):
-            self.books.drop((group, sample) for sample in group.samples(RowStatus.READY))
-            self.books.decide(ev.GroupFiltered(group=group.id))
+            self.context.drop_rows((group, sample) for sample in group.samples(RowStatus.READY))
+            self.context.commit(ev.GroupFiltered(group=group.id))
 
     def _fence_off(self, sender: str, done: RowDone) -> None:
         """Somebody else has the row by now, or had: these bytes are nobody's."""
         self.num_fenced += 1
-        for unit in done.units:
-            self.books.mailbox.send(relay_of(unit), DropRows([done.row.key(done.attempt)]))
+        for unit in done.storage_ids:
+            self.context.mailbox.send(relay_of(unit), DropRows([done.row.key(done.attempt)]))
         log.info("row %s attempt %d from %s is fenced off", done.row, done.attempt, sender)
 
     def _has_no_signal(self, group: Group) -> bool:

@@ -3,30 +3,30 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ...comm.messages import Load
+from ...comm.messages import LoadReport
 from ..journal.state import HubState
 
 
 @dataclass(slots=True)
 class _Meter:
-    before: Load
-    now: Load
-    told: Load
+    before: LoadReport
+    now: LoadReport
+    reported: LoadReport
     """What the last call of `metrics` went by."""
 
 
-class Telemetry:
+class FleetStats:
     """Folds reports into the `idle/*`, `rollout/*`, `queue/*`, `weights/*` and `repack/*` metrics of a step.
 
-    A step may ask several times, and the last answer counts; `begin_step` goes on where that one ended, so nothing is lost.
+    A step may ask several times, and the last answer counts; `finish_step` goes on where that one ended, so nothing is lost.
     """
 
     def __init__(self) -> None:
         self._meters: dict[str, _Meter] = {}
         self._sums: dict[str, float] = defaultdict(float)
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
-    def add(self, sender: str, load: Load) -> None:
+    def add(self, sender: str, load: LoadReport) -> None:
         meter = self._meters.get(sender)
         if meter is None or _seconds(load) < _seconds(meter.now):  # a process that was started again counts from 0
             meter = self._meters[sender] = _Meter(load, load, load)
@@ -39,21 +39,21 @@ class Telemetry:
     def forget(self, sender: str) -> None:
         self._meters.pop(sender, None)
 
-    def begin_step(self) -> None:
+    def finish_step(self) -> None:
         """Whatever has not been told yet belongs to the next step."""
-        for metric, amount in self._told.items():
+        for metric, amount in self._reported.items():
             self._sums[metric] -= amount
-        self._told = {}
+        self._reported = {}
         for meter in self._meters.values():
-            meter.before = meter.told
+            meter.before = meter.reported
 
-    def metrics(self, state: HubState) -> dict[str, float]:
+    def snapshot(self, state: HubState) -> dict[str, float]:
         """Figures since the step began; roles that did not report are left out."""
         queued = state.queued()
         ready = sum(group.is_complete for group in queued)
         out = {"queue/ready_groups": float(ready), "queue/leased_groups": float(len(queued) - ready)}
-        self._told = {metric: amount for metric, amount in self._sums.items() if amount}
-        out |= self._told
+        self._reported = {metric: amount for metric, amount in self._sums.items() if amount}
+        out |= self._reported
         for role in ("relay", "rollout"):
             meters = [meter for name, meter in self._meters.items() if name.startswith(role)]
             busy = sum(meter.now.busy_s - meter.before.busy_s for meter in meters)
@@ -67,10 +67,10 @@ class Telemetry:
                 out["rollout/kv_util"] = sum(meter.now.kv_util for meter in meters) / len(meters)
                 out["weights/pull_s"] = max(meter.now.pull_s for meter in meters)
             for meter in meters:
-                meter.told = meter.now
+                meter.reported = meter.now
         return out
 
 
-def _seconds(load: Load) -> float:
+def _seconds(load: LoadReport) -> float:
     """Seconds since the process started."""
     return load.busy_s + load.idle_s

@@ -84,10 +84,10 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
         except (AssertionError, KeyError) as error:
             raise JournalError(f"{path}:{number}: {error}") from error
         note(event)
-        if isinstance(event, Trained) and not state.holds:
+        if isinstance(event, Trained) and not state.is_balanced:
             break
-    if not state.holds:
-        raise JournalError(f"{path}:{last}: the account does not add up: {account_of(state)}")
+    if not state.is_balanced:
+        raise JournalError(f"{path}:{last}: the account does not add up: {account_dict(state)}")
     return state
 
 
@@ -124,7 +124,7 @@ def _end_of_last_line(path: Path) -> int:
     return 0
 
 
-def account_of(state: HubState) -> dict[str, int | bool]:
+def account_dict(state: HubState) -> dict[str, int | bool]:
     """The accounting identity of a state, as it is printed and saved."""
     a = state.account
     return {
@@ -134,11 +134,11 @@ def account_of(state: HubState) -> dict[str, int | bool]:
         "filtered": a.filtered,
         "failed": a.failed,
         "in_flight": state.in_flight,
-        "holds": state.holds,
+        "holds": state.is_balanced,
     }
 
 
-class _Diary:
+class AuditReport:
     """What a journal tells beside the state: how often what was decided, for whom and why. For reading."""
 
     def __init__(self) -> None:
@@ -173,13 +173,13 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m headrace.relay.journal.journal RUN...", file=sys.stderr)
         return 2
     for run in arguments:
-        path, diary = Path(run) / "journal.jsonl", _Diary()
+        path, diary = Path(run) / "journal.jsonl", AuditReport()
         try:
             state = replay(path, diary.note)
         except (JournalError, OSError) as error:
             print(error, file=sys.stderr)
             return 1
-        account = " ".join(f"{name}={value}" for name, value in account_of(state).items())
+        account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
         print(f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}")
         print(f"  staleness {dict(sorted(state.staleness.items()))}")
         print(f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}")

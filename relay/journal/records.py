@@ -17,7 +17,7 @@ class RowStatus(enum.Enum):
 
 
 UNFINISHED = (RowStatus.WANTED, RowStatus.LEASED)
-BEGUN = (RowStatus.LEASED, RowStatus.READY)
+STARTED = (RowStatus.LEASED, RowStatus.READY)
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Row:
     attempt: int = 0
     version: int = 0
     holder: str = ""
-    units: list[str] = field(default_factory=list)
+    storage_ids: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     """Those that tasks have added."""
     num_tokens: int = 0
@@ -39,29 +39,29 @@ class Row:
         """Whether this attempt lies in the queue."""
         return self.status is RowStatus.READY and self.attempt == attempt
 
-    def lose(self) -> None:
+    def reset(self) -> None:
         """It has to be generated again; the next lease makes another attempt of it."""
-        self.status, self.units, self.columns = RowStatus.WANTED, [], set()
+        self.status, self.storage_ids, self.columns = RowStatus.WANTED, [], set()
 
 
 @dataclass(slots=True)
 class Group:
-    """The samples of one prompt; `order` is the number of its first lease, `step` the step it was handed out for."""
+    """The samples of one prompt; `lease_order` is the number of its first lease, `step` the step it was handed out for."""
 
     id: GroupId
-    order: int
+    lease_order: int
     rows: list[Row]
     step: int | None = None
 
     @property
-    def is_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether any of its rows is generated or being generated; what came back will be of a version yet unknown."""
-        return any(row.status in BEGUN for row in self.rows)
+        return any(row.status in STARTED for row in self.rows)
 
     @property
     def version(self) -> int:
         """The oldest version among its rows that are generated or being generated: what its staleness is counted from."""
-        return min(row.version for row in self.rows if row.status in BEGUN)
+        return min(row.version for row in self.rows if row.status in STARTED)
 
     @property
     def next_attempt(self) -> int:

@@ -47,9 +47,9 @@ class HubState:
     """Trajectories that were ready and whose last copy was lost."""
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
-    wanted: dict[GroupId, None] = field(default_factory=dict)
-    handed: list[GroupId] = field(default_factory=list)
-    lost_units: set[str] = field(default_factory=set)
+    unassigned: dict[GroupId, None] = field(default_factory=dict)
+    in_training: list[GroupId] = field(default_factory=list)
+    lost_storage_ids: set[str] = field(default_factory=set)
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class HubState:
         return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
 
     @property
-    def holds(self) -> bool:
+    def is_balanced(self) -> bool:
         """The accounting identity."""
         a = self.account
         return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
@@ -80,15 +80,15 @@ class HubState:
         row = self.row(row_id)
         return row is not None and row.is_ready(attempt)
 
-    def gone(self, attempts: Mapping[RowId, int]) -> list[RowId]:
+    def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
         """Those of these attempts that lie in the queue no more."""
         return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
 
-    def forget(self, rows: Iterable[RowId]) -> None:
+    def release(self, rows: Iterable[RowId]) -> None:
         """Rows leave the queue, or lose their attempt: no task has had them any more."""
         gone = list(rows)
         for record in self.tasks.values():
-            record.taken.difference_update(gone)
+            record.assigned.difference_update(gone)
 
     def group_of(self, row_id: RowId) -> Group:
         """The group of an open trajectory."""
@@ -105,17 +105,17 @@ def apply(event: ev.Event, state: HubState) -> None:
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
-    state.handed.clear()
-    state.lost_units.clear()  # the incarnations of a resumed run count from 1 again
+    state.in_training.clear()
+    state.lost_storage_ids.clear()  # the incarnations of a resumed run count from 1 again
     for record in state.tasks.values():
-        for number in list(record.open):
-            record.close(number, consumed=(), gone=list(record.open[number].attempts))
-        record.taken.clear()
+        for number in list(record.begin_receive):
+            record.close(number, consumed=(), missing=list(record.begin_receive[number].attempts))
+        record.assigned.clear()
     for group in state.groups.values():
         group.step = None
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
-            group.rows[sample].lose()
-        state.wanted[group.id] = None
+            group.rows[sample].reset()
+        state.unassigned[group.id] = None
 
 
 @apply.register
@@ -127,7 +127,7 @@ def _(event: ev.Leased, state: HubState) -> None:
         state.groups[event.group] = group
         state.cursor += 1
         state.account.leased += len(event.samples)
-    state.wanted.pop(event.group, None)
+    state.unassigned.pop(event.group, None)
     for sample in event.samples:
         row = group.rows[sample]
         assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
@@ -142,7 +142,7 @@ def _(event: ev.Returned, state: HubState) -> None:
     for sample in group.samples(RowStatus.LEASED):
         if group.rows[sample].attempt == event.attempt:
             group.rows[sample].status = RowStatus.WANTED
-            state.wanted[event.group] = None
+            state.unassigned[event.group] = None
 
 
 @apply.register
@@ -160,8 +160,8 @@ def _(event: ev.Moved, state: HubState) -> None:
 def _(event: ev.RowReady, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
-    assert not state.lost_units.intersection(event.units), f"row {event.row} lies in a unit that is lost"
-    row.status, row.units, row.version = RowStatus.READY, list(event.units), event.version
+    assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} lies in a unit that is lost"
+    row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
 
 
@@ -184,28 +184,28 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
         state.regenerated += row.status is RowStatus.READY
         group = state.group_of(row_id)
-        row.lose()
-        state.forget([row_id])
-        state.wanted[group.id] = None
+        row.reset()
+        state.release([row_id])
+        state.unassigned[group.id] = None
         if group.step is not None:  # it goes out again when it is complete again
             group.step = None
-            state.handed.remove(group.id)
+            state.in_training.remove(group.id)
 
 
 @apply.register
 def _(event: ev.UnitLost, state: HubState) -> None:
-    state.lost_units.add(event.unit)
+    state.lost_storage_ids.add(event.unit)
     for group in state.groups.values():
         for sample in group.samples(RowStatus.READY):
             row = group.rows[sample]
-            if event.unit not in row.units:
+            if event.unit not in row.storage_ids:
                 continue
-            row.units = [unit for unit in row.units if unit != event.unit]
-            if not row.units and group.step is None:
+            row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
+            if not row.storage_ids and group.step is None:
                 state.regenerated += 1
-                row.lose()
-                state.forget([group.row_id(sample)])
-                state.wanted[group.id] = None
+                row.reset()
+                state.release([group.row_id(sample)])
+                state.unassigned[group.id] = None
 
 
 @apply.register
@@ -214,43 +214,43 @@ def _(event: ev.TaskHanded, state: HubState) -> None:
     for row_id, attempt in attempts.items():
         assert state.has_attempt(row_id, attempt), f"row {row_id} has no attempt {attempt} in the queue"
         assert state.group_of(row_id).step is None, f"row {row_id} is handed out for training"
-    state.tasks.setdefault(event.task, TaskRecord()).hand_out(event.number, event.consumer, attempts)
+    state.tasks.setdefault(event.task, TaskRecord()).open_batch(event.number, event.consumer, attempts)
 
 
 @apply.register
 def _(event: ev.ColumnsReady, state: HubState) -> None:
     record = state.tasks[event.task]
-    attempts = record.open[event.number].attempts
+    attempts = record.begin_receive[event.number].attempts
     for row_id, units in zip(event.rows, event.units, strict=True):
         assert state.has_attempt(row_id, attempts[row_id]), f"row {row_id} is not in the queue any more"
         row = state.group_of(row_id).rows[row_id.sample]
-        assert units and set(units) <= set(row.units), f"row {row_id} lies in {row.units}, not in {units}"
-        row.units = list(units)
+        assert units and set(units) <= set(row.storage_ids), f"row {row_id} lies in {row.storage_ids}, not in {units}"
+        row.storage_ids = list(units)
         row.columns |= set(event.columns)
-    record.close(event.number, consumed=event.rows, gone=state.gone(attempts))
+    record.close(event.number, consumed=event.rows, missing=state.missing(attempts))
 
 
 @apply.register
 def _(event: ev.TaskReturned, state: HubState) -> None:
     record = state.tasks[event.task]
-    attempts = record.open[event.number].attempts
-    record.close(event.number, consumed=(), gone=state.gone(attempts))
+    attempts = record.begin_receive[event.number].attempts
+    record.close(event.number, consumed=(), missing=state.missing(attempts))
 
 
 @apply.register
 def _(event: ev.Evicted, state: HubState) -> None:
     group = state.groups.pop(event.group)
     assert group.step is None, f"group {event.group} is handed out"
-    state.wanted.pop(event.group, None)
+    state.unassigned.pop(event.group, None)
     rows = group.row_ids(RowStatus.WANTED, RowStatus.LEASED, RowStatus.READY)
     state.account.evicted += len(rows)
-    state.forget(rows)
+    state.release(rows)
 
 
 @apply.register
 def _(event: ev.GroupFiltered, state: HubState) -> None:
     group = state.groups.pop(event.group)
-    state.forget(group.row_ids(RowStatus.READY))
+    state.release(group.row_ids(RowStatus.READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
     state.account.filtered += len(group.samples(RowStatus.READY))
 
@@ -262,21 +262,21 @@ def _(event: ev.Handed, state: HubState) -> None:
         group = state.groups[group_id]
         assert group.is_complete and group.step is None, f"group {group_id} cannot be handed out"
         group.step = event.step
-        state.handed.append(group_id)
+        state.in_training.append(group_id)
 
 
 @apply.register
 def _(event: ev.Trained, state: HubState) -> None:
     assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
-    for group_id in state.handed:
+    for group_id in state.in_training:
         group = state.groups.pop(group_id)
         rows = [group.rows[sample] for sample in group.samples(RowStatus.READY)]
         state.account.trained += len(rows)
-        state.forget(group.row_ids(RowStatus.READY))
+        state.release(group.row_ids(RowStatus.READY))
         state.tokens_trained += sum(row.num_tokens for row in rows)
         state.staleness.update(event.step - row.version for row in rows)
         state.versions_per_trajectory.update(row.num_versions for row in rows)
-    state.handed.clear()
+    state.in_training.clear()
     state.step += 1
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from ...comm.messages import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
 from ..journal.state import Group, HubState, RowStatus
-from .controller import item_of
-from .samplers import Room, Sampler
+from .controller import candidate_of
+from .samplers import Budget, Sampler
 from .schedules import SCHEDULES, Schedule
 
 
@@ -36,42 +36,42 @@ class Admission:
         self.needs: frozenset[str] = frozenset()
         """Columns that training needs besides those of the rollout."""
 
-    def places(self, state: HubState) -> int:
+    def open_slots(self, state: HubState) -> int:
         """Groups that may still be handed out for the step in progress."""
-        return self.per_step - len(state.handed)
+        return self.per_step - len(state.in_training)
 
-    def needed(self, state: HubState) -> int:
+    def remaining_groups(self, state: HubState) -> int:
         """Groups that the steps to come still need, besides those handed out."""
-        return (self.num_steps - state.step - 1) * self.per_step + self.places(state)
+        return (self.num_steps - state.step - 1) * self.per_step + self.open_slots(state)
 
-    def ready(self, state: HubState) -> list[Group]:
+    def trainable(self, state: HubState) -> list[Group]:
         """Groups that can be trained and wait to be handed out, oldest first."""
-        return sorted((group for group in state.queued() if group.has(self.needs)), key=lambda group: group.order)
+        return sorted((group for group in state.queued() if group.has(self.needs)), key=lambda group: group.lease_order)
 
     def stale(self, state: HubState) -> list[Group]:
         """Groups that came too late to be trained, where they are not waited for."""
         if not self.evicts or self.bound is None:
             return []
-        return [g for g in state.queued() if g.is_begun and g.version + self.bound < state.step]
+        return [g for g in state.queued() if g.has_started and g.version + self.bound < state.step]
 
     def may_lease(self, state: HubState, version: int, group: Group | None = None) -> bool:
         """Whether a group may be started on `version`: a new one, or `group`, some rows of which came back."""
         queued = [g for g in state.queued() if g is not group]
-        if group is None and len(queued) >= min(self.capacity, self.needed(state)):
+        if group is None and len(queued) >= min(self.capacity, self.remaining_groups(state)):
             return False
         if group is None and self._waits_for_batch(state, version, len(queued)):
             return False
         oldest = min(
             [version, *(row.version for row in group.rows if row.status is RowStatus.READY)] if group else [version]
         )
-        return self._feasible(queued, state, self.places(state), extra=oldest)
+        return self._feasible(queued, state, self.open_slots(state), extra=oldest)
 
-    def next_groups(self, state: HubState, max_tokens: float = math.inf) -> list[Group]:
+    def select_groups(self, state: HubState, max_tokens: float = math.inf) -> list[Group]:
         """The groups to hand out now: the most urgent that can be trained, as long as all others can still be in time.
 
         Ends with the one that reaches `max_tokens`.
         """
-        places, queued = self.places(state), state.queued()
+        places, queued = self.open_slots(state), state.queued()
         chosen = self._most_urgent(state)[:places]
         if self.schedule.whole_batches and len(chosen) < places:
             return []
@@ -84,23 +84,23 @@ class Admission:
                 break
             for group in together:
                 out.append(group)
-                num_tokens += item_of(group).num_tokens
+                num_tokens += candidate_of(group).num_tokens
                 if num_tokens >= max_tokens:
                     return out
         return out
 
     def _waits_for_batch(self, state: HubState, version: int, num_queued: int) -> bool:
         """Where a batch is a barrier, the next one begins on the newest version, once the batch before it is complete."""
-        places = self.places(state)
+        places = self.open_slots(state)
         is_next = self.schedule.staleness is not None and num_queued >= places
-        return is_next and (len(self.ready(state)) < places or version != state.step)
+        return is_next and (len(self.trainable(state)) < places or version != state.step)
 
     def _most_urgent(self, state: HubState) -> list[Group]:
         """What can be trained, in the order in which it is to be handed out."""
-        ready = self.ready(state)
+        ready = self.trainable(state)
         if self.sampler is not None:
-            items = {item_of(group): group for group in ready}
-            room = Room(self.places(state), sum(item.num_tokens for item in items), state.step)
+            items = {candidate_of(group): group for group in ready}
+            room = Budget(self.open_slots(state), sum(item.num_tokens for item in items), state.step)
             return [items[item] for item in self.sampler.sample(list(items), room)]
         # Without a bound, first come, first served; ties of urgency likewise.
         return ready if self.bound is None else sorted(ready, key=lambda group: group.version)
@@ -110,7 +110,7 @@ class Admission:
             return True
         if self.evicts:
             return extra is None or state.step <= extra + self.bound
-        begun = [group for group in groups if group.is_begun]
+        begun = [group for group in groups if group.has_started]
         if len(begun) + (extra is not None) > places + self.bound * self.per_step:
             return False  # more than can be in time, however new they are
         versions = [group.version for group in begun] + ([] if extra is None else [extra])

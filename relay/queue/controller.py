@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...comm.messages.queue import GroupRef
 from ..journal.state import Group, HubState, RowStatus, TaskRecord
-from .samplers import Fifo, Item, Room, Sampler
+from .samplers import Budget, Candidate, Fifo, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +27,47 @@ class Controller:
         self.task = task
         self._sampler_for = sampler or (lambda num_consumers: Fifo())
 
-    def ready(self, state: HubState) -> Iterator[Item]:
+    def ready(self, state: HubState) -> Iterator[Candidate]:
         """Rows that have what the task needs, that it has not had, and that are not in training yet."""
         record = state.tasks.get(self.task.name, TaskRecord())
         for group in state.queued():
             for sample in group.samples(RowStatus.READY):
                 row = group.rows[sample]
-                if row.columns >= self.task.needs and group.row_id(sample) not in record.taken:
-                    yield Item(group.id, (sample,), group.order, row.version, row.num_tokens, (row.reward,))
+                if row.columns >= self.task.needs and group.row_id(sample) not in record.assigned:
+                    yield Candidate(group.id, (sample,), group.lease_order, row.version, row.num_tokens, (row.reward,))
 
     def next(self, state: HubState, max_tokens: int, num_consumers: int = 1) -> list[GroupRef]:
         """The rows to hand out now, by group; none if nothing is ready."""
         items = list(self.ready(state))
         sampler = self._sampler_for(num_consumers)
-        chosen = sampler.sample(items, Room(len(items), max_tokens, state.step))
+        chosen = sampler.sample(items, Budget(len(items), max_tokens, state.step))
         assert set(chosen) <= set(items) and len(set(chosen)) == len(chosen), f"sampler of {self.task.name}"
         by_group: dict[int, list[int]] = {}
         for item in chosen:
-            by_group.setdefault(item.order, []).extend(item.samples)
-        groups = {group.order: group for group in state.queued()}
-        return [reference(groups[order], samples) for order, samples in by_group.items()]
+            by_group.setdefault(item.lease_order, []).extend(item.samples)
+        groups = {group.lease_order: group for group in state.queued()}
+        return [group_ref_of(groups[order], samples) for order, samples in by_group.items()]
 
 
-def item_of(group: Group) -> Item:
+def candidate_of(group: Group) -> Candidate:
     """A group as an item: its finished members."""
     samples = tuple(group.samples(RowStatus.READY))
     rows = [group.rows[sample] for sample in samples]
     missing = len(group.samples(RowStatus.WANTED, RowStatus.LEASED))
     num_tokens = sum(row.num_tokens for row in rows)
-    return Item(group.id, samples, group.order, group.version, num_tokens, tuple(row.reward for row in rows), missing)
+    return Candidate(
+        group.id, samples, group.lease_order, group.version, num_tokens, tuple(row.reward for row in rows), missing
+    )
 
 
-def reference(group: Group, samples: list[int]) -> GroupRef:
+def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
     """What a consumer is told of these samples of a group."""
     rows = [group.rows[sample] for sample in samples]
     return GroupRef(
         group=group.id,
         samples=samples,
         attempts=[row.attempt for row in rows],
-        units=[row.units for row in rows],
+        storage_ids=[row.storage_ids for row in rows],
         versions=[row.version for row in rows],
         num_tokens=[row.num_tokens for row in rows],
         rewards=[row.reward for row in rows],

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...comm.errors import HeadraceError, PeerGone, UnitFull, WrongDigest
+from ...comm.errors import HeadraceError, PeerGone, StorageFull, WrongDigest
 from ...comm.fleet import Fleet, Member
-from ...comm.storage.client import Columns, RowClient
+from ...comm.storage.client import Columns, StorageClient
 from ...comm.waits import waiting
 
 log = logging.getLogger(__name__)
@@ -21,74 +21,76 @@ COPIES = 2
 RETRY_S = 0.05
 
 
-class RowGone(HeadraceError):
+class RowNotFound(HeadraceError):
     """No unit that is said to hold a row can give it; the message says why, unit by unit."""
 
 
-def unit_name(relay: Member) -> str:
+def storage_id_of(relay: Member) -> str:
     """The name of the unit in a relay's present process."""
     return f"{relay.name}#{relay.incarnation}"
 
 
-def relay_of(unit: str) -> str:
+def relay_of(storage_id: str) -> str:
     """The name of the relay that hosts a unit."""
-    return unit.partition("#")[0]
+    return storage_id.partition("#")[0]
 
 
-class Units:
+class ReplicatedRows:
     """All units, connected when first needed. Any thread may use it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._clients: dict[str, RowClient] = {}
-        self._gone: set[str] = set()
+        self._clients: dict[str, StorageClient] = {}
+        self._failed: set[str] = set()
         self._lock = threading.Lock()
 
     def attach(self) -> None:
         """Connect to a unit, if there is one: the hub then learns of this process's death from the connection's end."""
-        if not self._fleet.living("relay", having="unit"):
+        if not self._fleet.alive_members("relay", having="unit"):
             return
         for unit in self._nearest_first():
             try:
                 self._client(unit)
             except PeerGone as error:
-                self._note(unit, error)
+                self._mark_failed(unit, error)
             else:
                 return
 
-    def store(self, key: str, columns: Columns) -> list[str]:
+    def put_row(self, key: str, columns: Columns) -> list[str]:
         """Write a new row to two units where there are two, the nearest first; returns those that have it.
 
         Waits while all are full; raises `PeerGone` if there is none.
         """
         with waiting("storage units", f"room for row {key}", self._fleet.settings.deadline_s) as wait:
-            return wait.until(lambda: self._store(key, columns), RETRY_S)
+            return wait.until(lambda: self._put_replicas(key, columns), RETRY_S)
 
-    def add(self, key: str, units: Iterable[str], columns: Columns) -> list[str]:
+    def add_columns(self, key: str, storage_ids: Iterable[str], columns: Columns) -> list[str]:
         """Add columns to a row in all units that hold it; returns those that have them."""
         held: list[str] = []
-        for unit in units:
+        for unit in storage_ids:
             try:
                 if self._put(unit, key, columns):
                     held.append(unit)
-            except UnitFull as error:
-                self._note(unit, error)
+            except StorageFull as error:
+                self._mark_failed(unit, error)
         return held
 
-    def fetch(self, key: str, units: Sequence[str], columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Columns of a row, all or those named, from the first of `units` that gives them.
+    def get_row(
+        self, key: str, storage_ids: Sequence[str], columns: Iterable[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Columns of a row, all or those named, from the first of `storage_ids` that gives them.
 
-        Raises `RowGone` if none does: it died, does not hold the row, or its bytes are not those of their writer.
+        Raises `RowNotFound` if none does: it died, does not hold the row, or its bytes are not those of their writer.
         """
         names = None if columns is None else list(columns)
         reasons: list[str] = []
-        for unit in units:
+        for unit in storage_ids:
             try:
                 return self._client(unit).get(key, names)
             except (PeerGone, WrongDigest, KeyError) as error:
                 reasons.append(f"{unit}: {type(error).__name__} ({error})")
-                self._note(unit, error)
-        raise RowGone(f"row {key}: {'; '.join(reasons) or 'no unit holds it'}")
+                self._mark_failed(unit, error)
+        raise RowNotFound(f"row {key}: {'; '.join(reasons) or 'no unit holds it'}")
 
     def close(self) -> None:
         """End the connections."""
@@ -97,7 +99,7 @@ class Units:
                 client.close()
             self._clients.clear()
 
-    def _store(self, key: str, columns: Columns) -> list[str] | None:
+    def _put_replicas(self, key: str, columns: Columns) -> list[str] | None:
         """The units that have the row; None if there are some, but all of them full."""
         held: list[str] = []
         is_full = False
@@ -105,47 +107,47 @@ class Units:
             try:
                 if len(held) < COPIES and self._put(unit, key, columns):
                     held.append(unit)
-            except UnitFull:
+            except StorageFull:
                 is_full = True
         if not held and not is_full:
             raise PeerGone(f"no storage unit takes row {key}")
         return held or None
 
-    def _put(self, unit: str, key: str, columns: Columns) -> bool:
+    def _put(self, storage_id: str, key: str, columns: Columns) -> bool:
         try:
-            self._client(unit).put(key, columns)
+            self._client(storage_id).put(key, columns)
         except PeerGone as error:
-            self._note(unit, error)
+            self._mark_failed(storage_id, error)
             return False
         return True
 
     def _nearest_first(self) -> list[str]:
         """Units of the living relays: the one that serves this process, then those behind it in turn."""
-        relays = self._fleet.living("relay", having="unit")
+        relays = self._fleet.alive_members("relay", having="unit")
         near = self._fleet.nearest("relay", having="unit").name
         start = next((place for place, relay in enumerate(relays) if relay.name == near), 0)
-        return [unit_name(relay) for relay in relays[start:] + relays[:start]]
+        return [storage_id_of(relay) for relay in relays[start:] + relays[:start]]
 
-    def _client(self, unit: str) -> RowClient:
+    def _client(self, storage_id: str) -> StorageClient:
         with self._lock:
-            if unit in self._gone:
-                raise PeerGone(f"unit {unit} is gone")
-            if unit not in self._clients:
-                self._clients[unit] = self._fleet.open_rows(self._address(unit))
-            return self._clients[unit]
+            if storage_id in self._failed:
+                raise PeerGone(f"unit {storage_id} is gone")
+            if storage_id not in self._clients:
+                self._clients[storage_id] = self._fleet.open_rows(self._address(storage_id))
+            return self._clients[storage_id]
 
-    def _address(self, unit: str) -> str:
-        for relay in self._fleet.living("relay", having="unit"):
-            if unit_name(relay) == unit:
+    def _address(self, storage_id: str) -> str:
+        for relay in self._fleet.alive_members("relay", having="unit"):
+            if storage_id_of(relay) == storage_id:
                 return relay.info["unit"]
-        raise PeerGone(f"unit {unit} is gone")
+        raise PeerGone(f"unit {storage_id} is gone")
 
-    def _note(self, unit: str, error: Exception) -> None:
+    def _mark_failed(self, storage_id: str, error: Exception) -> None:
         """A unit that is gone stays gone: its next process has another name."""
-        log.warning("unit %s: %s", unit, error)
+        log.warning("unit %s: %s", storage_id, error)
         if isinstance(error, PeerGone):
             with self._lock:
-                self._gone.add(unit)
-                client = self._clients.pop(unit, None)
+                self._failed.add(storage_id)
+                client = self._clients.pop(storage_id, None)
             if client is not None:
                 client.close()

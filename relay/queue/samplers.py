@@ -12,19 +12,19 @@ from typing import NamedTuple, Protocol
 from ...comm.messages import GroupId
 
 
-class Item(NamedTuple):
-    """What a task may get: samples of a group; `order` counts first leases, `num_missing` members that are unfinished."""
+class Candidate(NamedTuple):
+    """What a task may get: samples of a group; `lease_order` counts first leases, `num_missing` members that are unfinished."""
 
     group: GroupId
     samples: tuple[int, ...]
-    order: int
+    lease_order: int
     version: int
     num_tokens: int
     rewards: tuple[float, ...]
     num_missing: int = 0
 
 
-class Room(NamedTuple):
+class Budget(NamedTuple):
     """How much may go out: items and tokens at most, of which one item may have more; `step` is the one in training."""
 
     items: int
@@ -35,7 +35,7 @@ class Room(NamedTuple):
 class Sampler(Protocol):
     """The contract is the module's docstring."""
 
-    def sample(self, items: Sequence[Item], room: Room) -> Sequence[Item]:
+    def sample(self, candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
         """The items to hand out now."""
         ...
 
@@ -43,9 +43,9 @@ class Sampler(Protocol):
 class Fifo:
     """The oldest first, as many as fit."""
 
-    def sample(self, items: Sequence[Item], room: Room) -> Sequence[Item]:
+    def sample(self, candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
         """Stops at the first that does not fit: nobody is overtaken."""
-        return fitting(sorted(items, key=lambda item: (item.order, item.samples)), room)
+        return fitting(sorted(candidates, key=lambda item: (item.lease_order, item.samples)), budget)
 
 
 class TokenBalanced:
@@ -54,21 +54,21 @@ class TokenBalanced:
     def __init__(self, num_consumers: int) -> None:
         self._num_consumers = num_consumers
 
-    def sample(self, items: Sequence[Item], room: Room) -> Sequence[Item]:
+    def sample(self, candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
         """The heaviest part, as far as it fits."""
-        if not items:
+        if not candidates:
             return []
-        parts = balanced([item.num_tokens for item in items], self._num_consumers)
-        heaviest = max(parts, key=lambda part: sum(items[index].num_tokens for index in part))
-        return Fifo().sample([items[index] for index in heaviest], room)
+        parts = balanced([item.num_tokens for item in candidates], self._num_consumers)
+        heaviest = max(parts, key=lambda part: sum(candidates[index].num_tokens for index in part))
+        return Fifo().sample([candidates[index] for index in heaviest], budget)
 
 
-def fitting(items: Sequence[Item], room: Room) -> Sequence[Item]:
+def fitting(candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
     """The first of these items that fit into the room."""
-    chosen: list[Item] = []
+    chosen: list[Candidate] = []
     tokens = 0
-    for item in items[: room.items]:
-        if chosen and tokens + item.num_tokens > room.tokens:
+    for item in candidates[: budget.items]:
+        if chosen and tokens + item.num_tokens > budget.tokens:
             break
         chosen.append(item)
         tokens += item.num_tokens

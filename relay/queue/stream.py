@@ -20,16 +20,16 @@ import numpy as np
 
 from ...comm.errors import HeadraceError
 from ...comm.mailbox import Mailbox
-from ...comm.messages import ColumnsDone, GroupId, HandOut, Message, RowsMissing, Stop, TakeRows
+from ...comm.messages import ColumnsAdded, GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop
 from ...comm.messages.queue import RowRef
 from ...comm.waits import waiting
 from .balance import rounds
-from .replicated_rows import RowGone, Units
+from .replicated_rows import ReplicatedRows, RowNotFound
 from .tasks import TRAIN
 
 REPEAT_S = 2.0
 """A question is asked again after this long: the hub answers the same again."""
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class RunStopped(HeadraceError):
@@ -49,7 +49,7 @@ class ThreadTeam(Protocol):
         """How many ranks there are."""
         ...
 
-    def share(self, message: Message | None) -> Message:
+    def broadcast(self, message: Message | None) -> Message:
         """Rank 0's message, on all ranks."""
         ...
 
@@ -66,17 +66,17 @@ class CallerTeam(Protocol):
         """Of this process; 0 talks to the hub."""
         ...
 
-    def summed(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks."""
         ...
 
 
-class Alone:
+class SingleRank:
     """A single rank: both teams."""
 
     rank, size = 0, 1
 
-    def share(self, message: Message | None) -> Message:
+    def broadcast(self, message: Message | None) -> Message:
         """The message."""
         assert message is not None
         return message
@@ -85,7 +85,7 @@ class Alone:
         """The flags."""
         return list(flags)
 
-    def summed(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """The values."""
         return values
 
@@ -94,18 +94,18 @@ class Alone:
 class Batch:
     """This rank's share of a hand-out: its rows in micro-batches, and their columns by key of the row.
 
-    `hand_out` is the same on all ranks, without the groups that could not be read. All ranks have equally many
+    `row_batch` is the same on all ranks, without the groups that could not be read. All ranks have equally many
     micro-batches, some of them empty, since ranks that share one policy run together.
     """
 
-    hand_out: HandOut
+    row_batch: RowBatch
     micro_batches: list[list[RowRef]]
     columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @property
     def task(self) -> str:
         """The task that it is for."""
-        return self.hand_out.task
+        return self.row_batch.task
 
     @property
     def rows(self) -> list[RowRef]:
@@ -114,9 +114,9 @@ class Batch:
 
     def without(self, groups: Collection[GroupId]) -> "Batch":
         """The batch without some of its groups; as many micro-batches as before."""
-        kept = [group for group in self.hand_out.groups if group.group not in groups]
+        kept = [group for group in self.row_batch.groups if group.group not in groups]
         parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
-        return Batch(msgspec.structs.replace(self.hand_out, groups=kept), parts, self.columns)
+        return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns)
 
     def __getitem__(self, column: str) -> list[np.ndarray]:
         return [self.columns[row.key][column] for row in self.rows]
@@ -148,37 +148,37 @@ class RowRequester:
         """Let the present and every later request end with `Stop`; the mailbox stays open."""
         self._is_closing.set()
 
-    def request(self, step: int, received: int) -> HandOut | Stop:
+    def request(self, step: int, received: int) -> RowBatch | Stop:
         """The next hand-out, or the reason why there is none: `step` is in training, with `received` groups so far."""
         self._question += 1
         holding = tuple(sorted(self._holding))
-        request = TakeRows(self._question, self._tasks, step, received, holding, self._max_tokens)
+        request = RequestRows(self._question, self._tasks, step, received, holding, self._max_tokens)
         asked = -float("inf")  # the deadline is that of `ExperienceStream.next`
         while not self.is_closing:
             if time.monotonic() - asked >= REPEAT_S:
                 asked = time.monotonic()
                 self._mailbox.send("hub", request)
-            letter = self._mailbox.receive(LOOK_S)
+            letter = self._mailbox.receive(POLL_S)
             match letter.message if letter else None:
                 case Stop() as stop:
                     return stop
-                case HandOut(question=question) as hand_out if question == self._question:
+                case RowBatch(request_id=question) as hand_out if question == self._question:
                     if hand_out.task != TRAIN:
-                        self._holding.add(hand_out.number)
+                        self._holding.add(hand_out.batch_id)
                     return hand_out
         return Stop("closed")
 
-    def acknowledge(self, hand_out: HandOut, names: Sequence[str], units: Mapping[str, list[str]]) -> None:
+    def acknowledge(self, hand_out: RowBatch, names: Sequence[str], units: Mapping[str, list[str]]) -> None:
         """Tell the hub that a hand-out is done: the new columns, and for each row's key the units that have them."""
         rows = hand_out.rows()
         held = [units.get(row.key, []) for row in rows]
-        done = ColumnsDone(hand_out.task, hand_out.number, list(names), [row.row for row in rows], held)
+        done = ColumnsAdded(hand_out.task, hand_out.batch_id, list(names), [row.row for row in rows], held)
         self._mailbox.send("hub", done)
-        self._holding.discard(hand_out.number)
+        self._holding.discard(hand_out.batch_id)
 
     def report(self, row: RowRef, reason: str) -> None:
         """Tell the hub that a row is in none of its units; it takes the first report."""
-        self._mailbox.send("hub", RowsMissing([row.row], [row.attempt], reason))
+        self._mailbox.send("hub", RowsNotFound([row.row], [row.attempt], reason))
 
 
 class RowFetcher:
@@ -190,7 +190,7 @@ class RowFetcher:
     def __init__(
         self,
         requester: RowRequester,
-        units: Units,
+        units: ReplicatedRows,
         columns: Sequence[str] | None,
         team: ThreadTeam,
         *,
@@ -239,38 +239,38 @@ class RowFetcher:
         """Take hand-out after hand-out until the last step is complete or the run ends."""
         step, received = next(iter(self._steps), -1), 0
         while not (self._steps and step not in self._steps):
-            message = self._team.share(self._take(step, received) if self._team.rank == 0 else None)
+            message = self._team.broadcast(self._take(step, received) if self._team.rank == 0 else None)
             if isinstance(message, Stop):
                 raise RunStopped(message.reason)
-            assert isinstance(message, HandOut)
+            assert isinstance(message, RowBatch)
             batch = self._fetch(message)
             if message.task == TRAIN:
-                received += len(batch.hand_out.groups)
+                received += len(batch.row_batch.groups)
                 if received == message.total:
                     step, received = step + 1, 0
-            if batch.hand_out.groups:
+            if batch.row_batch.groups:
                 self._ahead.put(batch)
                 continue
             self._places.release()
             if message.task != TRAIN and self._team.rank == 0:
-                self._requester.acknowledge(batch.hand_out, [], {})
+                self._requester.acknowledge(batch.row_batch, [], {})
 
-    def _take(self, step: int, received: int) -> HandOut | Stop:
+    def _take(self, step: int, received: int) -> RowBatch | Stop:
         """The next hand-out, once there is a place for it."""
-        while not self._places.acquire(timeout=LOOK_S):
+        while not self._places.acquire(timeout=POLL_S):
             if self._requester.is_closing:
                 break
         return self._requester.request(step, received)
 
-    def _fetch(self, hand_out: HandOut) -> Batch:
+    def _fetch(self, hand_out: RowBatch) -> Batch:
         """Plan the micro-batches of all ranks and fetch this rank's; if any rank misses a row, all leave out its group."""
         planned = rounds(hand_out.rows(), self._team.size, self._max_tokens)
         batch = Batch(hand_out, [parts[self._team.rank] for parts in planned])
         missing = {group.group: False for group in hand_out.groups}
         for row in batch.rows:
             try:
-                batch.columns[row.key] = self._units.fetch(row.key, row.units, self._columns)
-            except RowGone as gone:
+                batch.columns[row.key] = self._units.get_row(row.key, row.storage_ids, self._columns)
+            except RowNotFound as gone:
                 missing[row.row.group] = True
                 self._requester.report(row, str(gone))
         flags = self._team.true_anywhere(list(missing.values()))
@@ -287,7 +287,7 @@ class ExperienceStream:
     def __init__(
         self,
         mailbox: Mailbox,
-        units: Units,
+        storage: ReplicatedRows,
         tasks: Sequence[str],
         columns: Sequence[str] | None = None,
         *,
@@ -298,14 +298,14 @@ class ExperienceStream:
         caller_team: CallerTeam | None = None,
         deadline_s: float = float("inf"),
     ) -> None:
-        team = thread_team or Alone()
-        self._units = units
+        team = thread_team or SingleRank()
+        self._storage = storage
         self._waited_for = f"rows for {' or '.join(tasks)}"
-        self._team: CallerTeam = caller_team or Alone()
+        self._team: CallerTeam = caller_team or SingleRank()
         self._deadline_s = deadline_s
         self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
         self._fetcher = RowFetcher(
-            self._requester, units, columns, team, max_tokens=max_tokens, steps=steps, prefetch=prefetch
+            self._requester, storage, columns, team, max_tokens=max_tokens, steps=steps, prefetch=prefetch
         )
 
     def start(self) -> "ExperienceStream":
@@ -328,7 +328,7 @@ class ExperienceStream:
     def next(self) -> Batch:
         """The next batch. Raises `RunStopped` when the hub ended the run, and the error of the thread if it failed."""
         with waiting("hub", self._waited_for, self._deadline_s) as wait:
-            while (batch := self._fetcher.next(LOOK_S)) is None:
+            while (batch := self._fetcher.next(POLL_S)) is None:
                 wait.check()
         return batch
 
@@ -338,13 +338,15 @@ class ExperienceStream:
         With several ranks a collective of `caller_team`.
         """
         held = {
-            row.key: self._units.add(row.key, row.units, {name: column[i] for name, column in columns.items()})
+            row.key: self._storage.add_columns(
+                row.key, row.storage_ids, {name: column[i] for name, column in columns.items()}
+            )
             for i, row in enumerate(batch.rows)
         }
-        copies = [(row.key, unit) for row in batch.hand_out.rows() for unit in row.units]
-        counts = self._team.summed([float(unit in held.get(key, ())) for key, unit in copies])
+        copies = [(row.key, unit) for row in batch.row_batch.rows() for unit in row.storage_ids]
+        counts = self._team.all_reduce_sum([float(unit in held.get(key, ())) for key, unit in copies])
         if self._team.rank == 0:
             units: dict[str, list[str]] = {}
             for (key, unit), count in zip(copies, counts, strict=True):
                 units.setdefault(key, []).extend([unit] if count else [])
-            self._requester.acknowledge(batch.hand_out, list(columns), units)
+            self._requester.acknowledge(batch.row_batch, list(columns), units)

@@ -9,30 +9,30 @@ import numpy as np
 
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet
-from ...comm.messages import Holding
-from ...comm.plugins import load_plugin
+from ...comm.messages import HeldRows
+from ...comm.plugins import load_object
 from ...comm.recipe import Recipe, TaskSettings
-from .replicated_rows import Units
+from .replicated_rows import ReplicatedRows
 from .stream import Batch, ExperienceStream
 
-Columns = dict[str, list[np.ndarray]]
+TaskColumns = dict[str, list[np.ndarray]]
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process, until the hub ends the run."""
     tasks = {task.name: task for task in recipe.queue.tasks}
-    functions = {name: load_plugin("queue.tasks", task.function) for name, task in tasks.items()}
-    mailbox, units = fleet.post.open(fleet.name), Units(fleet)
+    functions = {name: load_object("queue.tasks", task.function) for name, task in tasks.items()}
+    mailbox, units = fleet.mailboxes.begin_receive(fleet.name), ReplicatedRows(fleet)
     stream = ExperienceStream(mailbox, units, list(tasks)).start()
     for batch in stream:
         stream.put(batch, apply_task(tasks[batch.task], functions[batch.task], batch))
     stream.close()
-    mailbox.send("hub", Holding([], []))
+    mailbox.send("hub", HeldRows([], []))
     units.close()
     mailbox.close()
 
 
-def apply_task(task: TaskSettings, function: Callable[[Columns], Columns], batch: Batch) -> Columns:
+def apply_task(task: TaskSettings, function: Callable[[TaskColumns], TaskColumns], batch: Batch) -> TaskColumns:
     """The new columns of a batch, a list of one array for each row. Raises `SettingError` if they are not what was promised."""
     try:
         found = function({column: batch[column] for column in task.needs})

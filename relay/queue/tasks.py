@@ -7,7 +7,7 @@ leaves the queue with it, so it waits for every column that any other task yield
 from collections.abc import Mapping
 
 from ...comm.errors import SettingError
-from ...comm.plugins import load_plugin
+from ...comm.plugins import load_object
 from ...comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from .controller import Controller, Task
 from .samplers import Sampler, TokenBalanced
@@ -41,7 +41,7 @@ def open_sampler(path: str) -> Sampler | None:
     """The user's sampler for the groups in training; None where the recipe names none."""
     if not path:
         return None
-    sampler = load_plugin("queue.sampler", path)()
+    sampler = load_object("queue.sampler", path)()
     if not hasattr(sampler, "sample"):
         raise SettingError(f"queue.sampler: {path} has no method `sample`; see headrace.relay.queue.samplers")
     return sampler

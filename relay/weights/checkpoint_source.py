@@ -10,23 +10,23 @@ from ...comm.errors import WrongDigest
 from ..journal.events import Checkpointed, Published
 from ..journal.journal import read_events
 from .layout import Layout
-from .slots import NothingReadable
+from .slots import VersionNotAvailable
 
-Load = Callable[[Path], Mapping[str, Tensor]]
+WeightsLoader = Callable[[Path], Mapping[str, Tensor]]
 """The weights in a folder that the trainer exported, on CPU, by the layout's names (those on disk may be others)."""
 
 
-class Archive:
+class CheckpointSource:
     """The checkpoints of one run folder. Version N is the state after N steps; the journal has its digest."""
 
-    def __init__(self, run_dir: Path, load: Load) -> None:
+    def __init__(self, run_dir: Path, load: WeightsLoader) -> None:
         self._run_dir = run_dir
         self._load = load
 
     def read(self, version: int, layout: Layout, into: np.ndarray) -> str:
         """Put a version into a buffer, uint8 [layout.num_bytes]; returns its digest.
 
-        Raises `NothingReadable` if the run has no checkpoint of it, `WrongDigest` if that is not what was published.
+        Raises `VersionNotAvailable` if the run has no checkpoint of it, `WrongDigest` if that is not what was published.
         """
         published, folder = self._find(version)
         layout.write(self._load(folder), into)
@@ -44,10 +44,10 @@ class Archive:
                 # By its name, since the run folder may have another path here.
                 folders[event.step] = self._run_dir / "checkpoints" / Path(event.path).name / "hf"
         if published is None:
-            raise NothingReadable(f"version {version} was never complete on a relay: the journal does not know it")
+            raise VersionNotAvailable(f"version {version} was never complete on a relay: the journal does not know it")
         folder = folders.get(version)
         if folder is None or not folder.is_dir():
-            raise NothingReadable(
+            raise VersionNotAvailable(
                 f"version {version} is held by no relay, and there is no checkpoint of step {version};"
                 " checkpoint.every and checkpoint.keep say which there are"
             )

@@ -28,7 +28,7 @@ def chunk_bytes(num_nodes: int, num_bytes: int, byte_s: float, start_s: float) -
     return int(min(max(best, _LEAST_BYTES), _MOST_BYTES))
 
 
-class Cutter:
+class ChunkSizer:
     """The chunks of one sender: k* of the speed that its link had last, or what `comm.chunk_bytes` says."""
 
     def __init__(self, fixed_bytes: int | None = None) -> None:
@@ -39,6 +39,6 @@ class Cutter:
         """Bytes of a chunk of the next version, for a chain of `num_nodes`."""
         return self._fixed_bytes or chunk_bytes(num_nodes, num_bytes, self._byte_s, START_S)
 
-    def took(self, num_bytes: int, seconds: float) -> None:
+    def record(self, num_bytes: int, seconds: float) -> None:
         """The last version's transfer."""
         self._byte_s = seconds / max(num_bytes, 1)

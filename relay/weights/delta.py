@@ -14,8 +14,8 @@ import numpy as np
 
 from ...comm.messages.offer import Delta, Offer
 from .frames import ranges_of
-from .shards import Ranges
-from .slots import NothingReadable, Shelf
+from .shards import ByteRanges
+from .slots import VersionNotAvailable, VersionSlots
 
 _log = logging.getLogger(__name__)
 _FARTHEST = (1 << 16) - 1
@@ -63,7 +63,7 @@ class DeltaCodec:
         self._changed: dict[int, np.ndarray] = {}
         """The places of the elements that each part changed."""
 
-    def accept(self, offer: Offer, shelf: Shelf) -> bool:
+    def accept(self, offer: Offer, shelf: VersionSlots) -> bool:
         """Whether a part is to come as the difference that is offered: only if its base is held."""
         if offer.delta is None or shelf.find(offer.delta.base) is None:
             return False
@@ -82,18 +82,18 @@ class DeltaCodec:
         with self._lock:
             return bool(self._accepted) and self._accepted.keys() == set(parts)
 
-    def apply(self, offer: Offer, delta: Delta, changes: np.ndarray, buffer: np.ndarray, shelf: Shelf) -> bool:
+    def apply(self, offer: Offer, delta: Delta, changes: np.ndarray, buffer: np.ndarray, shelf: VersionSlots) -> bool:
         """Make a part of its base and the changes; False if the base is gone or the changes do not fit it."""
         ranges = ranges_of(offer)
 
         def copy(base: np.ndarray) -> None:
-            for _, start, end in ranges.pieces(0, ranges.num_bytes):
+            for _, start, end in ranges.chunks(0, ranges.num_bytes):
                 np.copyto(buffer[start:end], base[start:end])
 
         try:
-            shelf.read_by(copy, delta.base)
+            shelf.read_with(copy, delta.base)
             elements, values = decode(changes, delta.width, ranges.num_bytes // delta.width)
-        except (NothingReadable, ValueError) as error:
+        except (VersionNotAvailable, ValueError) as error:
             _log.warning("version %d: %s", offer.version, str(error))
             return False
         places = _places(ranges, elements, delta.width)
@@ -144,7 +144,7 @@ def _with_waypoints(changed: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate([changed, *waypoints]))
 
 
-def _places(ranges: Ranges, elements: np.ndarray, width: int) -> np.ndarray:
+def _places(ranges: ByteRanges, elements: np.ndarray, width: int) -> np.ndarray:
     """Where in the buffer elements of a part lie, int64; both counted in elements of `width` bytes."""
     starts = np.array(ranges.starts[:-1], np.int64) // width
     shifts = np.array([start for start, _ in ranges.spans], np.int64) // width - starts

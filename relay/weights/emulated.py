@@ -23,6 +23,6 @@ class EmulatedTransfer:
             self.pull_s = e.weights_gb / e.gpus_per_rollout / e.pull_gb_s
 
 
-def stand_in(settings: EmulatedSettings) -> dict[str, Tensor]:
+def dummy_weights(settings: EmulatedSettings) -> dict[str, Tensor]:
     """The weights that are really pushed and pulled."""
     return {"weights": torch.zeros(settings.buffer_kb * 256, dtype=torch.float32)}

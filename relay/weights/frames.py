@@ -5,10 +5,10 @@ from enum import IntEnum
 import msgspec
 
 from ...comm.messages.offer import Offer
-from .shards import Ranges
+from .shards import ByteRanges
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame carries."""
 
     IDLE = 0
@@ -16,12 +16,12 @@ class Kind(IntEnum):
     DATA = 2
 
 
-def ranges_of(offer: Offer) -> Ranges:
+def ranges_of(offer: Offer) -> ByteRanges:
     """The byte ranges of the part that is offered."""
-    return Ranges(offer.spans or ((0, offer.num_bytes),))
+    return ByteRanges(offer.spans or ((0, offer.num_bytes),))
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Accept(msgspec.Struct, frozen=True, tag=True):
     """The receiver wants the bytes from `offset` on, or the delta that was offered; -1 if it wants none."""
 
     offset: int
@@ -34,10 +34,10 @@ class Trailer(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-class Verdict(msgspec.Struct, frozen=True, tag=True):
+class TransferAck(msgspec.Struct, frozen=True, tag=True):
     """Whether the receiver's bytes have the announced digest."""
 
     is_right: bool
 
 
-Frame = Offer | Answer | Trailer | Verdict
+Frame = Offer | Accept | Trailer | TransferAck

@@ -15,11 +15,11 @@ from ...comm.messages.offer import Offer
 from .delta import DeltaCodec
 from .digests import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
 from .frames import ranges_of
-from .shards import Ranges
-from .slots import Arriving
+from .shards import ByteRanges
+from .slots import SlotWrite
 
 
-class State(Enum):
+class IncomingState(Enum):
     """Life of an arrival."""
 
     RESERVED = auto()
@@ -29,7 +29,7 @@ class State(Enum):
     ABANDONED = auto()
 
 
-def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, Ranges], done: Mapping[int, int]) -> int:
+def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, ByteRanges], done: Mapping[int, int]) -> int:
     """Bytes of the layout that are in place from its start, when `done` bytes of each part are."""
     if len(ranges) < num_parts:
         return 0
@@ -37,17 +37,17 @@ def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, Ranges], done
     return min((ranges[part].locate(done[part])[0] for part in unfinished), default=num_bytes)
 
 
-class Arrival:
+class IncomingVersion:
     """The bytes, upstreams and digests of one arriving version. Not locked: the desk's lock guards all but the hashing."""
 
-    def __init__(self, offer: Offer, slot: Arriving, state: State) -> None:
+    def __init__(self, offer: Offer, slot: SlotWrite, state: IncomingState) -> None:
         self.offer = offer
         self.slot = slot
         self.state = state
         self.digest = ""
         self.deltas = DeltaCodec()
         self.right_parts: set[int] = set()
-        self._ranges: dict[int, Ranges] = {}
+        self._ranges: dict[int, ByteRanges] = {}
         self._done: dict[int, int] = {}
         self._upstreams: dict[int, str] = {}
         self._chunks: list[bytes] = []
@@ -59,14 +59,14 @@ class Arrival:
         return self.slot.buffer
 
     @property
-    def arrived(self) -> int:
+    def bytes_ready(self) -> int:
         """Bytes in place from the start."""
         return watermark(self.offer.num_bytes, self.offer.num_parts, self._ranges, self._done)
 
     @property
     def is_open(self) -> bool:
         """True as long as bytes may come in."""
-        return self.state in (State.RESERVED, State.ARRIVING)
+        return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
 
     @property
     def is_delta(self) -> bool:
@@ -75,10 +75,10 @@ class Arrival:
 
     def bind(self, offer: Offer) -> None:
         """Say which version a reserved slot is for."""
-        self.offer, self.state = offer, State.ARRIVING
+        self.offer, self.state = offer, IncomingState.ARRIVING
         self.slot = replace(self.slot, version=offer.version)
 
-    def take_over(self, offer: Offer, upstream: str) -> int:
+    def set_upstream(self, offer: Offer, upstream: str) -> int:
         """`upstream` brings the offered part from now on; returns the offset to go on from."""
         self._ranges[offer.part] = ranges_of(offer)
         self._upstreams[offer.part] = upstream
@@ -87,23 +87,23 @@ class Arrival:
 
     def advance(self, part: int, upstream: str, done: int) -> bool:
         """`upstream` has brought its part up to `done`; False if it is not its to bring any more."""
-        if self.state is not State.ARRIVING or self._upstreams.get(part) != upstream:
+        if self.state is not IncomingState.ARRIVING or self._upstreams.get(part) != upstream:
             return False
         self._done[part] = max(self._done[part], done)
         return True
 
-    def is_brought_by(self, part: int, upstream: str) -> bool:
+    def is_from(self, part: int, upstream: str) -> bool:
         """True while `upstream` brings the part."""
         return self._upstreams.get(part) == upstream
 
-    def ranges(self, part: int) -> Ranges:
+    def ranges(self, part: int) -> ByteRanges:
         """The byte ranges of a part."""
         return self._ranges[part]
 
-    def hash_on(self) -> None:
+    def update_digest(self) -> None:
         """Digest the chunks that have arrived whole since the last call."""
         with self._hashing:
-            arrived, num_bytes = self.arrived, self.offer.num_bytes
+            arrived, num_bytes = self.bytes_ready, self.offer.num_bytes
             while (start := len(self._chunks) * GRID_BYTES) < num_bytes:
                 if min(start + GRID_BYTES, num_bytes) > arrived:
                     break
@@ -111,7 +111,7 @@ class Arrival:
 
     def whole_digest(self) -> str:
         """The digest of all bytes; meaningful once they are in place."""
-        self.hash_on()
+        self.update_digest()
         return join_digests(self._chunks)
 
     def part_digest(self, part: int) -> str:
@@ -120,7 +120,7 @@ class Arrival:
             return self.whole_digest()
         return digest_of_ranges(self.buffer, self._ranges[part].spans)
 
-    def restart(self, part: int) -> None:
+    def reset_part(self, part: int) -> None:
         """A part was wrong: it has to come again."""
         self._done[part] = 0
         with self._hashing:

@@ -25,7 +25,7 @@ _SHARED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSplit:
     """How the ranks of a replica share a tensor: equal slices along `dim` (0 rows, 1 columns).
 
     Where several tensors are fused by rows, `blocks` are their numbers of rows, and each is sliced by itself.
@@ -34,18 +34,18 @@ class Cut:
     dim: int
     blocks: tuple[int, ...] = ()
 
-    def share(
+    def slice_for_rank(
         self, shape: tuple[int, ...], rank: int, tp: int
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, int] | None]:
         """Rows and columns of one rank's slice; columns None for all."""
         if self.dim == 1:
-            return ((0, shape[0]),), _share(0, shape[1], rank, tp)
+            return ((0, shape[0]),), _slice_bounds(0, shape[1], rank, tp)
         starts = [sum(self.blocks[:i]) for i in range(len(self.blocks))] or [0]
         sizes = self.blocks or (shape[0],)
-        return tuple(_share(start, size, rank, tp) for start, size in zip(starts, sizes, strict=True)), None
+        return tuple(_slice_bounds(start, size, rank, tp) for start, size in zip(starts, sizes, strict=True)), None
 
 
-def _share(start: int, size: int, rank: int, tp: int) -> tuple[int, int]:
+def _slice_bounds(start: int, size: int, rank: int, tp: int) -> tuple[int, int]:
     assert size % tp == 0, f"{size} does not divide by {tp} ranks"
     return start + rank * size // tp, start + (rank + 1) * size // tp
 
@@ -99,11 +99,11 @@ class Layout:
         named_tensors: Mapping[str, Tensor],
         dtype: torch.dtype | str,
         tp: int = 1,
-        cuts: Mapping[str, Cut] | None = None,
+        splits: Mapping[str, TensorSplit] | None = None,
     ) -> "Layout":
         """The layout of these tensors; their values do not matter and they may live on any device, meta included.
 
-        `cuts` says for rollouts of `tp` ranks which tensors they share and how; each rank holds the others whole.
+        `splits` says for rollouts of `tp` ranks which tensors they share and how; each rank holds the others whole.
         """
         wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         first_names: dict[tuple[object, ...], str] = {}
@@ -112,12 +112,12 @@ class Layout:
             first = first_names.setdefault(_identity(tensor), name)
             if first != name:
                 aliases[name] = first
-        cuts = {name: cut for name, cut in (cuts or {}).items() if tp > 1}
+        splits = {name: cut for name, cut in (splits or {}).items() if tp > 1}
         entries, offset = [], 0
-        for rank in (_SHARED, *range(tp if cuts else 0)):
+        for rank in (_SHARED, *range(tp if splits else 0)):
             for name in first_names.values():
-                if (name in cuts) == (rank != _SHARED):
-                    entry = _entry(name, named_tensors[name], wanted, offset, cuts.get(name), rank, tp)
+                if (name in splits) == (rank != _SHARED):
+                    entry = _entry(name, named_tensors[name], wanted, offset, splits.get(name), rank, tp)
                     entries.append(entry)
                     offset += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
         return Layout(tuple(entries), aliases, offset, tp)
@@ -212,11 +212,13 @@ def num_rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-def _entry(name: str, tensor: Tensor, dtype: torch.dtype, offset: int, cut: Cut | None, rank: int, tp: int) -> Entry:
+def _entry(
+    name: str, tensor: Tensor, dtype: torch.dtype, offset: int, split: TensorSplit | None, rank: int, tp: int
+) -> Entry:
     kind, shape = dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape)
-    if cut is None:
+    if split is None:
         return Entry(name, kind, shape, offset, ((0, num_rows(tensor)),))
-    rows, columns = cut.share(shape, rank, tp)
+    rows, columns = split.slice_for_rank(shape, rank, tp)
     width = shape[1:] if columns is None else (columns[1] - columns[0], *shape[2:])
     return Entry(name, kind, (sum(end - start for start, end in rows), *width), offset, rows, columns, rank)
 

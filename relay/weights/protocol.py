@@ -20,7 +20,7 @@ from ...comm.errors import LinkBroken
 from ...comm.links.opening import Link
 from ...comm.messages.offer import Offer
 from .delta import Difference
-from .frames import Answer, Frame, Kind, Trailer, Verdict, ranges_of
+from .frames import Accept, Frame, FrameKind, Trailer, TransferAck, ranges_of
 
 IDLE_S = 1.0
 SILENCE_S = 5.0
@@ -31,22 +31,22 @@ _MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
 _MAX_ATTEMPTS = 3
 
 
-F = TypeVar("F", Offer, Answer, Trailer, Verdict)
+F = TypeVar("F", Offer, Accept, Trailer, TransferAck)
 _decoder = msgspec.json.Decoder(Frame)
 
 
-class Cargo(Protocol):
+class VersionSource(Protocol):
     """A version to be sent, which may still be arriving."""
 
     offer: Offer
     difference: Difference | None
     """The same as a difference to an older version, for a receiver that has that one."""
 
-    def view(self, at: int, start: int, end: int) -> np.ndarray:
+    def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
         """The bytes from `at` of the part on, which are those of [start, end) of the layout."""
         ...
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
         """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
         ...
 
@@ -54,86 +54,88 @@ class Cargo(Protocol):
         """The digest, or None if it was not known within `timeout_s`."""
         ...
 
-    def is_still(self) -> bool:
+    def is_valid(self) -> bool:
         """False once the version was given up or its bytes were overwritten."""
         ...
 
 
-def send_cargo(link: Link, cargo: Cargo, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
+def send_version(link: Link, source: VersionSource, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
     """Offer a version and send what the receiver lacks; False if the version was given up on the way.
 
     Raises `LinkBroken`; `deadline_s` bounds each piece.
     """
     for attempt in range(_MAX_ATTEMPTS):
-        difference = cargo.difference if attempt == 0 else None
+        difference = source.difference if attempt == 0 else None
         delta = None if difference is None else difference.delta
-        send_frame(link, msgspec.structs.replace(cargo.offer, delta=delta), deadline_s)
-        answer = receive_frame(link, Answer, deadline_s)
+        send_frame(link, msgspec.structs.replace(source.offer, delta=delta), deadline_s)
+        answer = receive_frame(link, Accept, deadline_s)
         if answer.offset < 0:
             return True
         if difference is not None and answer.takes_delta:
             _send_changes(link, difference.changes, deadline_s)
-        elif not _send_bytes(link, cargo, answer.offset, deadline_s, piece_bytes):
+        elif not _send_bytes(link, source, answer.offset, deadline_s, piece_bytes):
             return False
-        while (digest := cargo.digest(IDLE_S)) is None and cargo.is_still():
+        while (digest := source.digest(IDLE_S)) is None and source.is_valid():
             send_idle(link, deadline_s)
-        digest = digest if cargo.is_still() else ""
+        digest = digest if source.is_valid() else ""
         send_frame(link, Trailer(digest or ""), deadline_s)
         if not digest:
             return False
-        if receive_frame(link, Verdict, deadline_s).is_right:
+        if receive_frame(link, TransferAck, deadline_s).is_right:
             return True
-    raise LinkBroken(f"version {cargo.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
+    raise LinkBroken(f"version {source.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
 
 
-def _send_bytes(link: Link, cargo: Cargo, at: int, deadline_s: float, piece_bytes: int) -> bool:
-    for offset, start, end in ranges_of(cargo.offer).pieces(at, piece_bytes):
-        while (ready := cargo.arrived(offset, IDLE_S)) < offset + end - start and cargo.is_still():
+def _send_bytes(link: Link, source: VersionSource, at: int, deadline_s: float, piece_bytes: int) -> bool:
+    for offset, start, end in ranges_of(source.offer).chunks(at, piece_bytes):
+        while (ready := source.bytes_ready(offset, IDLE_S)) < offset + end - start and source.is_valid():
             if ready <= offset:
                 send_idle(link, deadline_s)
-        if not cargo.is_still():
+        if not source.is_valid():
             send_frame(link, Trailer(""), deadline_s)
             return False
-        _send_header(link, Kind.DATA, end - start, deadline_s)
-        link.send(cargo.view(offset, start, end), deadline_s)
+        _send_header(link, FrameKind.DATA, end - start, deadline_s)
+        link.send(source.bytes_at(offset, start, end), deadline_s)
     return True
 
 
 def _send_changes(link: Link, changes: np.ndarray, deadline_s: float) -> None:
     for start in range(0, changes.nbytes, PIECE_BYTES):
         piece = changes[start : start + PIECE_BYTES]
-        _send_header(link, Kind.DATA, piece.nbytes, deadline_s)
+        _send_header(link, FrameKind.DATA, piece.nbytes, deadline_s)
         link.send(piece, deadline_s)
 
 
 def send_idle(link: Link, deadline_s: float) -> None:
     """Show that this end is there."""
-    _send_header(link, Kind.IDLE, 0, deadline_s)
+    _send_header(link, FrameKind.IDLE, 0, deadline_s)
 
 
 def send_frame(link: Link, frame: Frame, deadline_s: float) -> None:
     """Send one struct."""
     body = np.frombuffer(msgspec.json.encode(frame), dtype=np.uint8)
-    _send_header(link, Kind.STRUCT, body.nbytes, deadline_s)
+    _send_header(link, FrameKind.STRUCT, body.nbytes, deadline_s)
     link.send(body, deadline_s)
 
 
-def receive_header(link: Link, deadline_s: float) -> tuple[Kind, int]:
+def receive_header(link: Link, deadline_s: float) -> tuple[FrameKind, int]:
     """What comes next and how many bytes it has. Raises `LinkBroken`."""
     header = np.empty(16, np.uint8)
     link.receive(header, deadline_s)
     kind, num_bytes = header.view(np.int64).tolist()
-    if kind not in tuple(Kind) or not 0 <= num_bytes <= (_MAX_STRUCT_BYTES if kind != Kind.DATA else MAX_PIECE_BYTES):
+    if kind not in tuple(FrameKind) or not 0 <= num_bytes <= (
+        _MAX_STRUCT_BYTES if kind != FrameKind.DATA else MAX_PIECE_BYTES
+    ):
         raise LinkBroken(f"no frame begins with {kind}, {num_bytes}")
-    return Kind(kind), num_bytes
+    return FrameKind(kind), num_bytes
 
 
 def receive_frame(link: Link, expected: type[F], deadline_s: float) -> F:
     """The next struct, idle frames skipped. Raises `LinkBroken` for anything else."""
     kind, num_bytes = receive_header(link, deadline_s)
-    while kind is Kind.IDLE:
+    while kind is FrameKind.IDLE:
         kind, num_bytes = receive_header(link, deadline_s)
-    if kind is not Kind.STRUCT:
+    if kind is not FrameKind.STRUCT:
         raise LinkBroken(f"data where {expected.__name__} was due")
     frame = receive_struct(link, num_bytes, deadline_s)
     if not isinstance(frame, expected):
@@ -151,5 +153,5 @@ def receive_struct(link: Link, num_bytes: int, deadline_s: float) -> Frame:
         raise LinkBroken(f"no frame of this protocol: {error}") from error
 
 
-def _send_header(link: Link, kind: Kind, num_bytes: int, deadline_s: float) -> None:
+def _send_header(link: Link, kind: FrameKind, num_bytes: int, deadline_s: float) -> None:
     link.send(np.array([kind, num_bytes], dtype=np.int64).view(np.uint8), deadline_s)

@@ -20,8 +20,8 @@ from ...comm.recipe import CommSettings
 from .chain import chain_order
 from .layout import Layout, host_buffer
 from .protocol import IDLE_S
-from .push import LinkPush, Publication, ShmPush, open_push
-from .shards import Part
+from .push import LinkPush, PendingVersion, SharedMemoryPush, open_push
+from .shards import WeightShard
 from .slots import Receipt
 
 _log = logging.getLogger(__name__)
@@ -34,25 +34,25 @@ class WeightPublisher:
     With several actor ranks each has a publisher of its `part`, and all publish the same versions.
     """
 
-    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: Part | None = None) -> None:
+    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: WeightShard | None = None) -> None:
         self.layout = layout
-        self._part = part or Part.whole(layout)
+        self._part = part or WeightShard.whole(layout)
         self._fleet = fleet
         self._settings = settings
-        self._mailbox = fleet.post.open(f"{fleet.name}/weights")
+        self._mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/weights")
         self._changed = threading.Condition()
         self._spare: list[np.ndarray] = []
-        self._waiting: Publication | None = None
+        self._waiting: PendingVersion | None = None
         self._is_sending = False
         self._is_slot_out = False
         """A version is being written into a claimed slot, or waits there: nobody may claim the slot again."""
         self._closed = False
         self._failure: Exception | None = None
-        self._way: ShmPush | LinkPush | None = None
+        self._transport: SharedMemoryPush | LinkPush | None = None
         self._head = ("", 0)
         """The relay that took the last version."""
-        self._last: Publication | None = None
-        self._shunned: dict[tuple[str, int], float] = {}
+        self._last: PendingVersion | None = None
+        self._suspected_until: dict[tuple[str, int], float] = {}
         """Relays that did not take a version, and until when others are asked first."""
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} publisher", daemon=True)
         self._thread.start()
@@ -64,7 +64,7 @@ class WeightPublisher:
         """
         if self._failure is not None:
             raise self._failure
-        publication = self._publication(version)
+        publication = self._pending_version(version)
         self._part.write(tensors, publication.buffer)
         with self._changed:
             self._waiting = publication
@@ -82,7 +82,7 @@ class WeightPublisher:
         self._thread.join(_CLOSE_S)
         self._mailbox.close()
 
-    def _publication(self, version: int) -> Publication:
+    def _pending_version(self, version: int) -> PendingVersion:
         """Where the next version is written: the slot claimed for it, else memory of this process."""
         layout, spans = self.layout, () if self._part.num_parts == 1 else self._part.ranges.spans
         offer = Offer(version, layout.num_bytes, layout.fingerprint, self._part.num_parts, self._part.index, spans)
@@ -91,18 +91,18 @@ class WeightPublisher:
             if self._waiting is not None:
                 superseded, self._waiting = self._waiting, None
                 if superseded.is_in_slot:
-                    return Publication(offer, self._part, superseded.buffer, superseded.claim, is_in_slot=True)
+                    return PendingVersion(offer, self._part, superseded.buffer, superseded.reservation, is_in_slot=True)
                 self._spare.append(superseded.buffer)
-            if self._way is not None and (claim := self._way.claimed()) is not None:
+            if self._transport is not None and (claim := self._transport.take_reservation()) is not None:
                 self._is_slot_out = True
-                return Publication(offer, self._part, self._way.slot(claim), claim, is_in_slot=True)
+                return PendingVersion(offer, self._part, self._transport.slot(claim), claim, is_in_slot=True)
             buffer = self._spare.pop() if self._spare else host_buffer(self._part.num_bytes)
-            return Publication(offer, self._part, buffer)
+            return PendingVersion(offer, self._part, buffer)
 
     def _relays(self) -> list[Member]:
         """Those that may take a version, in the chain's order, the shunned ones last."""
-        relays, now = chain_order(self._fleet.living("relay", having="segment")), time.monotonic()
-        return sorted(relays, key=lambda m: self._shunned.get((m.name, m.incarnation), now) > now)
+        relays, now = chain_order(self._fleet.alive_members("relay", having="segment")), time.monotonic()
+        return sorted(relays, key=lambda m: self._suspected_until.get((m.name, m.incarnation), now) > now)
 
     def _run(self) -> None:
         try:
@@ -114,7 +114,7 @@ class WeightPublisher:
                 self._changed.notify_all()
         finally:
             self._last = None
-            self._drop_way()
+            self._close_transport()
 
     def _serve(self) -> None:
         """Push what was published. Waits for `publish`, then for a relay; woken by `publish`, `close` and letters."""
@@ -125,9 +125,9 @@ class WeightPublisher:
                     break
                 publication, self._waiting = self._waiting, None
                 self._is_sending = publication is not None
-                if publication is not None and not publication.is_in_slot and self._way is not None:
+                if publication is not None and not publication.is_in_slot and self._transport is not None:
                     # Nobody else may write into the claimed slot from here on, so it is this publication's.
-                    publication.claim = self._way.claimed()
+                    publication.reservation = self._transport.take_reservation()
             if publication is not None:
                 self._push(publication)
                 with self._changed:
@@ -139,7 +139,7 @@ class WeightPublisher:
                     self._changed.notify_all()
             self._prepare()
 
-    def _push(self, publication: Publication) -> None:
+    def _push(self, publication: PendingVersion) -> None:
         """Bring one version to a relay, whichever takes it first; given up only for a newer one or at the close."""
         tried: set[tuple[str, int]] = set()
         while not self._closed:
@@ -151,13 +151,13 @@ class WeightPublisher:
                 time.sleep(0.05)
                 continue
             try:
-                self._way_to(relay).push(publication)
+                self._transport_to(relay).push(publication)
                 self._head = (relay.name, relay.incarnation)
                 return
             except (LinkBroken, PeerGone, WaitTimeout) as error:
                 _log.warning("version %d did not reach %s: %s", publication.offer.version, relay.name, str(error))
                 tried.add((relay.name, relay.incarnation))
-                self._shun(relay)
+                self._suspect(relay)
                 publication = publication.moved()  # the slot lies with the relay that is gone
 
     def _prepare(self) -> None:
@@ -170,28 +170,28 @@ class WeightPublisher:
             if relays:
                 if self._last is not None and self._head != (relays[0].name, relays[0].incarnation):
                     self._push(self._last.moved())
-                way = self._way_to(relays[0])
+                way = self._transport_to(relays[0])
                 way.keep_alive()
                 if not self._is_slot_out:
-                    way.claim_ahead(self._part)
+                    way.reserve_next(self._part)
         except (LinkBroken, PeerGone, WaitTimeout) as error:
             _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
-            self._shun(relays[0])
+            self._suspect(relays[0])
 
-    def _shun(self, relay: Member) -> None:
+    def _suspect(self, relay: Member) -> None:
         """Until the fleet has found out whether it lives; wrongly shunned, it misses versions for that long."""
-        self._shunned[relay.name, relay.incarnation] = time.monotonic() + self._settings.expiry_s
-        self._drop_way()
+        self._suspected_until[relay.name, relay.incarnation] = time.monotonic() + self._settings.expiry_s
+        self._close_transport()
 
-    def _way_to(self, relay: Member) -> ShmPush | LinkPush:
-        way = self._way
+    def _transport_to(self, relay: Member) -> SharedMemoryPush | LinkPush:
+        way = self._transport
         if way is None or (way.relay.name, way.relay.incarnation) != (relay.name, relay.incarnation):
-            self._drop_way()
-            self._way = way = open_push(relay, self._fleet, self._mailbox, self._settings)
+            self._close_transport()
+            self._transport = way = open_push(relay, self._fleet, self._mailbox, self._settings)
         return way
 
-    def _drop_way(self) -> None:
+    def _close_transport(self) -> None:
         with self._changed:
-            if self._way is not None:
-                self._way.close()
-                self._way = None
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None

@@ -16,18 +16,18 @@ import torch
 from ...comm.errors import PeerGone, SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.mailbox import Mailbox
-from ...comm.messages import PartFilled, PushEnded, SlotGranted, SlotWanted
+from ...comm.messages import PushResult, ReserveSlot, ShardWritten, SlotReserved
 from ...comm.messages.offer import Offer
 from ...comm.recipe import CommSettings, RelaySettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import waiting
-from .chain import dial
-from .chunks import Cutter
+from .chain import open_push_link
+from .chunks import ChunkSizer
 from .delta import DeltaSource, Difference
 from .frames import ranges_of
-from .protocol import MAX_PIECE_BYTES, SILENCE_S, send_cargo, send_idle
-from .shards import Part
-from .slots import LEASE_S, Shelf
+from .protocol import MAX_PIECE_BYTES, SILENCE_S, send_idle, send_version
+from .shards import WeightShard
+from .slots import READER_LOCK_S, VersionSlots
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a question is repeated until answered: the relay may have come back meanwhile
@@ -37,28 +37,32 @@ _SLOWEST_BYTE_S = 1 / 0.2e9  # for the first version, before the relay's pace is
 
 
 @dataclass(slots=True)
-class Publication:
+class PendingVersion:
     """A published version, or one rank's part of it, in memory of this process or in the slot that was claimed for it."""
 
     offer: Offer
-    part: Part
+    part: WeightShard
     buffer: np.ndarray
-    claim: SlotGranted | None = None
+    reservation: SlotReserved | None = None
     """The slot that is this publication's already."""
     is_in_slot: bool = False
     """True if `buffer` is that slot; else it is still to be copied there."""
     computed: str = ""
     difference: Difference | None = None
 
-    def moved(self) -> "Publication":
+    def moved(self) -> "PendingVersion":
         """The publication without its slot, in memory of this process."""
-        return Publication(self.offer, self.part, self.buffer.copy()) if self.is_in_slot else replace(self, claim=None)
+        return (
+            PendingVersion(self.offer, self.part, self.buffer.copy())
+            if self.is_in_slot
+            else replace(self, reservation=None)
+        )
 
-    def view(self, at: int, start: int, end: int) -> np.ndarray:
+    def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
         """Bytes from `at` of the part on."""
         return self.buffer[at : at + end - start]
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
         """All of it."""
         return self.part.num_bytes
 
@@ -67,12 +71,12 @@ class Publication:
         self.computed = self.computed or self.part.digest(self.buffer)
         return self.computed
 
-    def is_still(self) -> bool:
+    def is_valid(self) -> bool:
         """It stays until it was sent."""
         return True
 
 
-class ShmPush:
+class SharedMemoryPush:
     """Pushes into the segment of a relay on this host."""
 
     def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> None:
@@ -81,48 +85,48 @@ class ShmPush:
         self._mailbox = mailbox
         self._byte_s = _SLOWEST_BYTE_S
         self._segment = Segment.open(relay.info["segment"])
-        self._shelf = Shelf(self._segment)
+        self._slots = VersionSlots(self._segment)
         # Answers to an earlier incarnation of this process, or of the relay's, are still under way.
-        self._questions = itertools.count(time.monotonic_ns())
-        self._claim: SlotGranted | None = None
+        self._request_ids = itertools.count(time.monotonic_ns())
+        self._reservation: SlotReserved | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._pinned: set[int] = set()
 
-    def claim_ahead(self, part: Part) -> None:
+    def reserve_next(self, part: WeightShard) -> None:
         """Ask for the slot of the next version; parts of several ranks meet in one slot, which none can claim alone."""
-        if part.num_parts == 1 and self._claim is None:
+        if part.num_parts == 1 and self._reservation is None:
             offer = Offer(-1, part.layout.num_bytes, part.layout.fingerprint)
-            answer = self._ask(SlotWanted(next(self._questions), offer))
-            if isinstance(answer, SlotGranted):
+            answer = self._ask(ReserveSlot(next(self._request_ids), offer))
+            if isinstance(answer, SlotReserved):
                 pin(self._segment.slot(answer.slot), self._pinned)  # maps the slots now, while nobody waits for them
                 with self._lock:
-                    self._claim = answer
+                    self._reservation = answer
 
-    def claimed(self) -> SlotGranted | None:
+    def take_reservation(self) -> SlotReserved | None:
         """The slot that was claimed, handed out once; None if there is none or the relay has taken it back."""
         with self._lock:
-            claim, self._claim = self._claim, None
-            if claim is None or self._closed or self._shelf.generation(claim.slot) != claim.generation:
+            claim, self._reservation = self._reservation, None
+            if claim is None or self._closed or self._slots.generation(claim.slot) != claim.generation:
                 return None
             return claim
 
-    def slot(self, claim: SlotGranted) -> np.ndarray:
+    def slot(self, reservation: SlotReserved) -> np.ndarray:
         """The memory that was claimed."""
-        return self._segment.slot(claim.slot)
+        return self._segment.slot(reservation.slot)
 
-    def push(self, publication: Publication) -> None:
+    def push(self, publication: PendingVersion) -> None:
         """Bring a publication to the relay; returns when it has checked the bytes. Raises `PeerGone`, `WaitTimeout`."""
         offer = publication.offer
-        answer = publication.claim or self._ask(SlotWanted(next(self._questions), offer))
-        if isinstance(answer, SlotGranted):
+        answer = publication.reservation or self._ask(ReserveSlot(next(self._request_ids), offer))
+        if isinstance(answer, SlotReserved):
             if not publication.is_in_slot:
                 slot = self._segment.slot(answer.slot)
-                for at, start, end in ranges_of(offer).pieces(0, publication.part.num_bytes):
-                    np.copyto(slot[start:end], publication.view(at, start, end))
-            answer = self._check(PartFilled(next(self._questions), offer, answer.generation, publication.digest(0)))
-        if isinstance(answer, PushEnded) and answer.refusal:
-            if publication.claim is not None:
+                for at, start, end in ranges_of(offer).chunks(0, publication.part.num_bytes):
+                    np.copyto(slot[start:end], publication.bytes_at(at, start, end))
+            answer = self._check(ShardWritten(next(self._request_ids), offer, answer.generation, publication.digest(0)))
+        if isinstance(answer, PushResult) and answer.refusal:
+            if publication.reservation is not None:
                 self._push_again(publication)
             else:
                 _log.warning("%s refused version %d: %s", self.relay.name, publication.offer.version, answer.refusal)
@@ -133,10 +137,10 @@ class ShmPush:
     def close(self) -> None:
         """Let go of the segment."""
         with self._lock:
-            self._closed, self._claim = True, None
+            self._closed, self._reservation = True, None
         self._segment.close()
 
-    def _push_again(self, publication: Publication) -> None:
+    def _push_again(self, publication: PendingVersion) -> None:
         """The slot written ahead is not this trainer's any more: save the bytes if they still stand there, then ask anew."""
         saved = publication.moved()
         saved.computed = ""
@@ -145,27 +149,29 @@ class ShmPush:
         else:
             _log.warning("version %d was overwritten in its slot; the next one will follow", publication.offer.version)
 
-    def _check(self, filled: PartFilled) -> SlotGranted | PushEnded:
+    def _check(self, written: ShardWritten) -> SlotReserved | PushResult:
         """Have the relay check the bytes, and learn its pace."""
         started = time.monotonic()
-        answer = self._ask(filled)
-        self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(filled.offer.num_bytes, 1))
+        answer = self._ask(written)
+        self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(written.offer.num_bytes, 1))
         return answer
 
-    def _ask(self, question: SlotWanted | PartFilled) -> SlotGranted | PushEnded:
+    def _ask(self, request: ReserveSlot | ShardWritten) -> SlotReserved | PushResult:
         """A relay that takes several times as long as it needs counts as frozen, long before the fleet gives it up."""
-        patience_s = ANSWER_S + LEASE_S + 4 * self._byte_s * question.offer.num_bytes
+        patience_s = ANSWER_S + READER_LOCK_S + 4 * self._byte_s * request.offer.num_bytes
         identity, started = (self.relay.name, self.relay.incarnation), time.monotonic()
-        with waiting(self.relay.name, f"its answer to {type(question).__name__}", patience_s):
-            while identity in {(m.name, m.incarnation) for m in self._fleet.living("relay")} and not self._closed:
+        with waiting(self.relay.name, f"its answer to {type(request).__name__}", patience_s):
+            while (
+                identity in {(m.name, m.incarnation) for m in self._fleet.alive_members("relay")} and not self._closed
+            ):
                 if time.monotonic() - started > patience_s:
                     raise PeerGone(f"{self.relay.name} has not answered for {patience_s:.1f} s")
-                self._mailbox.send(f"{self.relay.name}/weights", question)
+                self._mailbox.send(f"{self.relay.name}/weights", request)
                 until = time.monotonic() + min(_REPEAT_S, patience_s)
                 while (left := until - time.monotonic()) > 0:
                     letter = self._mailbox.receive(min(left, 0.1))
                     answer = letter.message if letter is not None else None
-                    if isinstance(answer, SlotGranted | PushEnded) and answer.question == question.question:
+                    if isinstance(answer, SlotReserved | PushResult) and answer.request_id == request.request_id:
                         return answer
         raise PeerGone(f"{self.relay.name} is gone")
 
@@ -177,30 +183,30 @@ class LinkPush:
         self.relay = relay
         self._deltas = DeltaSource() if settings.delta else None
         self._fleet = fleet
-        self._link = dial(fleet, mailbox, relay.name, backend, SILENCE_S)
+        self._link = open_push_link(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
-        self._cutter = Cutter(MAX_PIECE_BYTES if backend in ("nccl", "staged") else settings.chunk_bytes)
+        self._chunk_sizer = ChunkSizer(MAX_PIECE_BYTES if backend in ("nccl", "staged") else settings.chunk_bytes)
 
-    def claim_ahead(self, part: Part) -> None:
+    def reserve_next(self, part: WeightShard) -> None:
         """There is nothing to claim."""
 
-    def claimed(self) -> None:
+    def take_reservation(self) -> None:
         """Nothing is claimed."""
 
-    def slot(self, claim: SlotGranted) -> np.ndarray:
+    def slot(self, reservation: SlotReserved) -> np.ndarray:
         """There is no slot."""
         raise AssertionError("a link has no slots")
 
-    def push(self, publication: Publication) -> None:
+    def push(self, publication: PendingVersion) -> None:
         """Send a publication; returns when the relay has checked the bytes. Raises `LinkBroken`."""
         version, buffer = publication.offer.version, publication.buffer
         if self._deltas is not None:
             publication.difference = self._deltas.offer(version, buffer, publication.part.layout.element_bytes)
-        started, num_nodes = time.monotonic(), 1 + len(self._fleet.living("relay"))
-        if send_cargo(
-            self._link, publication, SILENCE_S, self._cutter.chunk_bytes(num_nodes, publication.part.num_bytes)
+        started, num_nodes = time.monotonic(), 1 + len(self._fleet.alive_members("relay"))
+        if send_version(
+            self._link, publication, SILENCE_S, self._chunk_sizer.chunk_bytes(num_nodes, publication.part.num_bytes)
         ):
-            self._cutter.took(publication.part.num_bytes, time.monotonic() - started)
+            self._chunk_sizer.record(publication.part.num_bytes, time.monotonic() - started)
         if self._deltas is not None:
             self._deltas.remember(version, buffer)
 
@@ -213,13 +219,13 @@ class LinkPush:
         self._link.close()
 
 
-def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> ShmPush | LinkPush:
+def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> SharedMemoryPush | LinkPush:
     """The way to a relay under these settings. Raises `PeerGone`, `LinkBroken` or `SettingError`."""
     staging = relay.info.get("staging", "")
     if staging == "nccl" and not torch.cuda.is_available():
         raise SettingError("relay.staging_device: the actor has no GPU to broadcast from; leave the setting out")
     if not staging and is_shared(relay, fleet, settings):
-        return ShmPush(relay, fleet, mailbox, settings)
+        return SharedMemoryPush(relay, fleet, mailbox, settings)
     return LinkPush(relay, fleet, mailbox, settings, staging or remote_backend(settings))
 
 

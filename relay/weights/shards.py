@@ -22,7 +22,7 @@ from .layout import Entry, Layout, local_tensor, num_rows
 
 
 @dataclass(frozen=True)
-class Ranges:
+class ByteRanges:
     """Byte ranges [start, end) of a buffer, in order, read as one stream."""
 
     spans: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class Ranges:
         start, end = self.spans[index]
         return start + at - self.starts[index], end
 
-    def pieces(self, at: int, most: int) -> Iterator[tuple[int, int, int]]:
+    def chunks(self, at: int, most: int) -> Iterator[tuple[int, int, int]]:
         """From byte `at` of the stream on: (at, start, end) of pieces of at most `most` bytes, each within one range."""
         while at < self.num_bytes:
             start, end = self.locate(at)
@@ -55,7 +55,7 @@ class Ranges:
             at += end - start
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """Rows [low, high) of what this rank holds of a tensor, and the bytes [start, end) of the layout that they fill."""
 
     entry: Entry
@@ -66,41 +66,41 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightShard:
     """What one of `num_parts` actor ranks brings of a layout: the rows that it owns of some of its tensors."""
 
     layout: Layout
     index: int
     num_parts: int
-    runs: tuple[Run, ...]
+    runs: tuple[ShardRun, ...]
 
     @staticmethod
-    def whole(layout: Layout) -> "Part":
+    def whole(layout: Layout) -> "WeightShard":
         """Everything, from the one rank there is."""
-        return Part(layout, 0, 1, ())
+        return WeightShard(layout, 0, 1, ())
 
     @staticmethod
-    def of(layout: Layout, tensors: Mapping[str, Tensor], index: int, num_parts: int) -> "Part":
+    def of(layout: Layout, tensors: Mapping[str, Tensor], index: int, num_parts: int) -> "WeightShard":
         """The rows that this rank holds of DTensors sharded over `num_parts` ranks; what is not sharded comes from rank 0.
 
         Raises `SettingError` for a sharding that is not by rows.
         """
         if num_parts == 1:
-            return Part.whole(layout)
+            return WeightShard.whole(layout)
         owned = {entry.name: _owned_rows(entry.name, tensors[entry.name], index) for entry in layout.entries}
         runs = [
-            Run(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
+            ShardRun(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
             for entry in layout.entries
             for low, high, start, end in entry.runs(*owned[entry.name])
         ]
-        return Part(layout, index, num_parts, tuple(runs))
+        return WeightShard(layout, index, num_parts, tuple(runs))
 
     @cached_property
-    def ranges(self) -> Ranges:
+    def ranges(self) -> ByteRanges:
         """The part's byte ranges in the layout."""
         if self.num_parts == 1:
-            return Ranges(((0, self.layout.num_bytes),))
-        return Ranges(tuple((run.start, run.end) for run in self.runs))
+            return ByteRanges(((0, self.layout.num_bytes),))
+        return ByteRanges(tuple((run.start, run.end) for run in self.runs))
 
     @property
     def num_bytes(self) -> int:

@@ -15,12 +15,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ...comm.errors import HeadraceError, WrongDigest
-from ...comm.shared_memory import Hold, Segment
+from ...comm.shared_memory import Lock, Segment
 
 T = TypeVar("T")
 
 NUM_SLOTS = 3
-LEASE_S = 2.0
+READER_LOCK_S = 2.0
 """How long a writer waits for readers that lease all slots."""
 _LAYOUT, _NEWEST = 0, 1
 _FIRST_SLOT, _SLOT_WORDS = 8, 8
@@ -34,11 +34,11 @@ class Receipt(NamedTuple):
     digest: str
 
 
-class NothingReadable(HeadraceError):
+class VersionNotAvailable(HeadraceError):
     """No complete version lies on the shelf."""
 
 
-class Held(NamedTuple):
+class StoredVersion(NamedTuple):
     """A complete version in a slot."""
 
     version: int
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class SlotWrite:
     """A slot that is being written, and for which version."""
 
     version: int
@@ -58,13 +58,13 @@ class Arriving:
     owns_lock: bool
 
 
-def choose_slot(held: Sequence[Held | None], newest: int | None, leased: Sequence[bool]) -> int | None:
+def choose_slot(stored: Sequence[StoredVersion | None], newest: int | None, locked: Sequence[bool]) -> int | None:
     """Which slot to write next: an empty one, else the oldest version's, never the newest's nor a leased one."""
-    free = [i for i in range(len(held)) if i != newest and not leased[i]]
-    return min(free, key=lambda i: -1 if (h := held[i]) is None else h.version, default=None)
+    free = [i for i in range(len(stored)) if i != newest and not locked[i]]
+    return min(free, key=lambda i: -1 if (h := stored[i]) is None else h.version, default=None)
 
 
-class Shelf:
+class VersionSlots:
     """The versions of one segment. One thread writes; any number of processes and threads read."""
 
     def __init__(self, segment: Segment) -> None:
@@ -82,116 +82,116 @@ class Shelf:
                 "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
             )
         if not self.fingerprint:
-            self.segment.shape(NUM_SLOTS, num_bytes)
+            self.segment.allocate(NUM_SLOTS, num_bytes)
             self.segment.slot(0)
             self.segment.words[_LAYOUT] = fingerprint
 
     # -------------------------------------------------------------------------------------------- the writer's side
 
-    def begin(self, version: int, *, force: bool = False) -> Arriving | None:
+    def begin(self, version: int, *, force: bool = False) -> SlotWrite | None:
         """A slot to write `version` into, without waiting; None while readers lease all that may be written.
 
         With `force` the oldest of those is taken: a reader finds its copy torn, and reads again.
         """
-        newest = self.newest_held()
-        held = [self._held(i) for i in range(NUM_SLOTS)]
-        owned = [self.segment.take(i, Hold.OWN) for i in range(NUM_SLOTS)]
+        newest = self.newest_stored()
+        held = [self._stored(i) for i in range(NUM_SLOTS)]
+        owned = [self.segment.try_lock(i, Lock.EXCLUSIVE) for i in range(NUM_SLOTS)]
         slot = choose_slot(held, newest.slot if newest else None, [not own for own in owned])
         for i, own in enumerate(owned):
             if own and i != slot:
-                self.segment.give_back(i, Hold.OWN)
+                self.segment.unlock(i, Lock.EXCLUSIVE)
         if slot is None and force:
             slot = choose_slot(held, newest.slot if newest else None, [False] * NUM_SLOTS)
         if slot is None:
             return None
         words = self._slot(slot)
         words[_GENERATION] += 1 + words[_GENERATION] % 2
-        return Arriving(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
+        return SlotWrite(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
 
-    def complete(self, arriving: Arriving, digest: str) -> None:
+    def commit(self, write: SlotWrite, digest: str) -> None:
         """Make the version readable, and the newest if it is newer than the newest."""
-        slot = self._slot(arriving.slot)
-        assert slot[_GENERATION] == arriving.generation, f"slot {arriving.slot} was taken over"
+        slot = self._slot(write.slot)
+        assert slot[_GENERATION] == write.generation, f"slot {write.slot} was taken over"
         words = int(digest, 16).to_bytes(16, "little")
         slot[_DIGEST : _DIGEST + 2] = np.frombuffer(words, dtype=np.int64)
-        slot[_VERSION] = arriving.version
-        slot[_GENERATION] = arriving.generation + 1
-        newest = self.newest_held()
-        if newest is None or arriving.version > newest.version:
-            self.segment.words[_NEWEST] = arriving.slot + 1
-        self._let_go(arriving)
+        slot[_VERSION] = write.version
+        slot[_GENERATION] = write.generation + 1
+        newest = self.newest_stored()
+        if newest is None or write.version > newest.version:
+            self.segment.words[_NEWEST] = write.slot + 1
+        self._unlock(write)
 
-    def abandon(self, arriving: Arriving) -> None:
+    def abort(self, write: SlotWrite) -> None:
         """Give up an arriving version; its slot stays empty."""
-        if self._slot(arriving.slot)[_GENERATION] == arriving.generation:
-            self._slot(arriving.slot)[_VERSION] = -1
-            self._let_go(arriving)
+        if self._slot(write.slot)[_GENERATION] == write.generation:
+            self._slot(write.slot)[_VERSION] = -1
+            self._unlock(write)
 
-    def _let_go(self, arriving: Arriving) -> None:
-        if arriving.owns_lock:
-            self.segment.give_back(arriving.slot, Hold.OWN)
+    def _unlock(self, write: SlotWrite) -> None:
+        if write.owns_lock:
+            self.segment.unlock(write.slot, Lock.EXCLUSIVE)
 
     # ------------------------------------------------------------------------------------------- the readers' side
 
     def newest(self) -> int | None:
         """The newest complete version; two reads of memory."""
-        held = self.newest_held()
+        held = self.newest_stored()
         return None if held is None else held.version
 
-    def newest_held(self) -> Held | None:
+    def newest_stored(self) -> StoredVersion | None:
         """The newest complete version and where it lies."""
         while (index := int(self.segment.words[_NEWEST]) - 1) >= 0:
             # The newest slot is never written: one that is not whole has stopped being the newest meanwhile.
-            if (held := self._held(index)) is not None:
+            if (held := self._stored(index)) is not None:
                 return held
         return None
 
-    def held(self) -> list[Held]:
+    def complete_versions(self) -> list[StoredVersion]:
         """All complete versions, oldest first."""
-        found = [h for i in range(NUM_SLOTS) if self.fingerprint and (h := self._held(i)) is not None]
+        found = [h for i in range(NUM_SLOTS) if self.fingerprint and (h := self._stored(i)) is not None]
         return sorted(found)
 
-    def find(self, version: int | None) -> Held | None:
+    def find(self, version: int | None) -> StoredVersion | None:
         """A complete version, or the newest for None."""
         if version is None:
-            return self.newest_held()
-        return next((h for h in self.held() if h.version == version), None)
+            return self.newest_stored()
+        return next((h for h in self.complete_versions() if h.version == version), None)
 
-    def is_still(self, held: Held) -> bool:
+    def is_valid(self, stored: StoredVersion) -> bool:
         """True while the slot holds what it held."""
-        return self.generation(held.slot) == held.generation
+        return self.generation(stored.slot) == stored.generation
 
     def generation(self, slot: int) -> int:
         """The slot's generation: odd while it is written."""
         return int(self._slot(slot)[_GENERATION])
 
-    def read(self, into: np.ndarray, version: int | None = None) -> Held:
-        """Copy a version (the newest for None) into a buffer, uint8 [num_bytes]. Raises `NothingReadable`.
+    def read(self, into: np.ndarray, version: int | None = None) -> StoredVersion:
+        """Copy a version (the newest for None) into a buffer, uint8 [num_bytes]. Raises `VersionNotAvailable`.
 
         What is returned was whole: a slot that was written during the copy is read again. Never waits for a writer.
         """
-        return self.read_by(lambda source: np.copyto(into, source), version)[0]
+        return self.read_with(lambda source: np.copyto(into, source), version)[0]
 
-    def read_by(self, copy: Callable[[np.ndarray], T], version: int | None = None) -> tuple[Held, T]:
+    def read_with(self, copy: Callable[[np.ndarray], T], version: int | None = None) -> tuple[StoredVersion, T]:
         """The same with a way to copy of the caller's own; returns what that returned besides."""
         while (held := self.find(version)) is not None:
-            is_leased = self.segment.take(held.slot, Hold.LEASE)
+            is_leased = self.segment.try_lock(held.slot, Lock.SHARED)
             try:
                 result = copy(self.segment.slot(held.slot))
             finally:
                 if is_leased:
-                    self.segment.give_back(held.slot, Hold.LEASE)
-            if self.is_still(held):
+                    self.segment.unlock(held.slot, Lock.SHARED)
+            if self.is_valid(held):
                 return held, result
-        raise NothingReadable("no version yet" if version is None else f"version {version} is not held")
+        raise VersionNotAvailable("no version yet" if version is None else f"version {version} is not held")
 
-    def _held(self, index: int) -> Held | None:
+    def _stored(self, index: int) -> StoredVersion | None:
         slot = self._slot(index)
         generation = int(slot[_GENERATION])
         version, digest = int(slot[_VERSION]), slot[_DIGEST : _DIGEST + 2].tobytes()
         if generation == 0 or generation % 2 or version < 0 or generation != int(slot[_GENERATION]):
             return None
-        return Held(version, f"{int.from_bytes(digest, 'little'):032x}", index, generation)
+        return StoredVersion(version, f"{int.from_bytes(digest, 'little'):032x}", index, generation)
 
     def _slot(self, index: int) -> np.ndarray:
         start = _FIRST_SLOT + index * _SLOT_WORDS

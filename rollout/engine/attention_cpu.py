@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...trainer.policy.attention import Rule, masked_attention
-from ...trainer.policy.exact_attention import NEVER, ROWS, attend_pages, merge_in_order
+from ...trainer.policy.attention import AttentionSpec, masked_attention
+from ...trainer.policy.exact_attention import MASKED_SCORE, ROWS, attend_pages, merge_in_order
 from .batch import DecodeBatch
 from .kv_cache import KVCache
 
-NOWHERE = 1 << 40
+NO_POSITION = 1 << 40
 """Position of a key that no query may see."""
 
 
@@ -34,7 +34,7 @@ class PoolAttention:
 
     def prepare(self, batch: DecodeBatch) -> None:
         """Bring the plan up to the batch's positions."""
-        self.lines = self.cache.lines(batch.slots())
+        self.cache_rows = self.cache.cache_rows(batch.slots())
         if self._generation != batch.generation:
             self._generation = batch.generation
             self._plan(batch)
@@ -42,9 +42,9 @@ class PoolAttention:
         self._age = self._positions.index_select(0, self._owner)[:, None] - self._keys
         self._biases: dict[int | None, Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
-        self.cache.write(layer, self.lines, key, value)
+        self.cache.write(layer, self.cache_rows, key, value)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         q = query.index_select(0, self._owner).unflatten(1, heads)
@@ -61,7 +61,9 @@ class PoolAttention:
         merged = self._merge(out, lse, self._parts)
         return merged.transpose(1, 2).flatten(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rule: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
         """Partial results [N, R, kv_heads, d] and their log-sum-exps [N, R, kv_heads] of q [N, kv_heads, R, d]."""
         rows = q.shape[2]
         if self.is_exact:
@@ -71,18 +73,18 @@ class PoolAttention:
         out, lse = attend_pages(q, k, v, bias, rule.scale)
         return out.transpose(1, 2)[:, :rows], lse.transpose(1, 2)[:, :rows]
 
-    def _low_bias(self, rule: Rule, like: Tensor) -> Tensor:
+    def _low_bias(self, rule: AttentionSpec, like: Tensor) -> Tensor:
         if rule.window not in self._biases:
             sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
-            self._biases[rule.window] = torch.where(sees, 0.0, NEVER).to(like.dtype)[:, None, None, :]
+            self._biases[rule.window] = torch.where(sees, 0.0, MASKED_SCORE).to(like.dtype)[:, None, None, :]
         return self._biases[rule.window]
 
-    def _high_bias(self, rule: Rule, like: Tensor, group: int) -> Tensor | None:
+    def _high_bias(self, rule: AttentionSpec, like: Tensor, group: int) -> Tensor | None:
         """Shared pages are full: only a window hides keys. [pages, 1, places * group, page_size]."""
         if rule.window is None:
             return like.new_zeros(1, 1, 1, self.cache.page_size) if self.is_exact else None
         age = self._positions[self._sharers][:, :, None] - self._high_keys[:, None, :]
-        bias = torch.where(age < rule.window, 0.0, NEVER).to(like.dtype)
+        bias = torch.where(age < rule.window, 0.0, MASKED_SCORE).to(like.dtype)
         return bias.repeat_interleave(group, 1).unsqueeze(1)
 
     def _plan(self, batch: DecodeBatch) -> None:
@@ -95,7 +97,7 @@ class PoolAttention:
         owner = np.zeros(self._num_low, dtype=np.int64)
         owner[pages] = rows
         parts[rows, cols] = pages
-        starts = np.full(self._num_low, NOWHERE, dtype=np.int64)
+        starts = np.full(self._num_low, NO_POSITION, dtype=np.int64)
         starts[pages] = cols * self.cache.page_size
         self._keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
         self._owner = torch.from_numpy(owner)
@@ -133,16 +135,16 @@ class GatherAttention:
     def prepare(self, batch: DecodeBatch) -> None:
         """Bring the plan up to the batch's positions."""
         device, size = self.cache.keys[0].device, self.cache.page_size
-        self.lines = self.cache.lines(batch.slots())
+        self.cache_rows = self.cache.cache_rows(batch.slots())
         positions = torch.from_numpy(batch.positions).to(device)
         keys = torch.arange(int(batch.num_pages.max()) * size, device=device)
         table = torch.from_numpy(batch.table).to(device)
-        self._every = self.cache.lines((table[:, keys // size] * size + keys % size).flatten())
+        self._every = self.cache.cache_rows((table[:, keys // size] * size + keys % size).flatten())
         self._age = positions[:, None] - keys[None, :]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
-        self.cache.write(layer, self.lines, key, value)
+        self.cache.write(layer, self.cache_rows, key, value)
         keys, values = (x.unflatten(0, (len(query), -1)) for x in self.cache.read(layer, self._every))
         sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
         q, k, v = query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...trainer.policy.attention import Rule
+from ...trainer.policy.attention import AttentionSpec
 from .batch import DecodeBatch
 from .kv_cache import KVCache
 
@@ -28,7 +28,7 @@ class TableAttention:
         self.cache = cache
         self.table = torch.zeros(0, dtype=torch.int32)
         self.lengths = torch.zeros(0, dtype=torch.int32)
-        self.lines = torch.zeros(0, dtype=torch.long)
+        self.cache_rows = torch.zeros(0, dtype=torch.long)
         self._generation = -1
 
     def prepare(self, batch: DecodeBatch) -> None:
@@ -38,14 +38,14 @@ class TableAttention:
             width = int(batch.num_pages.max())
             self.table = torch.from_numpy(batch.table[:, :width]).to(batch.device, torch.int32).contiguous()
         self.lengths = torch.from_numpy(batch.positions + 1).to(batch.device, torch.int32)
-        self.lines = self.cache.lines(batch.slots())
+        self.cache_rows = self.cache.cache_rows(batch.slots())
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
-        self.cache.write(layer, self.lines, key, value)
+        self.cache.write(layer, self.cache_rows, key, value)
         return self.attend(query, self.cache.keys[layer], self.cache.values[layer], rule)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
         """query [B, heads, d] over keys and values [pages, kv_heads, page_size, d]."""
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class TritonAttention(TableAttention):
 
         self._paged_decode = paged_decode
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
         """See `TableAttention`."""
         return self._paged_decode(query, keys, values, self.table, self.lengths, rule.scale, rule.window, rule.softcap)
 
@@ -77,7 +77,7 @@ class FlashAttention(TableAttention):
 
         self._kernel: Any = flash_attn_with_kvcache
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
         """See `TableAttention`."""
         out = self._kernel(
             query[:, None], keys.transpose(1, 2), values.transpose(1, 2), cache_seqlens=self.lengths,
@@ -98,7 +98,7 @@ class VarlenAttention(TableAttention):
 
         self._kernel: Any = varlen_attn
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
         """See `TableAttention`."""
         starts = torch.arange(len(query) + 1, device=query.device, dtype=torch.int32)
         key_starts = F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...trainer.policy.attention import PackedAttention, Rule, band, masked_attention
+from ...trainer.policy.attention import AttentionSpec, PackedAttention, band, masked_attention
 from ...trainer.policy.exact_attention import Run, TileAttention
 from .kv_cache import KVCache
 
@@ -17,19 +17,19 @@ class PrefillAttention:
     def __init__(self, cache: KVCache, runs: Sequence[Run], device: torch.device) -> None:
         self.cache = cache
         starts = np.cumsum([0, *(run.stop - run.start for run in runs)])
-        self.lines = _lines(cache, [(run, run.start) for run in runs], device)
+        self.cache_rows = _cache_rows(cache, [(run, run.start) for run in runs], device)
         fresh = [run for run in runs if run.start == 0]
         assert all(run.start == 0 for run in runs[: len(fresh)]), "fresh sequences come first"
         self._fresh = PackedAttention([run.stop for run in fresh], device) if fresh else None
         self._num_fresh = int(starts[len(fresh)])
         self._continued = [
-            (slice(int(starts[index]), int(starts[index + 1])), _lines(cache, [(runs[index], 0)], device))
+            (slice(int(starts[index]), int(starts[index + 1])), _cache_rows(cache, [(runs[index], 0)], device))
             for index in range(len(fresh), len(runs))
         ]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `trainer.attention.Attention`."""
-        self.cache.write(layer, self.lines, key, value)
+        self.cache.write(layer, self.cache_rows, key, value)
         parts = []
         if self._fresh is not None:
             count = self._num_fresh
@@ -47,20 +47,20 @@ class ExactPrefillAttention:
 
     def __init__(self, cache: KVCache, runs: Sequence[Run], device: torch.device) -> None:
         self.cache = cache
-        self.lines = _lines(cache, [(run, run.start) for run in runs], device)
+        self.cache_rows = _cache_rows(cache, [(run, run.start) for run in runs], device)
         self._tiles = TileAttention(runs, device)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `trainer.attention.Attention`."""
-        self.cache.write(layer, self.lines, key, value)
+        self.cache.write(layer, self.cache_rows, key, value)
         return self._tiles(query, self.cache.keys[layer], self.cache.values[layer], rule)
 
 
-def _lines(cache: KVCache, parts: Sequence[tuple[Run, int]], device: torch.device) -> Tensor:
+def _cache_rows(cache: KVCache, parts: Sequence[tuple[Run, int]], device: torch.device) -> Tensor:
     """Where the tokens of each run, from a first one on, lie in the cache."""
     slots = []
     for run, first in parts:
         positions = np.arange(first, run.stop)
         pages = np.array(run.pages, dtype=np.int64)[positions // cache.page_size]
         slots.append(pages * cache.page_size + positions % cache.page_size)
-    return cache.lines(torch.from_numpy(np.concatenate(slots)).to(device))
+    return cache.cache_rows(torch.from_numpy(np.concatenate(slots)).to(device))

@@ -18,7 +18,7 @@ SPLIT = 512
 """Keys of one program."""
 BLOCK = 32
 """Keys of one iteration."""
-EVER = 1 << 30
+NO_WINDOW = 1 << 30
 """A window that hides nothing."""
 
 
@@ -108,7 +108,7 @@ def paged_decode(
     lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     group, dim_rows = heads // kv_heads, triton.next_power_of_2(dim)
     _split_kernel[(rows, kv_heads, splits)](
-        query, keys, values, table, lengths, parts, lse, scale, softcap or 1.0, EVER if window is None else window,
+        query, keys, values, table, lengths, parts, lse, scale, softcap or 1.0, NO_WINDOW if window is None else window,
         table.stride(0), keys.stride(0), keys.stride(1), GROUP=group,
         GROUP_ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_ROWS=max(16, dim_rows), PAGE=page,
         KV_HEADS=kv_heads, SPLITS=splits, SPLIT=SPLIT, BLOCK=BLOCK, HAS_SOFTCAP=softcap is not None, num_warps=4,

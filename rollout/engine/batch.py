@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .kv_cache import PagePool
-from .sampling import SamplingRows
+from .sampling import SamplingBatch
 from .sequence import Sequence
 
 
@@ -49,8 +49,8 @@ class DecodeBatch:
         self.tokens = torch.from_numpy(np.array(newest, dtype=np.int64)).to(self.device)
         drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
         self.drawn = torch.from_numpy(drawn).to(self.device)
-        self.sampling = SamplingRows([s.params for s in sequences], [s.key for s in sequences], self.device)
-        self.sampling.remember((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
+        self.sampling = SamplingBatch([s.params for s in sequences], [s.key for s in sequences], self.device)
+        self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
 
     def extend(self) -> None:
         """Take over pages that the scheduler gave to the running sequences since."""

@@ -15,7 +15,7 @@ from ...trainer.policy.attention import Attention
 from ...trainer.policy.decoder import Head
 from .attention_cuda import TableAttention
 from .batch import DecodeBatch
-from .sampling import Draw, SamplingRows, sample
+from .sampling import Sample, SamplingBatch, sample
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -55,7 +55,7 @@ class DecodeGraphs:
         """Whether these rows sample in the plain way that is captured."""
         return batch.sampling.is_plain and not batch.sampling.wants_raw and batch.sampling.seen is None
 
-    def decode(self, batch: DecodeBatch) -> Draw:
+    def decode(self, batch: DecodeBatch) -> Sample:
         """Draw the next token of every row."""
         rows = len(batch)
         size = next(size for size in self._sizes if size >= rows)
@@ -69,7 +69,7 @@ class DecodeGraphs:
         if size not in self._graphs:
             self._capture(size)
         self._graphs[size].replay()
-        return Draw(self._tokens[:rows].clone(), self._logprobs[:rows].clone(), None)
+        return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone(), None)
 
     def forget(self) -> None:
         """The weights lie elsewhere now: capture anew."""
@@ -93,9 +93,9 @@ class DecodeGraphs:
         columns = (positions // page).clamp_(max=self._table.shape[1] - 1)
         pages = self._table[:size].gather(1, columns[:, None])[:, 0].long()
         attention.table, attention.lengths = self._table[:size], (positions + 1).int()
-        attention.lines = attention.cache.lines(pages * page + positions % page)
+        attention.cache_rows = attention.cache.cache_rows(pages * page + positions % page)
         hidden = self._forward(self._tokens[:size], positions, attention)
-        rows = SamplingRows.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
+        rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
         draw = sample(self._head(hidden, out=self._logits), rows, self._drawn[:size], self._scratch[:size])
         self._tokens[:size].copy_(draw.tokens)
         self._logprobs[:size].copy_(draw.logprobs)

@@ -16,26 +16,26 @@ from torch import Tensor
 
 from ...comm.errors import SettingError
 from ...trainer.policy.model import Policy, default_device, load_policy
-from ...trainer.policy.tensor_parallel import Shard
+from ...trainer.policy.tensor_parallel import TensorParallel
 from .attention_backends import page_size_for
 from .batch import DecodeBatch
 from .exact_check import check_exact
 from .kv_cache import KVCache, PagePool
-from .memory import memory_of, page_budget
+from .memory import available_memory, plan_cache
 from .runner import Runner
-from .sampling import Draw, SamplingParams, stream_key
+from .sampling import Sample, SamplingParams, stream_key
 from .scheduler import Scheduler
-from .sequence import Completion, Group, Live, Parcel, Sequence
+from .sequence import Completion, Sequence, SequenceGroup, SequenceProgress, SequenceState
 from .text import Text
 
 log = logging.getLogger(__name__)
 
 
-class Pending(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step that is launched and not read yet."""
 
     sequences: list[Sequence]
-    draw: Draw
+    sample: Sample
     ready: torch.cuda.Event | None
 
 
@@ -73,14 +73,16 @@ class Engine:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
         if not isinstance(policy, Policy):
             self.text = Text(tokenizer) if tokenizer is not None else Text.of(policy)
-            policy = load_policy(policy, dtype, device or default_device(exact=exact), shard=Shard(tp_group))
+            policy = load_policy(
+                policy, dtype, device or default_device(exact=exact), tensor_parallel=TensorParallel(tp_group)
+            )
         else:
             self.text = Text(tokenizer)
         self.policy = policy
         self.seed = seed
         page_size = page_size or page_size_for(attention)
-        num_kv_heads = policy.num_kv_heads // policy.shard.size
-        budget = page_budget(policy, page_size, max_running, kv_gb, memory_of(policy.device, gpu_share))
+        num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
+        budget = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
         self.pool = PagePool(budget.num_pages, page_size)
         shape = (budget.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
@@ -90,9 +92,9 @@ class Engine:
         self.description = f"{self.runner.description}, {budget}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
-        self._is_lagging = policy.device.type == "cuda"
-        self._pending: Pending | None = None
-        self._late: list[Completion] = []
+        self._is_async = policy.device.type == "cuda"
+        self._in_flight: InFlightStep | None = None
+        self._finished_early: list[Completion] = []
         self._next_id = 0
 
     # ------------------------------------------------------------------------------------------------ lists in, lists out
@@ -156,9 +158,9 @@ class Engine:
     def step(self) -> list[Completion]:
         """Prefill what may enter, decode one token for every running sequence; returns those that finished."""
         scheduler = self.scheduler
-        finished, self._late = self._late, []
-        if self._must_settle():
-            finished += self._settle()
+        finished, self._finished_early = self._finished_early, []
+        if self._must_drain():
+            finished += self._drain()
         has_changed = bool(scheduler.make_room())
         chunks = scheduler.next_chunks()
         if chunks:
@@ -177,7 +179,7 @@ class Engine:
 
     def pause(self, trajectory_id: int) -> bool:
         """Hold a running trajectory; it keeps its pages until others need them. False if it does not run."""
-        self._late += self._settle()
+        self._finished_early += self._drain()
         return self.scheduler.pause(trajectory_id)
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
@@ -186,14 +188,14 @@ class Engine:
 
     def cancel(self, trajectory_id: int) -> bool:
         """Forget a trajectory; False if it is not here."""
-        self._late += self._settle()
+        self._finished_early += self._drain()
         return self.scheduler.cancel(trajectory_id) is not None
 
-    def live(self) -> list[Live]:
+    def unfinished(self) -> list[SequenceProgress]:
         """Every trajectory that is queued, running or paused."""
         waiting = [s for group in self.scheduler.waiting for s in group.sequences]
         held = (*self.scheduler.running, *self.scheduler.paused, *waiting)
-        return [Live(s.trajectory_id, s.num_tokens) for s in held]
+        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in held]
 
     @property
     def num_running(self) -> int:
@@ -213,7 +215,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing is queued, running or paused."""
-        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused or self._late)
+        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused or self._finished_early)
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Make these tensors (by parameter name) the weights, without a copy; overwriting them later is a new version."""
@@ -226,36 +228,38 @@ class Engine:
 
     def recompute(self) -> None:
         """Forget all keys and values, for weights that are about to change; what was running is prefilled again."""
-        self._late += self._settle()
+        self._finished_early += self._drain()
         self.scheduler.forget()
 
-    def take_out(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[Parcel]:
+    def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[SequenceState]:
         """Remove trajectories, wherever they are, for another engine on the same weights (or this one, later).
 
-        with_cache: also their keys and values, where they have any; else `put_in` computes them again. One that has finished
+        with_cache: also their keys and values, where they have any; else `import_sequences` computes them again. One that has finished
         meanwhile stays and comes out of the next `step`.
         """
-        self._late += self._settle()
+        self._finished_early += self._drain()
         parcels = []
         for trajectory_id in trajectory_ids:
             sequence = self.scheduler.find(trajectory_id)
             if sequence is None:
-                assert any(done.trajectory_id == trajectory_id for done in self._late), f"no trajectory {trajectory_id}"
+                assert any(done.trajectory_id == trajectory_id for done in self._finished_early), (
+                    f"no trajectory {trajectory_id}"
+                )
                 continue
             cache = (
                 self.cache.export(sequence.pages, sequence.num_cached) if with_cache and sequence.num_cached else None
             )
             self.scheduler.cancel(trajectory_id)
-            parcels.append(sequence.parcel(cache))
+            parcels.append(sequence.export_state(cache))
         return parcels
 
-    def put_in(self, parcels: Many[Parcel]) -> None:
+    def import_sequences(self, states: Many[SequenceState]) -> None:
         """Go on with trajectories that another engine took out; they queue like new ones."""
-        for parcel in parcels:
+        for parcel in states:
             self._check_prompt(parcel.prompt_ids)
             sequence = self._sequence(parcel.prompt_ids, parcel.params, parcel.trajectory_id, 0)
-            sequence.take_over(parcel)
-            group = Group([sequence], sequence.prompt_ids + sequence.token_ids)
+            sequence.restore(parcel)
+            group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
             if parcel.cache is not None and self.scheduler.reserve(group, parcel.cache.shape[2]):
                 self.cache.load(group.pages, parcel.cache)
                 group.num_cached = parcel.cache.shape[2]
@@ -277,7 +281,7 @@ class Engine:
         self._check_prompt(prompt_ids)
         samples = zip(ids, each, streams, strict=True)
         sequences = [self._sequence(prompt_ids, wanted, sample, stream) for sample, wanted, stream in samples]
-        self.scheduler.add(Group(sequences, list(prompt_ids)))
+        self.scheduler.add(SequenceGroup(sequences, list(prompt_ids)))
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         policy = self.policy
@@ -308,28 +312,28 @@ class Engine:
         batch.advance(draw.tokens)
         for sequence in batch.sequences:
             sequence.num_cached += 1
-        before, self._pending = self._pending, Pending(batch.sequences, *draw.to_host())
-        if not self._is_lagging:
-            return self._settle()
+        before, self._in_flight = self._in_flight, InFlightStep(batch.sequences, *draw.to_host())
+        if not self._is_async:
+            return self._drain()
         return [] if before is None else self._read(before)
 
-    def _must_settle(self) -> bool:
+    def _must_drain(self) -> bool:
         """Whether the next step's rows cannot be known before the launched one is read."""
         scheduler = self.scheduler
-        if self._pending is None:
+        if self._in_flight is None:
             return False
         may_enter = bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_running
         is_short = self.pool.num_free < len(scheduler.running)
         is_last = any(len(s.token_ids) + 1 >= s.limit for s in scheduler.running)
         return may_enter or is_short or is_last or self.batch.sequences != scheduler.running
 
-    def _settle(self) -> list[Completion]:
+    def _drain(self) -> list[Completion]:
         """Read the step that is launched, if any."""
-        pending, self._pending = self._pending, None
+        pending, self._in_flight = self._in_flight, None
         return [] if pending is None else self._read(pending)
 
-    def _read(self, step: Pending) -> list[Completion]:
-        draw = step.draw
+    def _read(self, step: InFlightStep) -> list[Completion]:
+        draw = step.sample
         if step.ready is not None:
             step.ready.synchronize()
         logprobs = draw.logprobs.tolist()
@@ -346,5 +350,5 @@ class Engine:
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:
-            self.batch.sequences, self._pending = [], None
+            self.batch.sequences, self._in_flight = [], None
         return [sequence.completion(self.text.decode(sequence)) for sequence in finished]

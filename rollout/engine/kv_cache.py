@@ -91,20 +91,20 @@ class KVCache:
         self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
         self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
 
-    def lines(self, slots: Tensor) -> Tensor:
+    def cache_rows(self, slots: Tensor) -> Tensor:
         """Where the heads' vectors of slots [T] lie: [T * kv_heads]. A slot is page * page_size + offset."""
         offsets = slots % self.page_size
         return (((slots - offsets) * self.num_kv_heads + offsets)[:, None] + self._heads).flatten()
 
-    def write(self, layer: int, lines: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, cache_rows: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [T, kv_heads, d] at lines [T * kv_heads]."""
-        self.keys[layer].flatten(0, 2).index_copy_(0, lines, key.flatten(0, 1))
-        self.values[layer].flatten(0, 2).index_copy_(0, lines, value.flatten(0, 1))
+        self.keys[layer].flatten(0, 2).index_copy_(0, cache_rows, key.flatten(0, 1))
+        self.values[layer].flatten(0, 2).index_copy_(0, cache_rows, value.flatten(0, 1))
 
-    def read(self, layer: int, lines: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, cache_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, kv_heads, d] at lines [T * kv_heads]."""
         both = (self.keys[layer], self.values[layer])
-        keys, values = (t.flatten(0, 2).index_select(0, lines).unflatten(0, (-1, self.num_kv_heads)) for t in both)
+        keys, values = (t.flatten(0, 2).index_select(0, cache_rows).unflatten(0, (-1, self.num_kv_heads)) for t in both)
         return keys, values
 
     def copy_page(self, source: int, target: int) -> None:
@@ -114,13 +114,13 @@ class KVCache:
 
     def export(self, pages: list[int], num_tokens: int) -> Tensor:
         """Keys and values of the first tokens in these pages: [layers, 2, tokens, kv_heads, head_dim], on the host."""
-        lines = self.lines(self._slots(pages, num_tokens))
+        lines = self.cache_rows(self._slots(pages, num_tokens))
         both = [torch.stack(self.read(layer, lines)) for layer in range(len(self.keys))]
         return torch.stack(both).cpu()
 
     def load(self, pages: list[int], exported: Tensor) -> None:
         """Write what `export` gave into these pages."""
-        lines = self.lines(self._slots(pages, exported.shape[2]))
+        lines = self.cache_rows(self._slots(pages, exported.shape[2]))
         for layer, (keys, values) in enumerate(exported.to(lines.device)):
             self.write(layer, lines, keys, values)
 

@@ -9,7 +9,7 @@ from ...comm.errors import SettingError
 from ...trainer.policy.model import Policy
 
 
-class Budget(NamedTuple):
+class CachePlan(NamedTuple):
     """Pages of the cache, the tokens and the bytes of one."""
 
     num_pages: int
@@ -21,7 +21,7 @@ class Budget(NamedTuple):
         return f"{self.num_pages} pages of {self.page_size} tokens, {size:.3g} GB of KV cache"
 
 
-class Memory(NamedTuple):
+class AvailableMemory(NamedTuple):
     """Bytes that a cache may take, those that it takes unasked, and what bounds them."""
 
     free: int
@@ -29,23 +29,25 @@ class Memory(NamedTuple):
     bound: str
 
 
-def memory_of(device: torch.device, gpu_share: float) -> Memory:
+def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
     """Of a GPU, `gpu_share` less what is taken; of the host, what is free, unasked half of it, since others start beside."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         left = max(0, int(gpu_share * total) - (total - free))
-        return Memory(left, left, f"generator.gpu_share={gpu_share:g} of the GPU")
+        return AvailableMemory(left, left, f"generator.gpu_share={gpu_share:g} of the GPU")
     free = _free_on_host()
-    return Memory(free, free // 2, "the free memory")
+    return AvailableMemory(free, free // 2, "the free memory")
 
 
-def page_budget(policy: Policy, page_size: int, max_running: int, kv_gb: float | None, memory: Memory) -> Budget:
+def plan_cache(
+    policy: Policy, page_size: int, max_running: int, kv_gb: float | None, memory: AvailableMemory
+) -> CachePlan:
     """Pages for `kv_gb`, or by default for `max_running` sequences of full context as far as the memory goes.
 
     All ranks of a replica get the same number, that of the rank with the least room. Raises SettingError for more than there
     is, and for less than one sequence of full context needs.
     """
-    num_kv_heads = policy.num_kv_heads // policy.shard.size
+    num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
     page_bytes = 2 * policy.num_layers * page_size * num_kv_heads * policy.head_dim * policy.dtype.itemsize
     # One page is nobody's, one more lets a sequence fork.
     least = -(-policy.context // page_size) + 2
@@ -63,7 +65,7 @@ def page_budget(policy: Policy, page_size: int, max_running: int, kv_gb: float |
             f"generator.kv_gb: {given} does not hold one sequence of {policy.context} tokens; "
             f"at least {least * page_bytes / 1e9:.3g} GB are needed"
         )
-    return Budget(policy.shard.least(num_pages, policy.device), page_size, page_bytes)
+    return CachePlan(policy.tensor_parallel.all_reduce_min(num_pages, policy.device), page_size, page_bytes)
 
 
 def _free_on_host() -> int:

@@ -15,7 +15,7 @@ from .attention_prefill import ExactPrefillAttention, PrefillAttention
 from .batch import DecodeBatch
 from .cuda_graphs import DecodeGraphs
 from .kv_cache import KVCache
-from .sampling import Draw, sample
+from .sampling import Sample, sample
 from .scheduler import Chunk
 
 
@@ -30,8 +30,8 @@ class Runner:
         self.cache = cache
         self.exact = exact
         is_lean = LeanDecoder.supports(policy) and not exact
-        if exact and policy.shard.size > 1:
-            raise SettingError(f"rollout.tp: exact mode runs on one rank only, not on {policy.shard.size}")
+        if exact and policy.tensor_parallel.size > 1:
+            raise SettingError(f"rollout.tp: exact mode runs on one rank only, not on {policy.tensor_parallel.size}")
         if exact:
             self.forward = policy.exact or policy.make_exact()
         else:
@@ -43,14 +43,14 @@ class Runner:
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
         self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
         self._graphs: DecodeGraphs | None = None
-        is_alone = policy.shard.size == 1  # sums over ranks are not captured
+        is_alone = policy.tensor_parallel.size == 1  # sums over ranks are not captured
         if is_alone and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
             space = (self._logits, self._scratch)
             max_pages = -(-policy.context // cache.page_size)
             self._graphs = DecodeGraphs(self.forward, self.head, self.attention, space, max_pages, max_running)
         forward = "exact" if exact else "module" if self.forward is policy else "lean"
         graphs = "" if self._graphs is None else ", CUDA graphs"
-        dtype, tp = str(policy.dtype).removeprefix("torch."), policy.shard.size
+        dtype, tp = str(policy.dtype).removeprefix("torch."), policy.tensor_parallel.size
         shard = f", tp {tp}" if tp > 1 else ""
         self.description = (
             f"{forward} forward in {dtype} on {policy.device}{shard}, attention '{self.attention.name}'{graphs}"
@@ -83,7 +83,7 @@ class Runner:
         attention: Attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
         self.forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
 
-    def decode(self, batch: DecodeBatch) -> Draw:
+    def decode(self, batch: DecodeBatch) -> Sample:
         """Draw the next token of every row."""
         if self._graphs is not None and self._graphs.can_run(batch):
             return self._graphs.decode(batch)
@@ -92,5 +92,5 @@ class Runner:
         hidden: Tensor = self.forward(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
         draw = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
-        self.policy.shard.agree(draw.tokens)
+        self.policy.tensor_parallel.broadcast_tokens(draw.tokens)
         return draw

@@ -86,7 +86,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return ((x >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
-class SamplingRows:
+class SamplingBatch:
     """The sampling parameters of the sequences that decode together, by row; on the device that samples."""
 
     def __init__(
@@ -117,14 +117,14 @@ class SamplingRows:
             self.penalty = column([p.repetition_penalty for p in params])[:, None]
 
     @classmethod
-    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingRows":
+    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
         """Plain rows, greedy or not, whose parameters lie in tensors that may be overwritten: for captured graphs."""
         rows = cls([], [])
         rows.keys, rows.scale, rows.is_greedy = keys, scale, is_greedy
         rows.has_greedy = rows.has_random = rows.is_plain = True
         return rows
 
-    def remember(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
+    def record_tokens(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
         """What each row has said so far; needed for a repetition penalty only."""
         if self._has_penalty:
             self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.device)
@@ -132,24 +132,24 @@ class SamplingRows:
                 row[torch.tensor(said, device=self.device)] = True
 
 
-class Draw(NamedTuple):
+class Sample(NamedTuple):
     """Tokens [B] int64; their log-probabilities fp32 [B]; the raw ones where a row wants them."""
 
     tokens: Tensor
     logprobs: Tensor
     raw: Tensor | None
 
-    def to_host(self) -> "tuple[Draw, torch.cuda.Event | None]":
+    def to_host(self) -> "tuple[Sample, torch.cuda.Event | None]":
         """A copy on the host, and the event after which it is there: steps launched later do not hold it up."""
         if not self.tokens.is_cuda:
             return self, None
-        copy = Draw(*(None if x is None else x.to("cpu", non_blocking=True) for x in self))  # pyright: ignore
+        copy = Sample(*(None if x is None else x.to("cpu", non_blocking=True) for x in self))  # pyright: ignore
         ready = torch.cuda.Event()
         ready.record()
         return copy, ready
 
 
-def sample(logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tensor | None = None) -> Draw:
+def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tensor | None = None) -> Sample:
     """One token per row, with its log-probability under the distribution it was drawn from.
 
     logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: space
@@ -176,10 +176,10 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor, scratch: Tenso
     at = tokens[:, None]
     if rows.seen is not None:
         rows.seen.scatter_(1, at, True)
-    return Draw(tokens, logprobs.gather(1, at)[:, 0], None if raw is None else raw.gather(1, at)[:, 0])
+    return Sample(tokens, logprobs.gather(1, at)[:, 0], None if raw is None else raw.gather(1, at)[:, 0])
 
 
-def _filtered(scaled: Tensor, rows: SamplingRows) -> Tensor:
+def _filtered(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """Logits [B, vocab] with -inf where top-k, then top-p, then min-p drop a token."""
     values, order = scaled.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[-1], device=values.device)

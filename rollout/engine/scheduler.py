@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from .kv_cache import PagePool
-from .sequence import Group, Sequence
+from .sequence import Sequence, SequenceGroup
 
 HOLES_CLOSED_ABOVE = 0.85
 """Pages are moved together when less than this share of their range is in use."""
@@ -20,7 +20,7 @@ HOLES_CLOSED_ABOVE = 0.85
 class Chunk(NamedTuple):
     """Tokens [start, stop) of a group's prefix, to be prefilled now."""
 
-    group: Group
+    group: SequenceGroup
     start: int
     stop: int
 
@@ -44,14 +44,14 @@ class Scheduler:
         self.pool = pool
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
-        self.waiting: deque[Group] = deque()
+        self.waiting: deque[SequenceGroup] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.num_preempted = 0
         self.num_recomputed = 0
         """Tokens that gave up their place in the cache to be prefilled again."""
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """Put a new group at the end of the queue."""
         self.waiting.append(group)
 
@@ -117,7 +117,7 @@ class Scheduler:
 
         Attention reads the whole range of pages in use, holes included, so holes cost time. A few are left alone.
         """
-        places: dict[int, list[tuple[Sequence | Group, int]]] = {}
+        places: dict[int, list[tuple[Sequence | SequenceGroup, int]]] = {}
         for holder in (*self.running, *self.paused, *self.waiting):
             pages = enumerate(holder.pages)
             for index, page in (
@@ -154,11 +154,11 @@ class Scheduler:
         sequence = next(s for s in self.paused if s.trajectory_id == trajectory_id)
         self.paused.remove(sequence)
         sequence.insert(token_ids)
-        group = Group([sequence], sequence.prompt_ids + sequence.token_ids)
+        group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
         group.pages, group.num_cached, group.num_shared = sequence.pages, sequence.num_cached, sequence.num_shared
         self.waiting.append(group)
 
-    def reserve(self, group: Group, num_tokens: int) -> bool:
+    def reserve(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Give a group that is about to be added pages for tokens whose cache it brings along; False if none are free."""
         return self._take_pages(group, num_tokens)
 
@@ -199,7 +199,7 @@ class Scheduler:
         """Assert that every page has exactly the owners it counts."""
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
 
-    def _take_pages(self, group: Group, num_tokens: int) -> bool:
+    def _take_pages(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Grow a group's pages to hold `num_tokens`. One page per running row stays in reserve while any runs."""
         missing = self.pool.pages_for(num_tokens) - len(group.pages)
         if missing + len(self.running) > self.pool.num_free:
@@ -211,11 +211,11 @@ class Scheduler:
             group.num_shared += is_shared
         return True
 
-    def _can_fork(self, group: Group) -> bool:
+    def _can_fork(self, group: SequenceGroup) -> bool:
         needs_page = len(group.sequences) > 1 or group.prefix_length % self.pool.page_size == 0
         return not needs_page or self.pool.num_free > 0
 
-    def _fork(self, group: Group) -> Fork:
+    def _fork(self, group: SequenceGroup) -> Fork:
         sequence = group.sequences.pop(0)
         sequence.num_cached = group.prefix_length
         sequence.num_shared = group.num_shared
@@ -240,9 +240,9 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.num_recomputed += sequence.num_cached
         self._release(sequence)
-        self.waiting.appendleft(Group([sequence], sequence.prompt_ids + sequence.token_ids))
+        self.waiting.appendleft(SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids))
 
-    def _drop_something(self, keep: Group | None = None) -> bool:
+    def _drop_something(self, keep: SequenceGroup | None = None) -> bool:
         """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`."""
         for sequence in reversed(self.paused):
             if sequence.pages:
@@ -254,7 +254,7 @@ class Scheduler:
                 return True
         return False
 
-    def _forget_prefix(self, group: Group) -> None:
+    def _forget_prefix(self, group: SequenceGroup) -> None:
         self.pool.give_back(group.pages)
         group.pages, group.num_cached, group.num_shared = [], 0, 0
 

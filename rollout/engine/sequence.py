@@ -25,7 +25,7 @@ class Completion:
     """The response decoded, without special tokens, up to a stop string; empty where the policy has no tokenizer."""
 
 
-class Live(NamedTuple):
+class SequenceProgress(NamedTuple):
     """An unfinished trajectory in a generator; `num_tokens` of prompt and response so far."""
 
     trajectory_id: int
@@ -33,7 +33,7 @@ class Live(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
+class SequenceState:
     """An unfinished trajectory on its way to another engine with the same weights."""
 
     trajectory_id: int
@@ -100,22 +100,22 @@ class Sequence:
             self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, raw, text
         )
 
-    def take_over(self, parcel: Parcel) -> None:
+    def restore(self, state: SequenceState) -> None:
         """Be where the parcel's trajectory was."""
-        self.key = parcel.key
-        self.token_ids, self.logprobs = list(parcel.token_ids), list(parcel.logprobs)
-        self.raw_logprobs = list(parcel.raw_logprobs)
+        self.key = state.key
+        self.token_ids, self.logprobs = list(state.token_ids), list(state.logprobs)
+        self.raw_logprobs = list(state.raw_logprobs)
 
-    def parcel(self, cache: Tensor | None = None) -> Parcel:
+    def export_state(self, cache: Tensor | None = None) -> SequenceState:
         """All that another engine needs to go on with it."""
-        return Parcel(
+        return SequenceState(
             self.trajectory_id, self.key, self.params, self.prompt_ids, self.token_ids, self.logprobs, self.raw_logprobs,
             cache,
         )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """Sequences with the same tokens so far, waiting: their common prefix is prefilled once, then each one forks from it.
 
     The prefix is every token but the last, which the first decode step of each sequence takes. While the group waits it

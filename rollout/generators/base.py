@@ -12,8 +12,8 @@ from ...comm.plugins import adapter_class
 from ...comm.recipe import Recipe, RewardSettings
 from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, Live, Parcel
-from ..rewards.pool import RewardPool, Scored
+from ..engine.sequence import Completion, SequenceProgress, SequenceState
+from ..rewards.pool import RewardPool, ScoreRequest
 
 _ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated", "transformers": ".transformers"}
 """Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
@@ -35,7 +35,7 @@ class Generator(Protocol):
 
     weights: Weights
     can_migrate: bool
-    """Whether `take_out` and `put_in` work."""
+    """Whether `export_sequences` and `import_sequences` work."""
     context: int
     """Most tokens of prompt and response."""
     kv_capacity: int
@@ -80,7 +80,7 @@ class Generator(Protocol):
         """Go on a little with everything that is queued or runs; returns what has finished."""
         ...
 
-    def live(self) -> list[Live]:
+    def unfinished(self) -> list[SequenceProgress]:
         """Every unfinished trajectory."""
         ...
 
@@ -88,11 +88,11 @@ class Generator(Protocol):
         """Switch to the newest version. Unfinished trajectories go on under it, with their caches computed anew."""
         ...
 
-    def take_out(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[Parcel]:
+    def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
         """Remove trajectories for another generator on the same weights; one that has just finished stays."""
         ...
 
-    def put_in(self, parcels: Sequence[Parcel]) -> None:
+    def import_sequences(self, states: Sequence[SequenceState]) -> None:
         """Go on with trajectories that another generator took out."""
         ...
 
@@ -104,11 +104,11 @@ class Generator(Protocol):
 class Rewards(Protocol):
     """What scores trajectories; neither call blocks."""
 
-    def submit(self, item: Scored) -> None:
+    def submit(self, request: ScoreRequest) -> None:
         """Have a trajectory scored."""
         ...
 
-    def finished(self) -> list[Scored]:
+    def finished(self) -> list[ScoreRequest]:
         """Those scored since the last call."""
         ...
 

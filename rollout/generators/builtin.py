@@ -8,18 +8,18 @@ from ...relay.weights.slots import Receipt
 from ...trainer.policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..engine.engine import Engine
 from ..engine.prompts import prompt_tokens
-from ..tensor_parallel.lockstep import LeadEngine, end_together, follow, take_newest
-from ..tensor_parallel.replica import Replica
+from ..tensor_parallel.lockstep import LeadEngine, close_together, run_follower, take_newest
+from ..tensor_parallel.replica import TensorParallelGroup
 from ..weights import RolloutWeights
 
 
-class Adapter(LeadEngine):
+class BuiltinGenerator(LeadEngine):
     """The engine with a policy whose parameters are views of the rollout's weights; of several ranks the first one's."""
 
     can_migrate = True
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
-        replica = meet(fleet, recipe)
+        replica = join_replica(fleet, recipe)
         self.tokenizer = load_tokenizer(recipe.model.path)
         policy, self.weights = load(fleet, recipe, replica)
         super().__init__(replica, policy, tokenizer=self.tokenizer, **options(recipe))
@@ -46,28 +46,35 @@ class Adapter(LeadEngine):
 
     def close(self) -> None:
         """End the other ranks, let go of the relay's memory."""
-        end_together(self.replica)
+        close_together(self.replica)
         self.weights.close()
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process of a shard, rank 1 or later of a rollout: does what rank 0 does, and talks to nobody else."""
-    replica = meet(fleet, recipe)
+    replica = join_replica(fleet, recipe)
     policy, weights = load(fleet, recipe, replica)
-    follow(replica, Engine(policy, tokenizer=load_tokenizer(recipe.model.path), **options(recipe)), weights)
+    run_follower(replica, Engine(policy, tokenizer=load_tokenizer(recipe.model.path), **options(recipe)), weights)
     weights.close()
 
 
-def meet(fleet: Fleet, recipe: Recipe) -> Replica:
+def join_replica(fleet: Fleet, recipe: Recipe) -> TensorParallelGroup:
     """This rank among those of its rollout."""
-    return Replica.join(fleet, recipe.rollout.tp, default_device(exact=recipe.generator.exact), recipe.comm.deadline_s)
+    return TensorParallelGroup.join(
+        fleet, recipe.rollout.tp, default_device(exact=recipe.generator.exact), recipe.comm.deadline_s
+    )
 
 
-def load(fleet: Fleet, recipe: Recipe, replica: Replica) -> tuple[Policy, RolloutWeights]:
+def load(fleet: Fleet, recipe: Recipe, replica: TensorParallelGroup) -> tuple[Policy, RolloutWeights]:
     """This rank's part of the policy, and the weights that fill it."""
     policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=recipe.generator.exact)
     return policy, RolloutWeights(
-        fleet, policy, recipe.comm, recipe.run.dir, replica.shard, default_device(exact=recipe.generator.exact)
+        fleet,
+        policy,
+        recipe.comm,
+        recipe.run.dir,
+        replica.tensor_parallel,
+        default_device(exact=recipe.generator.exact),
     )
 
 

@@ -9,14 +9,14 @@ import torch
 from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
-from ...relay.weights.emulated import EmulatedTransfer, stand_in
+from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout, host_buffer
 from ...relay.weights.reader import WeightReader
 from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, Live, Parcel
-from ..rewards.pool import Scored
-from .emulated_device import Device, Strand, response_length
+from ..engine.sequence import Completion, SequenceProgress, SequenceState
+from ..rewards.pool import ScoreRequest
+from .emulated_device import EmulatedDevice, EmulatedSequence, response_length
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class EmulatedWeights:
     """A small buffer that is really pulled; a version can be taken once it would have come down the chain."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock, chain_s: float) -> None:
-        layout = Layout.of(stand_in(recipe.emulated), torch.float32)
+        layout = Layout.of(dummy_weights(recipe.emulated), torch.float32)
         self.version = -1
         self._reader = WeightReader(fleet, layout, recipe.comm)
         self._buffer = host_buffer(layout.num_bytes)
@@ -56,7 +56,7 @@ class EmulatedWeights:
         self._reader.close()
 
 
-class Adapter:
+class EmulatedGenerator:
     """A device, a clock, and small weights."""
 
     can_migrate = True
@@ -68,7 +68,7 @@ class Adapter:
         self.clock = Clock(e.speed)
         self.transfer = EmulatedTransfer(e, recipe.run.schedule)
         self.weights = EmulatedWeights(fleet, recipe, self.clock, self.transfer.chain_s)
-        self.device = Device(e, recipe.generator.max_running)
+        self.device = EmulatedDevice(e, recipe.generator.max_running)
         self.context = 1 << 30
         self.kv_capacity = e.kv_tokens
         self.kv_token_bytes = e.kv_token_bytes
@@ -109,8 +109,8 @@ class Adapter:
 
     def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Sequence[int]) -> None:
         """Queue one sample per trajectory id; the first brings the prompt's prefill along."""
-        self._wake()
-        strands = [self._strand(number, len(prompt_ids), params) for number in trajectory_ids]
+        self._start_if_idle()
+        strands = [self._sequence(number, len(prompt_ids), params) for number in trajectory_ids]
         strands[0].num_missing = len(prompt_ids)
         self.device.add(strands)
 
@@ -118,38 +118,38 @@ class Adapter:
         """A stretch of decode steps; returns when they are over."""
         before = self.device.seconds
         finished = self.device.advance(self.settings.stretch)
-        self._spend(self.device.seconds - before)
+        self._sleep_for(self.device.seconds - before)
         return [self._completion(strand) for strand in finished]
 
-    def live(self) -> list[Live]:
+    def unfinished(self) -> list[SequenceProgress]:
         """Every unfinished trajectory."""
-        return [Live(s.trajectory_id, s.num_tokens) for s in (*self.device.running, *self.device.waiting)]
+        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in (*self.device.running, *self.device.waiting)]
 
     def take_weights(self, deadline_s: float) -> Receipt:
         """Switch to the newest version; what runs is prefilled again under it."""
-        self._wake()
+        self._start_if_idle()
         self.device.recompute()
         receipt = self.weights.pull(deadline_s)
-        self._spend(self.transfer.pull_s)
+        self._sleep_for(self.transfer.pull_s)
         return receipt
 
-    def take_out(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[Parcel]:
+    def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
         """Remove trajectories; the cache that goes with them is a token of it."""
-        parcels: list[Parcel] = []
+        parcels: list[SequenceState] = []
         for number in trajectory_ids:
             strand = self.device.remove(number)
             if strand is None:
                 continue
             tokens, cache = [0] * strand.num_new, torch.zeros(1) if with_cache and not strand.num_missing else None
             prompt, logprobs = [0] * strand.num_prompt, [0.0] * strand.num_new
-            parcels.append(Parcel(number, 0, self._params.pop(number), prompt, tokens, logprobs, [], cache))
+            parcels.append(SequenceState(number, 0, self._params.pop(number), prompt, tokens, logprobs, [], cache))
         return parcels
 
-    def put_in(self, parcels: Sequence[Parcel]) -> None:
+    def import_sequences(self, states: Sequence[SequenceState]) -> None:
         """Go on with trajectories: their keys and values arrive, or are computed again."""
-        self._wake()
-        for parcel in parcels:
-            strand = self._strand(parcel.trajectory_id, len(parcel.prompt_ids), parcel.params)
+        self._start_if_idle()
+        for parcel in states:
+            strand = self._sequence(parcel.trajectory_id, len(parcel.prompt_ids), parcel.params)
             strand.num_new = len(parcel.token_ids)
             if parcel.cache is None:
                 strand.num_missing = strand.num_tokens
@@ -162,22 +162,24 @@ class Adapter:
         _log.info("this process was at most %.2f emulated seconds behind its device", self.lag_s)
         self.weights.close()
 
-    def _strand(self, number: int, num_prompt: int, params: SamplingParams) -> Strand:
+    def _sequence(self, number: int, num_prompt: int, params: SamplingParams) -> EmulatedSequence:
         self._params[number] = params
-        return Strand(number, num_prompt, response_length(self.seed, number, self.settings, params.max_new_tokens))
+        return EmulatedSequence(
+            number, num_prompt, response_length(self.seed, number, self.settings, params.max_new_tokens)
+        )
 
-    def _completion(self, strand: Strand) -> Completion:
-        params = self._params.pop(strand.trajectory_id)
-        reason = "length" if strand.num_new >= params.max_new_tokens else "stop"
-        prompt, tokens, logprobs = [0] * strand.num_prompt, [0] * strand.num_new, [0.0] * strand.num_new
-        return Completion(strand.trajectory_id, prompt, tokens, logprobs, reason)
+    def _completion(self, sequence: EmulatedSequence) -> Completion:
+        params = self._params.pop(sequence.trajectory_id)
+        reason = "length" if sequence.num_new >= params.max_new_tokens else "stop"
+        prompt, tokens, logprobs = [0] * sequence.num_prompt, [0] * sequence.num_new, [0.0] * sequence.num_new
+        return Completion(sequence.trajectory_id, prompt, tokens, logprobs, reason)
 
-    def _wake(self) -> None:
+    def _start_if_idle(self) -> None:
         """An idle device begins its next work now."""
         if self.idle:
             self._until = self.clock.now()
 
-    def _spend(self, seconds: float) -> None:
+    def _sleep_for(self, seconds: float) -> None:
         """Return when the device has worked so much longer. Its time is its own, so that being late once costs nothing."""
         self._until += seconds
         self.lag_s = max(self.lag_s, self.clock.sleep_until(self._until))
@@ -187,14 +189,14 @@ class EmulatedRewards:
     """Rewards of trajectories without a text: 0 or 1, by the trajectory's number."""
 
     def __init__(self) -> None:
-        self._done: list[Scored] = []
+        self._done: list[ScoreRequest] = []
 
-    def submit(self, item: Scored) -> None:
+    def submit(self, request: ScoreRequest) -> None:
         """Score a trajectory."""
-        item.reward = float(item.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
-        self._done.append(item)
+        request.reward = float(request.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
+        self._done.append(request)
 
-    def finished(self) -> list[Scored]:
+    def finished(self) -> list[ScoreRequest]:
         """Those scored since the last call."""
         done, self._done = self._done, []
         return done

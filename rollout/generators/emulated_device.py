@@ -24,7 +24,7 @@ MARGIN_TOKENS = 16
 
 
 @dataclass(slots=True, eq=False)
-class Strand:
+class EmulatedSequence:
     """One trajectory on the device."""
 
     trajectory_id: int
@@ -43,27 +43,27 @@ class Strand:
         return self.num_prompt + self.num_new
 
 
-class Device:
+class EmulatedDevice:
     """`waiting` (oldest first) and `running` trajectories; `load` tokens in the cache; `seconds` of work done so far."""
 
     def __init__(self, settings: EmulatedSettings, max_running: int) -> None:
         self.settings = settings
         self.max_running = max_running
-        self.waiting: deque[Strand] = deque()
-        self.running: list[Strand] = []
+        self.waiting: deque[EmulatedSequence] = deque()
+        self.running: list[EmulatedSequence] = []
         self.load = 0
         self.seconds = 0.0
         self.num_recomputed = 0
         """Tokens that gave up their place in the cache to be prefilled again."""
         self.num_preempted = 0
 
-    def add(self, strands: Iterable[Strand]) -> None:
+    def add(self, sequences: Iterable[EmulatedSequence]) -> None:
         """Queue trajectories."""
-        self.waiting.extend(strands)
+        self.waiting.extend(sequences)
 
-    def advance(self, num_steps: int) -> list[Strand]:
+    def advance(self, num_steps: int) -> list[EmulatedSequence]:
         """Up to `num_steps` decode steps, with whatever enters meanwhile; returns the trajectories that finished."""
-        finished: list[Strand] = []
+        finished: list[EmulatedSequence] = []
         while num_steps > 0:
             self._enter()
             if not self.running:
@@ -99,7 +99,7 @@ class Device:
         self.waiting.extendleft(reversed(self.running))
         self.running, self.load = [], 0
 
-    def remove(self, trajectory_id: int) -> Strand | None:
+    def remove(self, trajectory_id: int) -> EmulatedSequence | None:
         """Take a trajectory off the device; None if it is not there."""
         for strand in self.waiting:
             if strand.trajectory_id == trajectory_id:
@@ -133,7 +133,7 @@ class Device:
         self.waiting.appendleft(strand)
         self.num_preempted += 1
 
-    def _decoded(self, num_steps: int) -> list[Strand]:
+    def _decoded(self, num_steps: int) -> list[EmulatedSequence]:
         for strand in self.running:
             strand.num_new += num_steps
         finished = [strand for strand in self.running if strand.num_new >= strand.limit]

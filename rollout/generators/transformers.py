@@ -20,7 +20,7 @@ from ...relay.weights.slots import Receipt
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
 from ..engine.prompts import prompt_tokens
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, Live, Parcel
+from ..engine.sequence import Completion, SequenceProgress, SequenceState
 from ..weights import RolloutWeights
 
 _BLOCK_TOKENS = 256  # of the KV cache; transformers' own default
@@ -34,7 +34,7 @@ class _Request:
     params: SamplingParams
 
 
-class Adapter:
+class TransformersGenerator:
     """Runs what is queued batch by batch, each from its first token to its last within one `step`."""
 
     can_migrate = False
@@ -98,19 +98,19 @@ class Adapter:
         assert len(outputs) == len(batch), f"generate_batch gave {len(outputs)} of {len(batch)} responses"
         return [self._completion(*pair) for pair in zip(batch, outputs.values(), strict=True)]
 
-    def live(self) -> list[Live]:
+    def unfinished(self) -> list[SequenceProgress]:
         """What is queued."""
-        return [Live(request.trajectory_id, len(request.prompt_ids)) for request in self._queue]
+        return [SequenceProgress(request.trajectory_id, len(request.prompt_ids)) for request in self._queue]
 
     def take_weights(self, deadline_s: float) -> Receipt:
         """The newest version, into the memory that the parameters are views of; nothing is half generated here."""
         return self.weights.pull(deadline_s)
 
-    def take_out(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[Parcel]:
+    def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
         """Never called: `can_migrate` is False."""
         raise NotImplementedError
 
-    def put_in(self, parcels: Sequence[Parcel]) -> None:
+    def import_sequences(self, states: Sequence[SequenceState]) -> None:
         """Never called: `can_migrate` is False."""
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..engine.sampling import SamplingParams
 from ..generators.base import Generator
 
-SLOWER = 1.25
+SLOWDOWN_LIMIT = 1.25
 """A decode step of the batch bound takes so many times as long as a small one (Laminar's bound B)."""
 PATIENCE_S = 1.0
 """The measurement begins no larger batch after this."""
@@ -15,14 +15,14 @@ STEPS = 3
 PROMPT_TOKENS = 16
 
 
-class Speeds(NamedTuple):
+class GeneratorProfile(NamedTuple):
     """`batch_bound` trajectories; `prefill_s` seconds per token."""
 
     batch_bound: int
     prefill_s: float
 
 
-class TransferCosts:
+class TransferCostModel:
     """Whether keys and values travel with a trajectory or are computed again: as set, or by what either has cost."""
 
     def __init__(self, transfer: str) -> None:
@@ -30,21 +30,21 @@ class TransferCosts:
         self._byte_s: dict[bool, float] = {}
         """Seconds per byte, by whether it went through shared memory."""
 
-    def is_worth(self, is_here: bool, token_bytes: int, prefill_s: float) -> bool:
+    def should_send_cache(self, is_here: bool, token_bytes: int, prefill_s: float) -> bool:
         """Whether a token's keys and values go faster than they are computed. What was never measured is tried."""
         if self.transfer != "auto":
             return self.transfer == "pages"
         return self._byte_s.get(is_here, 0.0) * token_bytes < prefill_s
 
-    def learn(self, is_here: bool, num_bytes: int, seconds: float) -> None:
+    def record(self, is_here: bool, num_bytes: int, seconds: float) -> None:
         """Take in what the source spent on a transfer; the destination is taken to spend as much again."""
         self._byte_s[is_here] = 2 * seconds / num_bytes
 
 
-def measure(generator: Generator, max_batch: int) -> Speeds:
+def calibrate(generator: Generator, max_batch: int) -> GeneratorProfile:
     """Measure an idle generator with trajectories that are thrown away; at most about a second.
 
-    Batches are doubled until a step takes `SLOWER` times as long as the fastest did.
+    Batches are doubled until a step takes `SLOWDOWN_LIMIT` times as long as the fastest did.
     """
     started = time.monotonic()
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
@@ -58,21 +58,21 @@ def measure(generator: Generator, max_batch: int) -> Speeds:
         if (seconds := _step_s(generator, batch)) is None:
             break
         curve.append((batch, seconds))
-        if curve[-1][1] > SLOWER * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
+        if curve[-1][1] > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
             break
-    generator.take_out([live.trajectory_id for live in generator.live()])
+    generator.export_sequences([live.trajectory_id for live in generator.unfinished()])
     while not generator.idle:
         generator.step()
-    return Speeds(batch_bound(curve), prefill_s)
+    return GeneratorProfile(batch_bound(curve), prefill_s)
 
 
 def batch_bound(curve: Iterable[tuple[int, float]]) -> int:
-    """Where a curve of (batch, seconds per step), batches ascending, reaches `SLOWER` times its least; else its last batch.
+    """Where a curve of (batch, seconds per step), batches ascending, reaches `SLOWDOWN_LIMIT` times its least; else its last batch.
 
     Between two points the curve is taken to be straight.
     """
     points = list(curve)
-    limit = SLOWER * min(seconds for _, seconds in points)
+    limit = SLOWDOWN_LIMIT * min(seconds for _, seconds in points)
     before = points[0]
     for point in points:
         if point[1] > limit and point[0] > before[0]:
@@ -117,7 +117,7 @@ def _prefill_s(generator: Generator, params: SamplingParams) -> float:
     while generator.num_waiting:
         generator.step()
     seconds = time.monotonic() - started
-    generator.take_out([-1])
+    generator.export_sequences([-1])
     while not generator.idle:
         generator.step()
     return seconds / len(prompt)

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from ...comm.errors import MessageRefused
-from ..engine.sequence import Parcel
-from ..leases import Held
+from ..engine.sequence import SequenceState
+from ..leases import LeasedRow
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LENGTH_BYTES = 8
 
 
-class Traveller(NamedTuple):
+class MovedRow(NamedTuple):
     """A trajectory on its way: what its rollout is answerable for, and what its generator goes on from."""
 
-    held: Held
-    parcel: Parcel
+    held: LeasedRow
+    state: SequenceState
 
 
-class _Item(msgspec.Struct, frozen=True):
-    held: Held
-    parcel: Parcel
+class _PayloadItem(msgspec.Struct, frozen=True):
+    held: LeasedRow
+    state: SequenceState
     """Without its cache."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -43,14 +43,14 @@ def _refuse(kind: type, _: Any) -> None:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[_Item], dec_hook=_refuse)
+_decoder = msgspec.msgpack.Decoder(list[_PayloadItem], dec_hook=_refuse)
 
 
-def pack(travellers: Sequence[Traveller]) -> list[np.ndarray]:
+def encode_rows(rows: Sequence[MovedRow]) -> list[np.ndarray]:
     """The bytes of these trajectories in pieces, each uint8 and one-dimensional; caches are not copied."""
-    caches = [t.parcel.cache for t in travellers]
+    caches = [t.state.cache for t in rows]
     items = [
-        _Item(t.held, replace(t.parcel, cache=None), *_form(cache)) for t, cache in zip(travellers, caches, strict=True)
+        _PayloadItem(t.held, replace(t.state, cache=None), *_form(cache)) for t, cache in zip(rows, caches, strict=True)
     ]
     head = _encoder.encode(items)
     padding = bytes(-(_LENGTH_BYTES + len(head)) % _LENGTH_BYTES)
@@ -58,30 +58,30 @@ def pack(travellers: Sequence[Traveller]) -> list[np.ndarray]:
     return pieces + [c.contiguous().flatten().view(torch.uint8).numpy() for c in caches if c is not None]
 
 
-def unpack(freight: np.ndarray) -> list[Traveller]:
+def decode_rows(payload: np.ndarray) -> list[MovedRow]:
     """The trajectories in these bytes, uint8 [num_bytes]; their caches are views of them. Raises `MessageRefused`."""
-    length = int.from_bytes(freight[:_LENGTH_BYTES].tobytes(), "little")
+    length = int.from_bytes(payload[:_LENGTH_BYTES].tobytes(), "little")
     at = _LENGTH_BYTES + length
     try:
-        items = _decoder.decode(freight[_LENGTH_BYTES:at].tobytes())
+        items = _decoder.decode(payload[_LENGTH_BYTES:at].tobytes())
     except (msgspec.DecodeError, NotImplementedError) as error:
         raise MessageRefused(f"no freight: {error}") from error
-    return list(_travellers(items, freight, at + -at % _LENGTH_BYTES))
+    return list(_moved_rows(items, payload, at + -at % _LENGTH_BYTES))
 
 
-def _travellers(items: Iterable[_Item], freight: np.ndarray, at: int) -> Iterator[Traveller]:
+def _moved_rows(items: Iterable[_PayloadItem], payload: np.ndarray, at: int) -> Iterator[MovedRow]:
     for item in items:
         cache = None
         if item.shape:
             if item.dtype not in _DTYPES:
                 raise MessageRefused(f"no freight: a cache of type {item.dtype!r}")
             stop = at + math.prod(item.shape) * _DTYPES[item.dtype].itemsize
-            if min(item.shape) < 1 or stop > freight.nbytes:
-                raise MessageRefused(f"no freight: a cache of shape {item.shape} in {freight.nbytes} bytes")
-            cache = torch.from_numpy(freight[at:stop]).view(_DTYPES[item.dtype]).view(item.shape)
+            if min(item.shape) < 1 or stop > payload.nbytes:
+                raise MessageRefused(f"no freight: a cache of shape {item.shape} in {payload.nbytes} bytes")
+            cache = torch.from_numpy(payload[at:stop]).view(_DTYPES[item.dtype]).view(item.shape)
             at = stop
-        params = replace(item.parcel.params, stop=tuple(item.parcel.params.stops))
-        yield Traveller(item.held, replace(item.parcel, cache=cache, params=params))
+        params = replace(item.state.params, stop=tuple(item.state.params.stops))
+        yield MovedRow(item.held, replace(item.state, cache=cache, params=params))
 
 
 def _form(cache: Tensor | None) -> tuple[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ import numpy as np
 from ...comm.errors import HeadraceError, PeerGone
 from ...comm.fleet import Fleet, Member
 from ...comm.links.opening import Link
-from ...comm.messages.migration import ParcelOffered
+from ...comm.messages.migration import TransferOffered
 from ...relay.weights.push import is_shared, remote_backend
 
 _log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ LINK_S = 5.0
 CHUNK_BYTES = 1 << 20
 
 
-class Consignment:
+class OutgoingTransfer:
     """Freight that waits for its receiver to fetch it, until `close`."""
 
-    def __init__(self, fleet: Fleet, to: Member, number: int, pieces: list[np.ndarray]) -> None:
+    def __init__(self, fleet: Fleet, to: Member, request_id: int, pieces: list[np.ndarray]) -> None:
         self.num_bytes = sum(piece.nbytes for piece in pieces)
         self.path = self.link = ""
         self.seconds: float | None = None
@@ -44,10 +44,10 @@ class Consignment:
                 _write(self._fd, piece)
             self.seconds = time.monotonic() - started
         else:
-            self.link = f"{fleet.name}>{to.name} {fleet.incarnation}.{number}"
+            self.link = f"{fleet.name}>{to.name} {fleet.incarnation}.{request_id}"
             self._open: Link | None = None
             threading.Thread(
-                target=self._send, args=(fleet, pieces), name=f"{fleet.name} freight {number}", daemon=True
+                target=self._send, args=(fleet, pieces), name=f"{fleet.name} freight {request_id}", daemon=True
             ).start()
 
     def close(self) -> None:
@@ -71,11 +71,11 @@ class Consignment:
             _log.warning("%s: freight over %s: %s", fleet.name, self.link, str(error).partition("\n")[0])
 
 
-class Fetching:
+class IncomingTransfer:
     """Freight that is being fetched; `result` has its bytes, uint8 [num_bytes], once it is `done`."""
 
-    def __init__(self, fleet: Fleet, porter: ThreadPoolExecutor, offer: ParcelOffered) -> None:
-        self._bytes: Future[np.ndarray] = porter.submit(_over_link if offer.link else _from_memory, fleet, offer)
+    def __init__(self, fleet: Fleet, io_pool: ThreadPoolExecutor, offer: TransferOffered) -> None:
+        self._bytes: Future[np.ndarray] = io_pool.submit(_over_link if offer.link else _from_memory, fleet, offer)
 
     @property
     def done(self) -> bool:
@@ -87,7 +87,7 @@ class Fetching:
         return self._bytes.result()
 
 
-def _from_memory(fleet: Fleet, offer: ParcelOffered) -> np.ndarray:
+def _from_memory(fleet: Fleet, offer: TransferOffered) -> np.ndarray:
     try:
         fd = os.open(offer.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -101,7 +101,7 @@ def _from_memory(fleet: Fleet, offer: ParcelOffered) -> np.ndarray:
         os.close(fd)
 
 
-def _over_link(fleet: Fleet, offer: ParcelOffered) -> np.ndarray:
+def _over_link(fleet: Fleet, offer: TransferOffered) -> np.ndarray:
     link = fleet.open_link(offer.link, 1, LINK_S, remote_backend(fleet.settings))
     try:
         freight = np.empty(offer.num_bytes, np.uint8)

@@ -21,11 +21,11 @@ from ...comm.recipe import RewardSettings
 PATIENCE = 3
 MAX_BATCH = 64
 STARTUP_S = 60.0
-LAST_BREATH_S = 1.0
+EXIT_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
-class Scored:
+class ScoreRequest:
     """A trajectory's way through the reward function. `key` is the caller's; `row` the data set's row."""
 
     key: Any
@@ -41,8 +41,8 @@ class RewardPool:
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
-        self._todo: queue.Queue[Scored | None] = queue.Queue()
-        self._done: queue.Queue[Scored] = queue.Queue()
+        self._todo: queue.Queue[ScoreRequest | None] = queue.Queue()
+        self._done: queue.Queue[ScoreRequest] = queue.Queue()
         self._failures_in_a_row = 0
         self._has_succeeded = False
         self._threads = [
@@ -51,12 +51,12 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, item: Scored) -> None:
-        self._todo.put(item)
+    def submit(self, request: ScoreRequest) -> None:
+        self._todo.put(request)
 
-    def finished(self) -> list[Scored]:
+    def finished(self) -> list[ScoreRequest]:
         """Those scored since the last call. Raises `SettingError` when the function has only ever failed."""
-        items: list[Scored] = []
+        items: list[ScoreRequest] = []
         while not self._done.empty():
             items.append(self._done.get())
         for item in items:
@@ -84,7 +84,7 @@ class RewardPool:
             self._score(process, batch)
         process.close()
 
-    def _score(self, process: "_RewardProcess", batch: list[Scored]) -> None:
+    def _score(self, process: "_RewardProcess", batch: list[ScoreRequest]) -> None:
         """Score a batch; if the call fails, score each alone, so that one bad trajectory costs only itself."""
         answer = process.call(batch)
         if "error" in answer and len(batch) > 1:
@@ -106,7 +106,7 @@ class _RewardProcess:
     process: "subprocess.Popen[bytes] | None" = None
     unread: bytes = b""
 
-    def call(self, batch: list[Scored]) -> dict[str, Any]:
+    def call(self, batch: list[ScoreRequest]) -> dict[str, Any]:
         """`{"rewards": [...]}` or `{"error": "..."}` within `reward.timeout_s`."""
         if self.process is None and "error" in (ready := self._start()):
             return ready
@@ -133,11 +133,11 @@ class _RewardProcess:
             self.close()
         return answer
 
-    def _exchange(self, question: bytes, deadline_s: float) -> dict[str, Any]:
+    def _exchange(self, request: bytes, deadline_s: float) -> dict[str, Any]:
         assert self.process is not None and self.process.stdin is not None
         deadline = time.monotonic() + deadline_s
         try:
-            self.process.stdin.write(question)
+            self.process.stdin.write(request)
             self.process.stdin.flush()
             line = self._read_line(deadline)
         except BrokenPipeError:
@@ -154,7 +154,7 @@ class _RewardProcess:
         """How the process ended; None if it lives. The end of its output comes a moment before its own."""
         assert self.process is not None
         try:
-            return self.process.wait(max(0.0, min(LAST_BREATH_S, deadline - time.monotonic())))
+            return self.process.wait(max(0.0, min(EXIT_GRACE_S, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             return None
 
@@ -171,7 +171,7 @@ class _RewardProcess:
         return line
 
 
-def _as_message(item: Scored) -> str | list[dict[str, str]]:
+def _as_message(item: ScoreRequest) -> str | list[dict[str, str]]:
     """A completion in the form of its prompt: text for text, a chat message for chat messages."""
     if isinstance(item.row["prompt"], str):
         return item.completion

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...comm.plugins import load_plugin
+from ...comm.plugins import load_object
 
 
 def call(function: Callable[..., Any], batch: dict[str, Any]) -> list[float | None]:
@@ -67,7 +67,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         sys.path.insert(0, str(Path(sys.argv[1].rpartition(":")[0]).resolve().parent))  # this process is the user's
-        function = load_plugin("reward.path", sys.argv[1])
+        function = load_object("reward.path", sys.argv[1])
         answers.write(json.dumps({"ready": True}) + "\n")
     except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is told to the other side
         answers.write(json.dumps({"error": explain(error, error.__traceback__)}) + "\n")

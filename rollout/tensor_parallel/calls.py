@@ -27,7 +27,7 @@ class Cancel(Call, frozen=True):
     trajectory_id: int
 
 
-class PutIn(Call, frozen=True):
+class ImportSequence(Call, frozen=True):
     """Go on with a trajectory of another engine, from its tokens."""
 
     trajectory_id: int
@@ -68,7 +68,7 @@ class End(Call, frozen=True):
     """The run is over."""
 
 
-CALLS: Sequence[type[Call]] = (Add, Cancel, PutIn, Pause, Resume, Recompute, Step, TakeWeights, End)
+CALLS: Sequence[type[Call]] = (Add, Cancel, ImportSequence, Pause, Resume, Recompute, Step, TakeWeights, End)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[list[Call]] = msgspec.json.Decoder(list[Union[tuple(CALLS)]])  # noqa: UP007 # pyright: ignore

@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ...comm.errors import PeerGone
-from ...comm.fleet import Fleet, Member, MemoryFleet, MemoryTown, StoreFleet
+from ...comm.fleet import Fleet, Member, MemoryFleet, MemoryNetwork, StoreFleet
 from ...comm.store import connect_store
 from ...comm.waits import waiting
-from ...trainer.policy.tensor_parallel import Shard
+from ...trainer.policy.tensor_parallel import TensorParallel
 from .calls import Call, decode, encode
 
-EVER_S = 30 * 86400.0
+NO_TIMEOUT_S = 30 * 86400.0
 """Rank 0 may have nothing to do for long; that it lives is what the fleet says."""
-LOOK_S = 0.2
+POLL_S = 0.2
 """How often a rank looks at the fleet for the others."""
 _SMALL = 4096
 """Bytes of a body that needs one broadcast."""
-_TWINS: WeakKeyDictionary[MemoryTown, Any] = WeakKeyDictionary()
+_MEMORY_GROUPS: WeakKeyDictionary[MemoryNetwork, Any] = WeakKeyDictionary()
 
 
-class Replica:
+class TensorParallelGroup:
     """One rank's end. With `size` 1 there is nobody to tell.
 
     group: of all ranks, for tensors on the host too. whom: the name of each rank, by rank.
@@ -39,17 +39,17 @@ class Replica:
 
     def __init__(self, group: dist.ProcessGroup | None, whom: Sequence[str]) -> None:
         self.group = group
-        self.shard = Shard(group)
-        self.size = self.shard.size
+        self.tensor_parallel = TensorParallel(group)
+        self.size = self.tensor_parallel.size
         self._whom = whom
-        self._told: list[Call] = []
+        self._queued: list[Call] = []
         self._is_over = threading.Event()
 
     @staticmethod
-    def join(fleet: Fleet, tp: int, device: torch.device, deadline_s: float) -> "Replica":
+    def join(fleet: Fleet, tp: int, device: torch.device, deadline_s: float) -> "TensorParallelGroup":
         """Meet the other ranks of this replica on the fleet's store."""
         if tp == 1:
-            return Replica(None, [fleet.name])
+            return TensorParallelGroup(None, [fleet.name])
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         fleet.announce(device=gpu)
         members, meeting = _meet(fleet, tp, deadline_s)
@@ -58,44 +58,44 @@ class Replica:
         watch.start()
         with waiting(", ".join(names), "their process group", deadline_s), _naming(names):
             rank, backend = names.index(fleet.name), _backend([member.info["device"] for member in members])
-            replica = Replica(_open_group(fleet, meeting, rank, tp, backend, deadline_s), names)
+            replica = TensorParallelGroup(_open_group(fleet, meeting, rank, tp, backend, deadline_s), names)
         replica._is_over = is_over
         return replica
 
     # ------------------------------------------------------------------------------------------------ rank 0
 
-    def tell(self, call: Call) -> None:
+    def enqueue(self, call: Call) -> None:
         """Have the other ranks do the same before the next `flush`."""
         if self.size > 1:
-            self._told.append(call)
+            self._queued.append(call)
 
     def flush(self) -> None:
         """Send what was told; the others do it now."""
         if self.size > 1:
-            told, self._told = self._told, []
+            told, self._queued = self._queued, []
             self._broadcast(encode(told))
 
     # ---------------------------------------------------------------------------------------- the other ranks
 
-    def listen(self) -> list[Call]:
+    def receive(self) -> list[Call]:
         """What rank 0 told, once it flushes."""
-        with waiting(self._whom[0], "the next step", EVER_S):
+        with waiting(self._whom[0], "the next step", NO_TIMEOUT_S):
             return decode(self._broadcast())
 
     # ---------------------------------------------------------------------------------------------- all ranks
 
-    def all_say(self, word: bool) -> bool:
+    def all_agree(self, word: bool) -> bool:
         """Whether every rank says yes."""
-        with self.together():
-            return bool(self.shard.least(int(word), torch.device("cpu")))
+        with self.collective():
+            return bool(self.tensor_parallel.all_reduce_min(int(word), torch.device("cpu")))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Around what all ranks do at once: an error of the group names them."""
         with _naming(self._whom):
             yield
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """From here on each rank ends alone."""
         self._is_over.set()
         if self.group is not None and dist.is_initialized() and self.group is dist.group.WORLD:
@@ -113,7 +113,7 @@ class Replica:
         """Rank 0's bytes on all ranks, which give as many of their own."""
         assert self.group is not None
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        with self.together():
+        with self.collective():
             self.group.broadcast([tensor], dist.BroadcastOptions()).wait()
         return tensor.numpy().tobytes()
 
@@ -137,7 +137,7 @@ def _meet(fleet: Fleet, tp: int, deadline_s: float) -> tuple[list[Member], str]:
         wanted = range(shard_index(replica, 1, tp), shard_index(replica, tp, tp))
         found = [m for m in fleet.members("rollout") if m.index == replica] + [m for m in shards if m.index in wanted]
         meeting = f"{fleet.me.role}-{replica}"
-        if len(found) != tp or not all(m.alive and "device" in m.info for m in found):
+        if len(found) != tp or not all(m.is_alive and "device" in m.info for m in found):
             return None
         meeting = f"rollout-{replica}/" + ".".join(str(m.incarnation) for m in found)
         if is_lead:
@@ -152,10 +152,10 @@ def _meet(fleet: Fleet, tp: int, deadline_s: float) -> tuple[list[Member], str]:
 
 def _open_group(fleet: Fleet, meeting: str, rank: int, size: int, backend: str, deadline_s: float) -> dist.ProcessGroup:
     """The group of a meeting: the default one of this process, or in the twin, whose ranks are threads, one beside it."""
-    patience = timedelta(seconds=EVER_S)
+    patience = timedelta(seconds=NO_TIMEOUT_S)
     if isinstance(fleet, MemoryFleet):
-        with fleet.town.lock:
-            store = _TWINS.setdefault(fleet.town, dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+        with fleet.network.lock:
+            store = _MEMORY_GROUPS.setdefault(fleet.network, dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
         twin: Any = dist.ProcessGroupGloo(PrefixStore(meeting, store), rank, size, patience)
         return twin
     assert isinstance(fleet, StoreFleet)
@@ -167,8 +167,8 @@ def _open_group(fleet: Fleet, meeting: str, rank: int, size: int, backend: str, 
 
 def _watch(fleet: Fleet, members: Sequence[Member], is_over: threading.Event) -> None:
     """Raise `PeerGone` in this thread, which ends the process, when a rank died: a replica restarts as a whole."""
-    while not is_over.wait(LOOK_S):
-        present = {m.name: m.incarnation for m in fleet.members() if m.alive}
+    while not is_over.wait(POLL_S):
+        present = {m.name: m.incarnation for m in fleet.members() if m.is_alive}
         for member in members:
             if present.get(member.name) != member.incarnation and not is_over.is_set():
                 raise PeerGone(f"{member.name} is gone, of the replica {', '.join(m.name for m in members)}")

@@ -8,8 +8,8 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import WaitTimeout
-from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemoryFleet, MemoryTown, StoreFleet, Table
-from headrace.comm.messages import CountRows
+from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemberTable, MemoryFleet, MemoryNetwork, StoreFleet
+from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
@@ -21,7 +21,7 @@ MORTAL = CommSettings(heartbeat_s=0.02, expiry_s=2.0, deadline_s=PATIENCE_S)
 """Where somebody is to be found dead. A process that sees its store silent for three times as long ends itself."""
 
 
-class StoreCity:
+class StoreCluster:
     """Members of one test on a store."""
 
     def __init__(self):
@@ -38,21 +38,21 @@ class StoreCity:
             fleet.leave()
 
 
-class MemoryCity:
+class MemoryCluster:
     """Members of one test in memory."""
 
     def __init__(self):
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
 
     def join(self, role, index=0, info=None):
-        return MemoryFleet.enter(self.town, role, index, info, QUICK)
+        return MemoryFleet.join_network(self.network, role, index, info, QUICK)
 
     def close(self):
         pass
 
 
-@pytest.fixture(params=[StoreCity, MemoryCity])
-def city(request):
+@pytest.fixture(params=[StoreCluster, MemoryCluster])
+def cluster(request):
     city = request.param()
     yield city
     city.close()
@@ -67,70 +67,70 @@ def names(fleet, role=None):
     return [member.name for member in fleet.members(role)]
 
 
-def test_members_see_each_other_by_role_and_index(city):
-    hub = city.join("hub")
-    city.join("rollout", 1, {"unit": "here"})
-    city.join("rollout", 0)
+def test_members_see_each_other_by_role_and_index(cluster):
+    hub = cluster.join("hub")
+    cluster.join("rollout", 1, {"unit": "here"})
+    cluster.join("rollout", 0)
     assert [m.name for m in hub.wait_for("rollout", 2, PATIENCE_S)] == ["rollout-0", "rollout-1"]
     assert hub.name == "hub"
     assert hub.members("rollout")[1].info == {"unit": "here"}
 
 
-def test_waiting_for_members_that_do_not_come_names_them(city):
+def test_waiting_for_members_that_do_not_come_names_them(cluster):
     with pytest.raises(WaitTimeout, match="2 x relay"):
-        city.join("hub").wait_for("relay", 2, deadline_s=0.1)
+        cluster.join("hub").wait_for("relay", 2, deadline_s=0.1)
 
 
-def test_what_a_member_announces_later_is_seen(city):
-    rollout, relay = city.join("rollout"), city.join("relay")
-    assert rollout.living("relay", having="unit") == []
+def test_what_a_member_announces_later_is_seen(cluster):
+    rollout, relay = cluster.join("rollout"), cluster.join("relay")
+    assert rollout.alive_members("relay", having="unit") == []
     relay.announce(unit="127.0.0.1:1")
     assert rollout.nearest("relay", having="unit").info["unit"] == "127.0.0.1:1"
 
 
-def test_several_nearest_members_are_dealt_out_by_index(city):
-    rollouts = [city.join("rollout", index) for index in range(4)]
+def test_several_nearest_members_are_dealt_out_by_index(cluster):
+    rollouts = [cluster.join("rollout", index) for index in range(4)]
     for index in range(2):
-        city.join("relay", index)
+        cluster.join("relay", index)
     rollouts[-1].wait_for("relay", 2, PATIENCE_S)
     assert until(lambda: [r.nearest("relay").index for r in rollouts] == [0, 1, 0, 1])
 
 
-def test_a_member_that_left_is_no_member(city):
-    hub, relay = city.join("hub"), city.join("relay")
+def test_a_member_that_left_is_no_member(cluster):
+    hub, relay = cluster.join("hub"), cluster.join("relay")
     hub.wait_for("relay", 1, PATIENCE_S)
     relay.leave()
     relay.leave()
     assert until(lambda: names(hub) == ["hub"])
 
 
-def test_a_member_that_joins_again_is_the_next_incarnation(city):
-    hub, first = city.join("hub"), city.join("relay")
+def test_a_member_that_joins_again_is_the_next_incarnation(cluster):
+    hub, first = cluster.join("hub"), cluster.join("relay")
     assert first.incarnation == 1
     first.leave()
-    second = city.join("relay")
+    second = cluster.join("relay")
     assert second.incarnation == 2
     assert until(lambda: [m.incarnation for m in hub.members("relay")] == [2])
 
 
 def test_leaving_delivers_what_was_sent_and_leaves_no_thread():
-    city = StoreCity()
-    hub = city.join("hub").post.open("hub")
+    city = StoreCluster()
+    hub = city.join("hub").mailboxes.open("hub")
     before = set(threading.enumerate())
     relay = city.join("relay")
-    mailbox = relay.post.open("relay-0")
+    mailbox = relay.mailboxes.open("relay-0")
     for _ in range(100):
-        mailbox.send("hub", CountRows())
+        mailbox.send("hub", ListStoredRows())
     relay.leave()
     assert set(threading.enumerate()) == before
     assert all(hub.receive(PATIENCE_S) is not None for _ in range(100))
     city.close()
 
 
-def test_links_are_opened_by_name(city):
+def test_links_are_opened_by_name(cluster):
     import numpy as np
 
-    relay, rollout = city.join("relay"), city.join("rollout")
+    relay, rollout = cluster.join("relay"), cluster.join("rollout")
     ends = {}
     other = threading.Thread(target=lambda: ends.setdefault(1, rollout.open_link("weights", 1, PATIENCE_S)))
     other.start()
@@ -145,15 +145,15 @@ def test_links_are_opened_by_name(city):
 
 
 def test_a_counter_that_stands_still_past_the_expiry_is_a_dead_member():
-    table = Table(expiry_s=1.0)
+    table = MemberTable(expiry_s=1.0)
     member = Member("rollout-0", "rollout", 0, 1, "here", 1, {})
-    table.hear(member, b"1", now=0.0)
-    table.hear(member, b"1", now=0.9)
-    assert table.listed("rollout")[0].alive
-    table.hear(member, b"1", now=1.1)
-    assert not table.listed("rollout")[0].alive
-    table.hear(member, b"2", now=1.2)
-    assert table.listed("rollout")[0].alive
+    table.observe(member, b"1", now=0.0)
+    table.observe(member, b"1", now=0.9)
+    assert table.members("rollout")[0].is_alive
+    table.observe(member, b"1", now=1.1)
+    assert not table.members("rollout")[0].is_alive
+    table.observe(member, b"2", now=1.2)
+    assert table.members("rollout")[0].is_alive
 
 
 MEMBER = """
@@ -232,7 +232,7 @@ def test_the_store_does_not_wait_for_the_dead_and_ignores_ctrl_c(processes):
     hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
     hub.wait_for("rollout", 1, PATIENCE_S)
     member.kill()
-    assert until(lambda: not hub.members("rollout")[0].alive)
+    assert until(lambda: not hub.members("rollout")[0].is_alive)
     hub.leave()
     assert processes.store.wait(PATIENCE_S) == 0
 

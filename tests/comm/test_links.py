@@ -8,7 +8,7 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.links.opening import MemoryLink, PacedLink, open_link
+from headrace.comm.links.opening import MemoryLink, ThrottledLink, open_link
 from headrace.comm.store import StoreServer, connect_store
 from headrace.comm.waits import waiting
 
@@ -146,7 +146,7 @@ def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store)
 def test_a_paced_link_keeps_to_its_pace():
     near, far = MemoryLink.pair()
     clock = Clock()
-    paced = PacedLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
+    paced = ThrottledLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
     for _ in range(20):
         paced.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.002)
@@ -156,7 +156,7 @@ def test_a_paced_link_keeps_to_its_pace():
 def test_a_paced_link_makes_up_for_a_sleep_that_was_too_long():
     near, _ = MemoryLink.pair()
     clock = Clock(oversleeps_s=0.001)
-    paced = PacedLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
+    paced = ThrottledLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
     for _ in range(20):
         paced.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.003)

@@ -6,77 +6,77 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import StoreGone
-from headrace.comm.mailbox import MemoryPost, Sealer, StorePost
-from headrace.comm.messages import CountRows, Interrupt, Stop
+from headrace.comm.mailbox import MemoryMailboxes, MessageSigner, StoreMailboxes
+from headrace.comm.messages import Interrupted, ListStoredRows, Stop
 from headrace.comm.store import StoreServer, connect_store
 
 SECRET = b"a secret of the run"
 PATIENCE_S = 60.0
 
 
-class Town:
+class StoreWithMailboxes:
     """A store and the posts that were opened on it."""
 
     def __init__(self):
         self.hosted = StoreServer("127.0.0.1")
-        self.posts = []
+        self.mailboxes = []
 
-    def post(self, secret=SECRET):
-        self.posts.append(StorePost(self.hosted.address, secret))
-        return self.posts[-1]
+    def open_mailboxes(self, secret=SECRET):
+        self.mailboxes.append(StoreMailboxes(self.hosted.address, secret))
+        return self.mailboxes[-1]
 
     def close(self):
-        for post in self.posts:
+        for post in self.mailboxes:
             post.close()
 
 
 @pytest.fixture
-def town():
-    town = Town()
+def cluster():
+    town = StoreWithMailboxes()
     yield town
     town.close()
 
 
 @pytest.fixture(params=["store", "memory"])
-def post(request):
+def mailboxes(request):
     if request.param == "memory":
-        yield MemoryPost(SECRET)
+        yield MemoryMailboxes(SECRET)
         return
     town = request.getfixturevalue("town")
-    yield town.post()
+    yield town.open_mailboxes()
 
 
-def test_letters_of_one_sender_arrive_in_order(post):
-    hub, relay = post.open("hub"), post.open("relay-0")
+def test_letters_of_one_sender_arrive_in_order(mailboxes):
+    hub, relay = mailboxes.open("hub"), mailboxes.open("relay-0")
     for count in range(200):
-        relay.send("hub", Interrupt(signal=count))
+        relay.send("hub", Interrupted(signal=count))
     letters = [hub.receive(PATIENCE_S) for _ in range(200)]
     assert [letter.message.signal for letter in letters] == list(range(200))
     assert {letter.sender for letter in letters} == {"relay-0"}
 
 
-def test_a_letter_may_be_sent_before_its_inbox_is_open(post):
-    post.open("hub").send("rollout-0", Stop(reason="done"))
-    assert post.open("rollout-0").receive(PATIENCE_S).message == Stop(reason="done")
+def test_a_letter_may_be_sent_before_its_inbox_is_open(mailboxes):
+    mailboxes.open("hub").send("rollout-0", Stop(reason="done"))
+    assert mailboxes.open("rollout-0").receive(PATIENCE_S).message == Stop(reason="done")
 
 
-def test_polling_an_empty_inbox_returns_at_once(post):
-    assert post.open("hub").receive(0) is None
+def test_polling_an_empty_inbox_returns_at_once(mailboxes):
+    assert mailboxes.open("hub").receive(0) is None
 
 
-def test_what_was_sent_before_the_close_is_delivered(town):
-    sender = town.post()
+def test_what_was_sent_before_the_close_is_delivered(cluster):
+    sender = cluster.open_mailboxes()
     relay = sender.open("relay-0")
     for count in range(500):
-        relay.send("hub", Interrupt(signal=count))
+        relay.send("hub", Interrupted(signal=count))
     sender.close()
-    hub = town.post().open("hub")
+    hub = cluster.open_mailboxes().open("hub")
     assert [hub.receive(PATIENCE_S).message.signal for _ in range(500)] == list(range(500))
 
 
-def test_closing_twice_is_allowed_and_leaves_no_thread(town):
+def test_closing_twice_is_allowed_and_leaves_no_thread(cluster):
     before = set(threading.enumerate())
-    post = town.post()
+    post = cluster.open_mailboxes()
     mailbox = post.open("hub")
     mailbox.close()
     mailbox.close()
@@ -85,26 +85,26 @@ def test_closing_twice_is_allowed_and_leaves_no_thread(town):
     assert set(threading.enumerate()) == before
 
 
-def test_a_reopened_name_is_believed_and_its_letters_survive(town):
-    hub = town.post().open("hub")
-    first = town.post()
-    first.open("rollout-0").send("hub", Interrupt(signal=1))
+def test_a_reopened_name_is_believed_and_its_letters_survive(cluster):
+    hub = cluster.open_mailboxes().open("hub")
+    first = cluster.open_mailboxes()
+    first.open("rollout-0").send("hub", Interrupted(signal=1))
     first.close()
-    town.post().open("rollout-0").send("hub", Interrupt(signal=2))
+    cluster.open_mailboxes().open("rollout-0").send("hub", Interrupted(signal=2))
     assert [hub.receive(PATIENCE_S).message.signal for _ in range(2)] == [1, 2]
     assert hub.refused == 0
 
 
-def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(town):
-    hub, relay = town.post().open("hub"), town.post().open("relay-0")
-    town.post(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
-    raw = connect_store(town.hosted.address, PATIENCE_S)
-    sealer = Sealer(SECRET)
-    for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.seal("relay-1", "relay-0", 9, CountRows())):
+def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(cluster):
+    hub, relay = cluster.open_mailboxes().open("hub"), cluster.open_mailboxes().open("relay-0")
+    cluster.open_mailboxes(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
+    raw = connect_store(cluster.hosted.address, PATIENCE_S)
+    sealer = MessageSigner(SECRET)
+    for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.sign("relay-1", "relay-0", 9, ListStoredRows())):
         raw.queue_push("inbox/hub", letter)
-    raw.queue_push("inbox/hub", sealer.seal("relay-9", "hub", 1, CountRows()).replace(b"CountRows", b"CountLies"))
+    raw.queue_push("inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"CountRows", b"CountLies"))
     raw.add("confirmed", 1)
-    relay.send("hub", CountRows())
+    relay.send("hub", ListStoredRows())
     letter = hub.receive(PATIENCE_S)
     while letter.sender == "relay-9":
         letter = hub.receive(PATIENCE_S)
@@ -113,20 +113,20 @@ def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(town)
     assert hub.refused == 6
 
 
-def test_a_letter_is_believed_once(town):
-    hub = town.post().open("hub")
-    letter = Sealer(SECRET).seal("relay-0", "hub", 1, CountRows())
-    raw = connect_store(town.hosted.address, PATIENCE_S)
+def test_a_letter_is_believed_once(cluster):
+    hub = cluster.open_mailboxes().open("hub")
+    letter = MessageSigner(SECRET).sign("relay-0", "hub", 1, ListStoredRows())
+    raw = connect_store(cluster.hosted.address, PATIENCE_S)
     raw.queue_push("inbox/hub", letter)
     raw.queue_push("inbox/hub", letter)
-    assert hub.receive(PATIENCE_S).message == CountRows()
+    assert hub.receive(PATIENCE_S).message == ListStoredRows()
     assert hub.receive(0.2) is None
     assert hub.refused == 1
 
 
-def test_a_letter_too_large_for_the_store_is_refused_at_the_sender(post):
+def test_a_letter_too_large_for_the_store_is_refused_at_the_sender(mailboxes):
     with pytest.raises(ValueError, match="at most"):
-        post.open("hub").send("relay-0", Stop(reason="x" * (5 << 20)))
+        mailboxes.open("hub").send("relay-0", Stop(reason="x" * (5 << 20)))
 
 
 def test_a_mailbox_whose_store_is_gone_says_so():
@@ -134,8 +134,8 @@ def test_a_mailbox_whose_store_is_gone_says_so():
     at_end(store.kill)
     assert store.stdout
     address = store.stdout.readline().split()[1]
-    post = StorePost(address, SECRET)
-    hub = post.open("hub")
+    post = StoreMailboxes(address, SECRET)
+    hub = post.begin_receive("hub")
     store.kill()
     store.wait()
     store.stdout.close()

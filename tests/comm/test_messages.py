@@ -1,7 +1,7 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import MESSAGES, GroupId, PartFilled, RowId, SlotWanted, Stop, decode, encode
+from headrace.comm.messages import MESSAGES, GroupId, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
 from headrace.comm.messages.base import trajectory_group
 from headrace.comm.messages.offer import Offer
 
@@ -9,8 +9,8 @@ from headrace.comm.messages.offer import Offer
 def test_what_is_encoded_is_decoded():
     for message in (
         Stop(reason="done"),
-        SlotWanted(1, Offer(7, 256, 1, 2, 1, ((0, 64), (128, 256)))),
-        PartFilled(2, Offer(7, 256, 1), 3, "ab" * 16),
+        ReserveSlot(1, Offer(7, 256, 1, 2, 1, ((0, 64), (128, 256)))),
+        ShardWritten(2, Offer(7, 256, 1), 3, "ab" * 16),
     ):
         assert decode(encode(message)) == message
 

@@ -7,13 +7,13 @@ import pytest
 
 from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.errors import PeerGone
-from headrace.comm.shared_memory import Hold, Segment
+from headrace.comm.shared_memory import Lock, Segment
 
 
 @pytest.fixture
 def segment():
     segment = Segment.create_anonymous()
-    segment.shape(3, 10_000)
+    segment.allocate(3, 10_000)
     yield segment
     segment.close()
 
@@ -32,7 +32,7 @@ def test_an_opening_made_before_the_shape_sees_it_later():
     segment = Segment.create_anonymous()
     other = Segment.open(segment.path)
     assert other.slot_bytes == 0
-    segment.shape(2, 100)
+    segment.allocate(2, 100)
     segment.slot(1)[:] = 9
     assert other.slot(1).tolist() == [9] * 100
     segment.close()
@@ -41,21 +41,25 @@ def test_an_opening_made_before_the_shape_sees_it_later():
 
 def test_a_lease_keeps_the_owner_out_and_an_owner_keeps_leases_out(segment):
     reader, writer = Segment.open(segment.path), Segment.open(segment.path)
-    assert reader.take(0, Hold.LEASE) and not writer.take(0, Hold.OWN) and writer.take(1, Hold.OWN)
-    assert not reader.take(1, Hold.LEASE)
-    reader.give_back(0, Hold.LEASE)
-    assert writer.take(0, Hold.OWN)
+    assert (
+        reader.try_lock(0, Lock.SHARED)
+        and not writer.try_lock(0, Lock.EXCLUSIVE)
+        and writer.try_lock(1, Lock.EXCLUSIVE)
+    )
+    assert not reader.try_lock(1, Lock.SHARED)
+    reader.unlock(0, Lock.SHARED)
+    assert writer.try_lock(0, Lock.EXCLUSIVE)
     reader.close()
     writer.close()
 
 
 def test_two_leases_of_one_opening_end_with_the_last(segment):
     reader, writer = Segment.open(segment.path), Segment.open(segment.path)
-    assert reader.take(0, Hold.LEASE) and reader.take(0, Hold.LEASE)
-    reader.give_back(0, Hold.LEASE)
-    assert not writer.take(0, Hold.OWN)
-    reader.give_back(0, Hold.LEASE)
-    assert writer.take(0, Hold.OWN)
+    assert reader.try_lock(0, Lock.SHARED) and reader.try_lock(0, Lock.SHARED)
+    reader.unlock(0, Lock.SHARED)
+    assert not writer.try_lock(0, Lock.EXCLUSIVE)
+    reader.unlock(0, Lock.SHARED)
+    assert writer.try_lock(0, Lock.EXCLUSIVE)
     reader.close()
     writer.close()
 
@@ -72,10 +76,10 @@ def test_the_lease_of_a_killed_reader_is_free_again(segment):
     command = [sys.executable, "-c", LEASEHOLDER, segment.path]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert reader.stdout and reader.stdout.readline() == b"True\n"
-    assert not segment.take(2, Hold.OWN)
+    assert not segment.take(2, Lock.EXCLUSIVE)
     reader.kill()
     reader.communicate()
-    assert segment.take(2, Hold.OWN)
+    assert segment.take(2, Lock.EXCLUSIVE)
 
 
 CHILD = """
@@ -102,7 +106,7 @@ def test_the_bytes_outlive_the_child_that_wrote_them(segment):
     assert (segment.slot(0) == 2).all()
 
 
-def test_without_a_seat_the_process_holds_its_own_segment(monkeypatch):
+def test_without_a_supervisor_the_process_holds_its_own_segment(monkeypatch):
     monkeypatch.delenv(SEGMENT_FD, raising=False)
     segment = Segment.inherited()
     other = Segment.open(segment.path)

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from headrace.launch.bench.__main__ import CATALOGUE, choose, main
-from headrace.launch.bench.harness import Child, Options, Row, best_seconds, line, medians
+from headrace.launch.bench.harness import Child, Measurement, Options, best_seconds, line, medians
 from headrace.launch.bench.relay_cluster import RelayCluster
 from headrace.launch.bench.storage_load import load
 
 
-def read_rows(path: Path) -> list[Row]:
-    return msgspec.json.decode(path.read_bytes(), type=list[Row])
+def read_rows(path: Path) -> list[Measurement]:
+    return msgspec.json.decode(path.read_bytes(), type=list[Measurement])
 
 
 def test_the_list_has_a_line_for_each_workload_and_loads_no_torch():
@@ -46,8 +46,8 @@ def test_an_unknown_workload_is_refused_with_the_names_near_it(capsys: pytest.Ca
 
 
 def test_several_runs_become_one_row_of_medians_with_their_span():
-    runs = [[Row("put", "peer", value, "ms", value / 2)] for value in (4.0, 9.0, 5.0)]
-    assert medians(runs) == [Row("put", "peer", 5.0, "ms", 2.5, ((4.0, 2.0), (9.0, 4.5), (5.0, 2.5)))]
+    runs = [[Measurement("put", "peer", value, "ms", value / 2)] for value in (4.0, 9.0, 5.0)]
+    assert medians(runs) == [Measurement("put", "peer", 5.0, "ms", 2.5, ((4.0, 2.0), (9.0, 4.5), (5.0, 2.5)))]
     shown = line(medians(runs)[0])
     assert all(word in shown for word in ("put", "5.000", "4.000..9.000 ms", "2.500", "2.000..4.500", "peer"))
 

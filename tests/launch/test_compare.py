@@ -11,9 +11,9 @@ from support.system import System
 from headrace.comm.clock import Clock
 from headrace.comm.trace import Trace
 from headrace.launch import compare
-from headrace.launch.compare import Entrant, entrants, rows_of, table
+from headrace.launch.compare import Variant, rows_of, table, variants
 from headrace.launch.config.load import read_recipe
-from headrace.launch.report.experiment import CpuWatch, Outcome, busy_and_all
+from headrace.launch.report.experiment import CpuMonitor, Result, busy_and_all
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
@@ -22,7 +22,7 @@ from headrace.launch.run import prepare
 RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
 
 
-def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.0, kv_util: float = 0.5) -> Outcome:
+def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.0, kv_util: float = 0.5) -> Result:
     figures = Figures(
         tokens_per_s=tokens_per_s,
         step_s=100.0,
@@ -34,7 +34,7 @@ def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.
         latency=Latency(80.0, 300.0),
         staleness={"0": 0.5, "2": 0.5},
     )
-    return Outcome("runs/x", 8, 32, cpu, 0.2, figures)
+    return Result("runs/x", 8, 32, cpu, 0.2, figures)
 
 
 def generate(version: int, start: float, end: float) -> Span:
@@ -98,18 +98,18 @@ def test_a_row_of_a_machine_that_was_too_busy_is_marked_invalid():
 
 
 def test_devices_are_split_and_the_batch_scaled_to_them():
-    colocated = Entrant.of("sync-colocated", 64, 3, 4)
+    colocated = Variant.of("sync-colocated", 64, 3, 4)
     assert (colocated.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
-    stream = Entrant.of("stream", 128, 10, 4)
+    stream = Variant.of("stream", 128, 10, 4)
     assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
-    off, on = entrants(["repack-off", "repack-on"], 64, 4)
+    off, on = variants(["repack-off", "repack-on"], 64, 4)
     assert dict(off.settings) | {"repack.enabled": "true"} == on.settings
     assert (off.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
 
 
 def test_every_entrant_is_a_recipe_that_may_run(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    for entrant in entrants([*compare.SCHEDULES, *compare.REPACK], 64, 4):
+    for entrant in variants([*compare.SCHEDULES, *compare.REPACK], 64, 4):
         words = [f"{key}={value}" for key, value in entrant.settings.items()]
         words += [f"run.dir={tmp_path / entrant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
         prepare(read_recipe(RECIPE, words))
@@ -121,7 +121,7 @@ def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: P
         trace.enter("busy", version=1)
         trace.enter("busy", version=1)
         trace.enter("idle")
-        trace.sample(load=0.5)
+        trace.counters(load=0.5)
         trace.close()
     path = tmp_path / "trace" / "b.jsonl"
     head, *rest = [json.loads(line) for line in path.read_text().splitlines()]
@@ -157,9 +157,9 @@ def test_the_machines_cpu_is_watched_while_a_process_runs(tmp_path: Path):
     import time
 
     before = busy_and_all()
-    watch, started = CpuWatch(), time.time()
+    watch, started = CpuMonitor(), time.time()
     code = "import time; stop = time.monotonic() + 1.2\nwhile time.monotonic() < stop: pass\nraise SystemExit(3)"
-    assert watch.see(subprocess.Popen([sys.executable, "-c", code])) == 3
+    assert watch.watch(subprocess.Popen([sys.executable, "-c", code])) == 3
     assert 0 < watch.share(started, time.time()) <= 1
     assert busy_and_all() > before
 

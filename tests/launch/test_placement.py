@@ -4,33 +4,35 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RoleSettings
-from headrace.launch.placement import assign, check_staging, visible_devices
+from headrace.launch.placement import check_staging, place_ranks, visible_devices
 
 
 def test_one_host_seats_an_actor_first_and_the_relay_last():
-    names = [place.name for place in assign(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)]
+    names = [
+        place.name for place in place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
+    ]
     assert names == ["actor-0", "rollout-0", "rollout-1", "relay-0"]
 
 
 def test_relays_are_spread_one_per_host_first():
-    places = assign(RoleSettings(actor=4, relay=3, rollout=9), world_size=16, ranks_per_host=8)
+    places = place_ranks(RoleSettings(actor=4, relay=3, rollout=9), world_size=16, ranks_per_host=8)
     assert [(place.index, place.host) for place in places if place.role == "relay"] == [(2, 0), (0, 0), (1, 1)]
 
 
 def test_nine_ranks_on_eight_gpus_leave_none_to_the_relay():
-    places = assign(RoleSettings(actor=4, relay=1, rollout=4), world_size=9, ranks_per_host=9)
+    places = place_ranks(RoleSettings(actor=4, relay=1, rollout=4), world_size=9, ranks_per_host=9)
     assert [visible_devices(place, 8) for place in places] == [*"01234567", ""]
 
 
 def test_fewer_gpus_than_ranks_are_shared_and_no_gpu_hides_all():
-    places = assign(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
     assert [visible_devices(place, 1) for place in places] == ["0", "0", "0", ""]
     assert [visible_devices(place, 0) for place in places] == [""] * 4
 
 
 def test_a_wrong_number_of_ranks_names_both_settings():
     with pytest.raises(SettingError, match=r"roles\.rollout = 4.*started 3 ranks.*--nproc-per-node 4"):
-        assign(RoleSettings(actor=1, relay=1, rollout=2), world_size=3, ranks_per_host=3)
+        place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=3, ranks_per_host=3)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 8))
@@ -38,7 +40,7 @@ def test_every_rank_has_one_place_and_every_place_one_rank(
     actors: int, relays: int, rollouts: int, ranks_per_host: int
 ):
     roles = RoleSettings(actor=actors, relay=relays, rollout=rollouts)
-    places = assign(roles, actors + relays + rollouts, ranks_per_host)
+    places = place_ranks(roles, actors + relays + rollouts, ranks_per_host)
     for role, count in (("actor", actors), ("relay", relays), ("rollout", rollouts)):
         assert sorted(place.index for place in places if place.role == role) == list(range(count))
     assert places[0].name == "actor-0"
@@ -46,7 +48,7 @@ def test_every_rank_has_one_place_and_every_place_one_rank(
 
 
 def test_a_relay_gets_its_staging_device_and_nobody_elses_is_taken():
-    places = assign(RoleSettings(actor=2, relay=1, rollout=1), 4, 4)
+    places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1), 4, 4)
     relay = next(place for place in places if place.role == "relay")
     assert visible_devices(relay, 4, "3") == "3"
     assert visible_devices(relay, 4, "cpu") == visible_devices(relay, 4, None) == ""
@@ -60,6 +62,6 @@ def test_a_relay_gets_its_staging_device_and_nobody_elses_is_taken():
 
 
 def test_references_and_tasks_come_after_the_rollouts_and_a_task_wants_no_gpu():
-    places = assign(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), world_size=6, ranks_per_host=6)
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), world_size=6, ranks_per_host=6)
     assert [p.name for p in places] == ["actor-0", "rollout-0", "reference-0", "reference-1", "task-0", "relay-0"]
     assert [visible_devices(place, 4) for place in places] == ["0", "1", "2", "3", "", ""]

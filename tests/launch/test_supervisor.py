@@ -10,17 +10,17 @@ from typing import TypeVar
 
 import pytest
 
-from headrace.comm.environment import LARGE_COPIES
+from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.recipe import RoleSettings
-from headrace.launch.placement import started_again
-from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, Verdict, judge
+from headrace.launch.placement import restartable_roles
+from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parent / "support" / "seat_driver.py"
 DEADLINE_S = 240.0
 
 
-class RunningSeat:
+class RunningSupervisor:
     """A seat with fake children, and what they noted down."""
 
     def __init__(self, name: str, script: dict[str, list[str]], run_dir: Path, *, store: bool, shutdown_s: float):
@@ -51,13 +51,13 @@ def until(ready: Callable[[], T | None]) -> T:
 
 
 @pytest.fixture
-def seat(run_dir: Path) -> Iterator[Callable[..., RunningSeat]]:
-    started: list[RunningSeat] = []
+def supervisor(run_dir: Path) -> Iterator[Callable[..., RunningSupervisor]]:
+    started: list[RunningSupervisor] = []
 
     def start(
         name: str, script: dict[str, list[str]], *, store: bool = False, shutdown_s: float = 200.0
-    ) -> RunningSeat:
-        started.append(RunningSeat(name, script, run_dir, store=store, shutdown_s=shutdown_s))
+    ) -> RunningSupervisor:
+        started.append(RunningSupervisor(name, script, run_dir, store=store, shutdown_s=shutdown_s))
         return started[-1]
 
     yield start
@@ -66,14 +66,14 @@ def seat(run_dir: Path) -> Iterator[Callable[..., RunningSeat]]:
         running.process.communicate()
 
 
-def test_a_seat_ends_with_its_child(seat):
-    running = seat("actor-0", {"actor-0": ["end"]})
+def test_a_supervisor_ends_with_its_child(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["end"]})
     assert running.end() == (0, "")
     assert len(running.events("actor-0 start")) == 1
 
 
-def test_a_dead_rollout_comes_back_and_the_seat_ends_with_0(seat):
-    running = seat("rollout-1", {"rollout-1": ["die", "crash", "end"]})
+def test_a_dead_rollout_comes_back_and_the_supervisor_ends_with_0(supervisor):
+    running = supervisor("rollout-1", {"rollout-1": ["die", "crash", "end"]})
     code, errors = running.end()
     assert code == 0
     assert len(running.events("rollout-1 start")) == 3
@@ -81,8 +81,8 @@ def test_a_dead_rollout_comes_back_and_the_seat_ends_with_0(seat):
     assert "rollout-1 ended with exit code 1 and is started again" in errors
 
 
-def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(seat):
-    running = seat("rollout-0", {"rollout-0": ["die"]})
+def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["die"]})
     code, errors = running.end()
     assert code == 1
     assert len(running.events("rollout-0 start")) == MAX_RESTARTS + 1
@@ -92,49 +92,51 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(seat):
     assert "the run ends" in errors
 
 
-def test_a_dead_actor_is_told_to_the_hub_and_ends_the_run(seat):
-    running = seat("actor-0", {"actor-0": ["die"]})
+def test_a_dead_actor_is_told_to_the_hub_and_ends_the_run(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["die"]})
     code, errors = running.end()
     assert (code, running.events("actor-0 told")) == (1, ["actor-0 told actor-0 was ended by SIGKILL"])
     assert "actor-0 was ended by SIGKILL; the run ends" in errors
 
 
-def test_a_child_that_reported_its_error_is_not_reported_again(seat):
-    running = seat("actor-0", {"actor-0": ["crash"]})
+def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["crash"]})
     assert running.end()[0] == 1
     assert not running.events("actor-0 told")
 
 
-def test_a_users_mistake_is_one_line_and_exit_code_2(seat):
-    code, errors = seat("rollout-0", {"rollout-0": ["mistake"]}).end()
+def test_a_users_mistake_is_one_line_and_exit_code_2(supervisor):
+    code, errors = supervisor("rollout-0", {"rollout-0": ["mistake"]}).end()
     assert code == 2
     assert errors.startswith("headrace: rollout-0 ended the run. Its log is ")
     assert errors.endswith("rollout-0.log:\n    some.setting is wrong\n")
 
 
-def test_the_lead_relays_seat_starts_the_hub_and_gives_the_relay_a_segment(seat):
-    running = seat("relay-0", {})
+def test_the_lead_relays_supervisor_starts_the_hub_and_gives_the_relay_a_segment(supervisor):
+    running = supervisor("relay-0", {})
     assert running.end() == (0, "")
     [hub], [relay] = running.events("hub start"), running.events("relay-0 start")
     assert hub.endswith(" -") and not relay.endswith(" -")
 
 
 @pytest.mark.parametrize("users", [None, "glibc.malloc.check=0"])
-def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_says_otherwise(seat, monkeypatch, users):
+def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_says_otherwise(
+    supervisor, monkeypatch, users
+):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if users is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", users)
-    running = seat("rollout-0", {"rollout-0": ["wait"]})
+    running = supervisor("rollout-0", {"rollout-0": ["wait"]})
     pid = running.wait_for("rollout-0 start")[0].split()[2]
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    expected = users or LARGE_COPIES["GLIBC_TUNABLES"]
+    expected = users or STREAMING_COPY_ENV["GLIBC_TUNABLES"]
     assert [line for line in environment if line.startswith("GLIBC_TUNABLES")] == [f"GLIBC_TUNABLES={expected}"]
     running.process.terminate()
     assert running.end()[0] == 0
 
 
-def test_a_signal_reaches_each_role_once_and_the_store_last(seat):
-    running = seat("actor-0", {"actor-0": ["wait"], "store": ["wait"]}, store=True, shutdown_s=4.0)
+def test_a_signal_reaches_each_role_once_and_the_store_last(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["wait"], "store": ["wait"]}, store=True, shutdown_s=4.0)
     running.wait_for("store start")
     running.wait_for("actor-0 start")
     running.process.send_signal(signal.SIGINT)
@@ -144,8 +146,8 @@ def test_a_signal_reaches_each_role_once_and_the_store_last(seat):
     assert signals == [f"actor-0 signal {signal.SIGINT.value}", f"store signal {signal.SIGTERM.value}"]
 
 
-def test_a_child_that_ignores_signals_is_killed_by_name_after_the_deadline(seat):
-    running = seat("actor-0", {"actor-0": ["ignore"]}, shutdown_s=0.3)
+def test_a_child_that_ignores_signals_is_killed_by_name_after_the_deadline(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["ignore"]}, shutdown_s=0.3)
     running.wait_for("actor-0 start")
     running.process.terminate()
     code, errors = running.end()
@@ -153,8 +155,8 @@ def test_a_child_that_ignores_signals_is_killed_by_name_after_the_deadline(seat)
     assert "actor-0 did not end within 0.3 s and is killed" in errors
 
 
-def test_no_child_outlives_a_killed_seat(seat):
-    running = seat("relay-0", {"relay-0": ["ignore"], "hub": ["ignore"]})
+def test_no_child_outlives_a_killed_supervisor(supervisor):
+    running = supervisor("relay-0", {"relay-0": ["ignore"], "hub": ["ignore"]})
     pids = [int(running.wait_for(f"{name} start")[0].split()[2]) for name in ("relay-0", "hub")]
     running.process.kill()
     until(lambda: True if not any(Path(f"/proc/{pid}").exists() for pid in pids) else None)
@@ -163,17 +165,17 @@ def test_no_child_outlives_a_killed_seat(seat):
 def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
     now = 1000.0
     recent = [now - 1.0] * MAX_RESTARTS
-    assert judge("rollout", -9, recent, now, is_ending=False) is Verdict.UNTOLD
-    assert judge("rollout", -9, recent, now + RESTART_WINDOW_S, is_ending=False) is Verdict.RESTART
+    assert classify_exit("rollout", -9, recent, now, is_ending=False) is ExitKind.FAILED_UNREPORTED
+    assert classify_exit("rollout", -9, recent, now + RESTART_WINDOW_S, is_ending=False) is ExitKind.RESTART
 
 
 def test_only_a_rollout_is_ever_started_again():
     for role in ("actor", "relay", "hub", "store"):
-        assert judge(role, -9, [], 0.0, is_ending=False) is Verdict.UNTOLD
-    assert judge("rollout", -9, [], 0.0, is_ending=True) is Verdict.TOLD
+        assert classify_exit(role, -9, [], 0.0, is_ending=False) is ExitKind.FAILED_UNREPORTED
+    assert classify_exit("rollout", -9, [], 0.0, is_ending=True) is ExitKind.FAILED_REPORTED
 
 
 def test_a_relay_is_started_again_where_it_is_not_the_only_one():
-    for num_relays, verdict in ((1, Verdict.UNTOLD), (2, Verdict.RESTART)):
-        again = started_again(RoleSettings(relay=num_relays))
-        assert judge("relay", -9, [], 0.0, is_ending=False, again=again) is verdict
+    for num_relays, verdict in ((1, ExitKind.FAILED_UNREPORTED), (2, ExitKind.RESTART)):
+        again = restartable_roles(RoleSettings(relay=num_relays))
+        assert classify_exit("relay", -9, [], 0.0, is_ending=False, restartable=again) is verdict

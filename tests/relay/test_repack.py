@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.relay import repack
-from headrace.relay.repack import Move, Report, can_fit, plan
+from headrace.relay.repack import Move, Report, can_fit, plan_moves
 
 KV_MAX, BOUND = 1000, 16
 
@@ -40,20 +40,20 @@ def fleets(draw: st.DrawFn) -> list[Report]:
 def test_no_plan_exceeds_cache_or_batch_or_leaves_a_version(reports: list[Report]):
     before = {report.rollout: report for report in reports}
     after = dict(before)
-    for move in plan(reports):
+    for move in plan_moves(reports):
         source, target = before[move.source], after[move.destination]
         assert source.version == target.version == move.version
         after[move.destination] = target._replace(
             kv_used=target.kv_used + source.kv_used, num_requests=target.num_requests + source.num_requests
         )
-    for name in {move.destination for move in plan(reports)}:
+    for name in {move.destination for move in plan_moves(reports)}:
         assert after[name].kv_used <= after[name].kv_max
         assert after[name].num_requests <= after[name].batch_bound
 
 
 @given(fleets())
 def test_a_rollout_gives_once_or_receives_and_never_goes_in_a_circle(reports: list[Report]):
-    moves = plan(reports)
+    moves = plan_moves(reports)
     sources, destinations = [move.source for move in moves], {move.destination for move in moves}
     assert len(set(sources)) == len(sources)
     assert not set(sources) & destinations  # so no chain and no circle either
@@ -62,7 +62,7 @@ def test_a_rollout_gives_once_or_receives_and_never_goes_in_a_circle(reports: li
 @given(fleets())
 def test_only_rollouts_that_wind_down_with_something_left_take_part(reports: list[Report]):
     by_name = {report.rollout: report for report in reports}
-    for move in plan(reports):
+    for move in plan_moves(reports):
         for name in (move.source, move.destination):
             report = by_name[name]
             assert report.kv_used < min(report.kv_max, report.kv_before)
@@ -73,12 +73,12 @@ def test_only_rollouts_that_wind_down_with_something_left_take_part(reports: lis
 def test_the_order_of_the_reports_changes_nothing(reports: list[Report], shuffler: random.Random):
     shuffled = list(reports)
     shuffler.shuffle(shuffled)
-    assert plan(shuffled) == plan(reports)
+    assert plan_moves(shuffled) == plan_moves(reports)
 
 
 def test_the_least_loaded_go_where_the_cache_will_be_fullest():
     reports = [winding_down("a", 100), winding_down("b", 300), winding_down("c", 500), winding_down("d", 850)]
-    assert plan(reports) == [Move("a", "d", 0), Move("b", "c", 0)]
+    assert plan_moves(reports) == [Move("a", "d", 0), Move("b", "c", 0)]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_the_least_loaded_go_where_the_cache_will_be_fullest():
     ids=lambda change: next(iter(change)),
 )
 def test_a_rollout_that_is_full_or_filling_or_elsewhere_is_left_alone(change: dict[str, int]):
-    assert plan([winding_down("a", 100), winding_down("b", 100)]) == [Move("a", "b", 0)]
-    assert plan([winding_down("a", 100)._replace(**change), winding_down("b", 100)]) == []
+    assert plan_moves([winding_down("a", 100), winding_down("b", 100)]) == [Move("a", "b", 0)]
+    assert plan_moves([winding_down("a", 100)._replace(**change), winding_down("b", 100)]) == []
 
 
 def random_fleet(seed: int, count: int) -> list[Report]:
@@ -116,7 +116,7 @@ def first_fit(reports: list[Report]) -> int:
 
 def test_it_releases_on_average_at_least_what_first_fit_releases():
     fleets = [random_fleet(seed, count) for seed in range(200) for count in (4, 16, 48)]
-    released = sum(len(plan(fleet)) for fleet in fleets)
+    released = sum(len(plan_moves(fleet)) for fleet in fleets)
     assert released >= sum(first_fit(fleet) for fleet in fleets) > 0
 
 
@@ -129,5 +129,5 @@ def test_its_work_grows_with_the_square_of_the_rollouts(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(repack, "can_fit", counting)
     for count in (50, 100, 200, 400):
-        plan(random_fleet(1, count))
+        plan_moves(random_fleet(1, count))
         assert looks[count] <= count * count

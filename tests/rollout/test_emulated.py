@@ -16,18 +16,18 @@ from headrace.comm.recipe import EmulatedSettings
 from headrace.launch.config.checks import is_emulated
 from headrace.launch.config.load import read_recipe
 from headrace.relay.weights.emulated import EmulatedTransfer
-from headrace.rollout.generators.emulated_device import Device, Strand, response_length
+from headrace.rollout.generators.emulated_device import EmulatedDevice, EmulatedSequence, response_length
 
 SETTINGS = EmulatedSettings()
 LONGEST = 16384
 
 
-def strands(count: int, limit: int, num_prompt: int = 100) -> list[Strand]:
-    return [Strand(number << 12, num_prompt, limit) for number in range(count)]
+def sequences(count: int, limit: int, num_prompt: int = 100) -> list[EmulatedSequence]:
+    return [EmulatedSequence(number << 12, num_prompt, limit) for number in range(count)]
 
 
-def finish_all(device: Device, num_steps: int = 32) -> list[Strand]:
-    done: list[Strand] = []
+def finish_all(device: EmulatedDevice, num_steps: int = 32) -> list[EmulatedSequence]:
+    done: list[EmulatedSequence] = []
     while device.running or device.waiting:
         done += device.advance(num_steps)
     return done
@@ -36,20 +36,20 @@ def finish_all(device: Device, num_steps: int = 32) -> list[Strand]:
 @pytest.mark.parametrize(("batch", "milliseconds"), [(8, 11), (64, 18)])
 def test_the_curve_goes_through_the_published_points(batch: int, milliseconds: float):
     """Laminar, figure 4: 32B, TP4, 4096 tokens each."""
-    seconds = Device(SETTINGS, 512).steps_s(batch, batch * 4096, 1)
+    seconds = EmulatedDevice(SETTINGS, 512).steps_s(batch, batch * 4096, 1)
     assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.02)
 
 
 def test_a_stretch_takes_the_sum_of_its_steps():
-    device = Device(SETTINGS, 512)
+    device = EmulatedDevice(SETTINGS, 512)
     steps = sum(device.steps_s(300, 1000 + 300 * i, 1) for i in range(50))
     assert device.steps_s(300, 1000, 50) == pytest.approx(steps)
 
 
 def test_how_often_the_mail_is_read_does_not_change_the_devices_time():
     def seconds(num_steps: int) -> float:
-        device = Device(SETTINGS, 16)
-        device.add(Strand(n << 12, 50, 20 + 7 * n) for n in range(40))
+        device = EmulatedDevice(SETTINGS, 16)
+        device.add(EmulatedSequence(n << 12, 50, 20 + 7 * n) for n in range(40))
         assert len(finish_all(device, num_steps)) == 40 and device.load == 0
         return device.seconds
 
@@ -58,8 +58,8 @@ def test_how_often_the_mail_is_read_does_not_change_the_devices_time():
 
 def test_a_full_cache_makes_the_newest_give_way_and_loses_nobody():
     settings = EmulatedSettings(kv_tokens=5000)
-    device = Device(settings, 512)
-    device.add(strands(60, limit=400))
+    device = EmulatedDevice(settings, 512)
+    device.add(sequences(60, limit=400))
     done = finish_all(device)
     assert len(done) == 60 and all(s.num_new == 400 for s in done)
     assert device.num_preempted > 0 and device.num_recomputed > 0 and device.load == 0
@@ -67,8 +67,8 @@ def test_a_full_cache_makes_the_newest_give_way_and_loses_nobody():
 
 
 def test_weights_that_change_midway_cost_the_prefill_of_all_that_runs():
-    device = Device(SETTINGS, 512)
-    device.add([Strand(sample, 100, 1000) for sample in range(4)])
+    device = EmulatedDevice(SETTINGS, 512)
+    device.add([EmulatedSequence(sample, 100, 1000) for sample in range(4)])
     device.advance(10)
     before = device.seconds
     device.recompute()

@@ -13,9 +13,16 @@ from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.clock import Clock
 from headrace.comm.errors import MessageRefused
-from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import LeaseGrant, LeaseRequest, RowDone, RowId
-from headrace.comm.messages.migration import Claimed, MoveEnded, MoveOrder, ParcelOffered, ParcelRefused, RowsGone
+from headrace.comm.messages.migration import (
+    ClaimResult,
+    MigrateOrder,
+    MigrateResult,
+    RowsReassigned,
+    TransferOffered,
+    TransferRefused,
+)
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.trace import Trace
 from headrace.launch.report.timeline import Timeline
@@ -28,15 +35,15 @@ from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.weights.slots import Receipt
 from headrace.rollout import Engine, SamplingParams
-from headrace.rollout.engine.sequence import Completion, Parcel
+from headrace.rollout.engine.sequence import Completion, SequenceState
 from headrace.rollout.generators.base import Weights
-from headrace.rollout.leases import Held, Leases
+from headrace.rollout.leases import HeldLeases, LeasedRow
 from headrace.rollout.migration import migration
 from headrace.rollout.migration import transport as carriage
-from headrace.rollout.migration.calibration import Speeds, TransferCosts, batch_bound, measure
-from headrace.rollout.migration.codec import Traveller, pack, unpack
+from headrace.rollout.migration.calibration import GeneratorProfile, TransferCostModel, batch_bound, calibrate
+from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.rollout.migration.migration import Migration
-from headrace.rollout.pacing import Cycle
+from headrace.rollout.pacing import RolloutPacing
 
 PAGE_BYTES = 64 * 512
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -72,11 +79,11 @@ def test_however_often_trajectories_move_not_a_bit_of_them_changes(llama: Path, 
     num_moves = 0
     while any(not engine.idle for engine in engines):
         source, target = draw.sample(engines, 2)
-        ids = [live.trajectory_id for live in source.live()]
+        ids = [live.trajectory_id for live in source.unfinished()]
         if ids and draw.random() < 0.2:
             with_pages = draw.random() < 0.5 if with_cache is None else with_cache
-            parcels = source.take_out(draw.sample(ids, draw.randint(1, min(3, len(ids)))), with_pages)
-            target.put_in([sent_and_received(parcel) for parcel in parcels])
+            parcels = source.export_sequences(draw.sample(ids, draw.randint(1, min(3, len(ids)))), with_pages)
+            target.import_sequences([sent_and_received(parcel) for parcel in parcels])
             num_moves += len(parcels)
         for engine in engines:
             moved |= {done.trajectory_id: done for done in engine.step()}
@@ -84,11 +91,11 @@ def test_however_often_trajectories_move_not_a_bit_of_them_changes(llama: Path, 
     assert moved == stayed
 
 
-def sent_and_received(parcel: Parcel) -> Parcel:
-    held = Held(RowId(1, 2, 3), 1, 0, {"prompt": "x"})
-    (traveller,) = unpack(np.concatenate(pack([Traveller(held, parcel)])))
+def sent_and_received(state: SequenceState) -> SequenceState:
+    held = LeasedRow(RowId(1, 2, 3), 1, 0, {"prompt": "x"})
+    (traveller,) = decode_rows(np.concatenate(encode_rows([MovedRow(held, state)])))
     assert traveller.held == held
-    return traveller.parcel
+    return traveller.state
 
 
 def run(engine: Engine) -> list[Completion]:
@@ -98,16 +105,16 @@ def run(engine: Engine) -> list[Completion]:
     return completions
 
 
-def test_what_is_no_freight_is_refused(llama: Path):
+def test_a_malformed_payload_is_refused(llama: Path):
     engine = Engine(llama)
     engine.add_group([5, 6, 7], PARAMS, [1])
     engine.step()
-    parcels = engine.take_out([1], with_cache=True)
-    freight = np.concatenate(pack([Traveller(Held(RowId(1, 0, 0), 1, 0, {}), parcel) for parcel in parcels]))
-    assert len(unpack(freight)) == 1
+    parcels = engine.export_sequences([1], with_cache=True)
+    freight = np.concatenate(encode_rows([MovedRow(LeasedRow(RowId(1, 0, 0), 1, 0, {}), parcel) for parcel in parcels]))
+    assert len(decode_rows(freight)) == 1
     for broken in (freight[:5], freight[:40], freight[:-1], freight[8:], np.zeros(64, np.uint8)):
         with pytest.raises(MessageRefused, match="no freight"):
-            unpack(broken)
+            decode_rows(broken)
 
 
 # ----------------------------------------------------------------------------------------------------- what it costs
@@ -122,21 +129,23 @@ def test_the_batch_bound_is_where_a_step_takes_a_quarter_longer():
 
 def test_measuring_leaves_the_generator_as_it_was_and_stops_where_the_cache_ends(llama: Path):
     for kv_pages in (8, 300):
-        replica = Replica(llama, kv_gb=kv_pages * PAGE_BYTES / 1e9)
-        speeds = measure(replica, 32)
+        replica = EngineGenerator(llama, kv_gb=kv_pages * PAGE_BYTES / 1e9)
+        speeds = calibrate(replica, 32)
         assert 1 <= speeds.batch_bound <= min(32, kv_pages) and speeds.prefill_s > 0
         replica.check()
         assert replica.idle and replica.pool.num_free == replica.pool.num_pages - 1
 
 
 def test_pages_travel_while_that_costs_less_than_computing_them():
-    costs = TransferCosts("auto")
-    assert costs.is_worth(True, 1000, prefill_s=1e-6)
-    costs.learn(True, num_bytes=10**6, seconds=1.0)
-    assert not costs.is_worth(True, 1000, prefill_s=1e-3)
-    assert costs.is_worth(True, 1000, prefill_s=3e-3)
-    assert costs.is_worth(False, 1000, prefill_s=1e-3)
-    assert TransferCosts("pages").is_worth(True, 1000, 0.0) and not TransferCosts("prefill").is_worth(True, 0, 1.0)
+    costs = TransferCostModel("auto")
+    assert costs.should_send_cache(True, 1000, prefill_s=1e-6)
+    costs.record(True, num_bytes=10**6, seconds=1.0)
+    assert not costs.should_send_cache(True, 1000, prefill_s=1e-3)
+    assert costs.should_send_cache(True, 1000, prefill_s=3e-3)
+    assert costs.should_send_cache(False, 1000, prefill_s=1e-3)
+    assert TransferCostModel("pages").should_send_cache(True, 1000, 0.0) and not TransferCostModel(
+        "prefill"
+    ).should_send_cache(True, 0, 1.0)
 
 
 # --------------------------------------------------------------------------------------------- two rollouts and a hub
@@ -150,7 +159,7 @@ class Loaded:
         return self.version
 
 
-class Replica(Engine):
+class EngineGenerator(Engine):
     """The engine as a rollout's generator, on weights that nobody changes."""
 
     can_migrate = True
@@ -173,17 +182,19 @@ class Replica(Engine):
         pass
 
 
-class Actor:
+class ManualRollout:
     """A rollout without its loop: the test turns it."""
 
-    def __init__(self, folder: Path, town: MemoryTown, index: int, path: Path, host: str, transfer: str) -> None:
-        self.fleet = MemoryFleet.enter(town, "rollout", index, host=host)
-        self.mailbox = self.fleet.post.open(self.fleet.name)
-        self.generator = Replica(path)
-        self.leases = Leases(self.mailbox, self.fleet.incarnation, SAMPLES, Cycle.of("headrace", None, 8, 3))
+    def __init__(self, folder: Path, network: MemoryNetwork, index: int, path: Path, host: str, transfer: str) -> None:
+        self.fleet = MemoryFleet.join_network(network, "rollout", index, host=host)
+        self.mailbox = self.fleet.mailboxes.begin_receive(self.fleet.name)
+        self.generator = EngineGenerator(path)
+        self.leases = HeldLeases(
+            self.mailbox, self.fleet.incarnation, SAMPLES, RolloutPacing.of("headrace", None, 8, 3)
+        )
         settings, trace = RepackSettings(transfer=transfer), Trace(folder, self.fleet.name, Clock())  # pyright: ignore[reportArgumentType]
         self.migration = Migration(self.fleet, self.mailbox, self.generator, self.leases, settings, 32, trace)
-        self.migration.speeds = Speeds(16, 1e-4)
+        self.migration.profile = GeneratorProfile(16, 1e-4)
         self.loses: set[type] = set()
         self.heard: list[object] = []
 
@@ -203,10 +214,10 @@ class Actor:
                         self.generator.add_group(tokens, PARAMS, [held.row_id.number for held in fresh])
                 else:
                     self.migration.handle(letter.sender, letter.message)
-            self.migration.turn()
+            self.migration.advance()
             for done in self.generator.step():
                 self.leases.held[done.trajectory_id].completion = done
-            for held in [h for h in self.leases.held.values() if h.completion and not h.question]:
+            for held in [h for h in self.leases.held.values() if h.completion and not h.claim_id]:
                 del self.leases.held[held.row_id.number]
                 assert held.completion is not None
                 reward, num_tokens = float(sum(held.completion.token_ids)), len(held.completion.token_ids)
@@ -219,40 +230,44 @@ class Play:
     def __init__(self, folder: Path, policy: Path, hosts: tuple[str, ...], transfer: str) -> None:
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(9)))
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
         pool = PromptPool(JsonLines(data), shuffle=False, seed=0)
         queue = QueueSettings(capacity=8)
         admission = Admission(BatchSettings(prompts_per_step=8, samples_per_prompt=SAMPLES), queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
-        self.hub = Hub(self.town.post.open("hub"), HubState(), journal, pool, admission, queue, RepackSettings())
-        self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
-        self.actors = [Actor(folder, self.town, index, policy, host, transfer) for index, host in enumerate(hosts)]
+        self.hub = Hub(
+            self.network.mailboxes.begin_receive("hub"), HubState(), journal, pool, admission, queue, RepackSettings()
+        )
+        self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
+        self.actors = [
+            ManualRollout(folder, self.network, index, policy, host, transfer) for index, host in enumerate(hosts)
+        ]
         self.alive = list(self.actors)
-        self.ended: list[MoveEnded] = []
+        self.ended: list[MigrateResult] = []
         self.orders = 0
 
     def turn(self, num_turns: int = 1) -> None:
         for _ in range(num_turns):
             while (letter := self.hub.mailbox.receive(0)) is not None:
-                if isinstance(letter.message, MoveEnded):
+                if isinstance(letter.message, MigrateResult):
                     self.ended.append(letter.message)
                 assert self.hub.handle(letter)
             for actor in self.alive:
                 actor.turn()
 
-    def lease(self, actor: Actor, request: int = 1, num_groups: int = 1) -> None:
-        actor.leases._request = LeaseRequest(request, 0, num_groups)
-        actor.mailbox.send("hub", actor.leases._request)
+    def lease(self, actor: ManualRollout, request: int = 1, num_groups: int = 1) -> None:
+        actor.leases._request_id = LeaseRequest(request, 0, num_groups)
+        actor.mailbox.send("hub", actor.leases._request_id)
         actor.leases._answered = request - 1
         self.until(lambda: actor.generator.num_running > 0)
 
-    def order(self, source: Actor, target: Actor, version: int = 0) -> None:
+    def order(self, source: ManualRollout, target: ManualRollout, version: int = 0) -> None:
         self.orders += 1
-        source.migration.handle("hub", MoveOrder(self.orders, version, target.name))
+        source.migration.handle("hub", MigrateOrder(self.orders, version, target.name))
 
-    def kill(self, actor: Actor) -> None:
+    def kill(self, actor: ManualRollout) -> None:
         self.alive.remove(actor)
-        actor.fleet.vanish()
+        actor.fleet.crash()
         self.hub.on_process_death(actor.name, "dead")
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -262,7 +277,7 @@ class Play:
             self.turn()
 
     def close(self) -> None:
-        self.hub.books.journal.close()
+        self.hub.context.journal.close()
         for actor in self.actors:
             actor.migration.close()
             actor.migration.trace.close()
@@ -274,7 +289,7 @@ class Play:
         self.until(lambda: all(row.status in ready for group in state.groups.values() for row in group.rows))
         self.until(lambda: not any(actor.migration.is_under_way or actor.leases.held for actor in self.alive))
         ends = [event.row for _, event in read_events(self.path) if isinstance(event, ev.RowReady)]
-        assert len(ends) == len(set(ends)) == state.in_flight and state.holds
+        assert len(ends) == len(set(ends)) == state.in_flight and state.is_balanced
         assert replay(self.path) == state
         for actor in self.alive:
             actor.generator.check()
@@ -334,7 +349,7 @@ def test_everything_goes_over_and_ends_as_if_it_had_stayed(
 
 
 @pytest.mark.parametrize("reason", ["version", "full", "unable", "broken"])
-def test_a_refused_parcel_goes_back_and_the_reason_is_counted(
+def test_refused_trajectories_go_back_and_the_reason_is_counted(
     stage: Stage, undisturbed: dict[RowId, float], reason: str, monkeypatch: pytest.MonkeyPatch
 ):
     play = stage()
@@ -346,7 +361,7 @@ def test_a_refused_parcel_goes_back_and_the_reason_is_counted(
         case "full":
             target.generator.kv_capacity = 60
         case "unable":
-            target.migration.speeds = None
+            target.migration.profile = None
         case _:
             monkeypatch.setattr(migration, "pack", lambda travellers: [np.zeros(100, np.uint8)])
     play.order(source, target)
@@ -362,15 +377,15 @@ def test_orders_that_cannot_be_carried_out_are_declined(stage: Stage):
     play.order(source, target, version=3)
     third.fleet.leave()
     play.order(source, third)
-    source.migration.speeds = None
+    source.migration.profile = None
     play.order(source, target)
     play.turn()
     assert [ended.refusal for ended in play.ended] == ["nothing left", "version", "gone", "unable"]
     play.finish()
 
 
-@pytest.mark.parametrize("lost", [ParcelOffered, ParcelRefused, Claimed, RowsGone])
-def test_a_lost_letter_costs_time_and_nothing_else(
+@pytest.mark.parametrize("lost", [TransferOffered, TransferRefused, ClaimResult, RowsReassigned])
+def test_a_lost_message_costs_time_and_nothing_else(
     stage: Stage, undisturbed: dict[RowId, float], lost: type, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(migration, "REPEAT_S", 0.05)
@@ -378,7 +393,7 @@ def test_a_lost_letter_costs_time_and_nothing_else(
     play = stage()
     source, target, _ = play.actors
     play.lease(source)
-    if lost is ParcelRefused:
+    if lost is TransferRefused:
         target.generator.weights.version = 1
     for actor in (source, target):
         actor.loses = {lost}
@@ -404,7 +419,7 @@ def test_whoever_dies_in_the_middle_of_a_move_each_row_ends_once(
     play.kill(dead)
     survivor = target if dead is source else source
     play.until(lambda: not survivor.migration.is_under_way)
-    if play.hub.state.wanted:
+    if play.hub.state.unassigned:
         play.lease(third)
     assert play.finish() == undisturbed
 
@@ -416,8 +431,8 @@ def test_a_source_that_took_back_too_early_gives_way_to_the_destination(stage: S
     play.order(source, target)
     while not target.generator.num_running:
         target.turn()  # it has the parcel, and its claim is in the hub's inbox
-    (number,) = source.migration.outgoing
-    source.migration.handle(target.name, ParcelRefused(number, "silent"))
+    (number,) = source.migration.pending
+    source.migration.handle(target.name, TransferRefused(number, "silent"))
     assert source.generator.num_waiting == SAMPLES
     play.turn(3)
     assert source.generator.idle and not source.leases.held and play.hub.state.num_moved == SAMPLES

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RewardSettings
-from headrace.rollout.rewards.pool import RewardPool, Scored
+from headrace.rollout.rewards.pool import RewardPool, ScoreRequest
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def pool(tmp_path: Path):
         each.close()
 
 
-def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[Scored]:
+def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[ScoreRequest]:
     for number, row in enumerate(rows):
         completion = completions[number] if completions else "text"
-        pool.submit(Scored(number, {"prompt": "p", **row}, completion, [1, 2]))
-    done: list[Scored] = []
+        pool.submit(ScoreRequest(number, {"prompt": "p", **row}, completion, [1, 2]))
+    done: list[ScoreRequest] = []
     deadline = time.monotonic() + 240
     while len(done) < len(rows) and time.monotonic() < deadline:
         done += pool.finished()

@@ -19,24 +19,24 @@ from headrace.comm.errors import PeerGone, SettingError
 from headrace.comm.recipe import RoleSettings
 from headrace.launch.config.checks import check_recipe, check_tp
 from headrace.launch.config.load import read_recipe
-from headrace.launch.config.model_files import PolicyFiles
-from headrace.launch.placement import assign
+from headrace.launch.config.model_files import ModelFiles
+from headrace.launch.placement import place_ranks
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.generators import builtin
-from headrace.rollout.tensor_parallel.calls import Add, Call, Cancel, PutIn, decode, encode
-from headrace.rollout.tensor_parallel.lockstep import LeadEngine, end_together, follow
-from headrace.rollout.tensor_parallel.replica import Replica
+from headrace.rollout.tensor_parallel.calls import Add, Call, Cancel, ImportSequence, decode, encode
+from headrace.rollout.tensor_parallel.lockstep import LeadEngine, close_together, run_follower
+from headrace.rollout.tensor_parallel.replica import TensorParallelGroup
 from headrace.trainer.policy.model import load_policy, load_tokenizer
-from headrace.trainer.policy.tensor_parallel import Shard
+from headrace.trainer.policy.tensor_parallel import TensorParallel
 
 
-def two_ranks(patience_s: float = 240) -> Callable[[int], Replica]:
+def two_ranks(patience_s: float = 240) -> Callable[[int], TensorParallelGroup]:
     """Gives each of two threads its end of a replica."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
-    def end(rank: int) -> Replica:
+    def end(rank: int) -> TensorParallelGroup:
         group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=patience_s))
-        return Replica(group, ["rollout-0", "shard-0"])
+        return TensorParallelGroup(group, ["rollout-0", "shard-0"])
 
     return end
 
@@ -47,14 +47,14 @@ def on_two_ranks(path: Path, lead: Callable[[Engine], Any]) -> tuple[Any, Engine
 
     def run(rank: int) -> Any:
         replica = end(rank)
-        policy = load_policy(path, shard=replica.shard)
+        policy = load_policy(path, tensor_parallel=replica.tensor_parallel)
         options: dict[str, Any] = {"max_running": 4, "tokenizer": load_tokenizer(path)}
         engine = Engine(policy, **options) if rank else LeadEngine(replica, policy, **options)
         if rank:
-            follow(replica, engine, weights=None)  # pyright: ignore[reportArgumentType] - there is no new version
+            run_follower(replica, engine, weights=None)  # pyright: ignore[reportArgumentType] - there is no new version
             return engine
         result = lead(engine)
-        end_together(replica)
+        close_together(replica)
         return result
 
     with ThreadPoolExecutor(2) as ranks:
@@ -77,10 +77,10 @@ def a_mixed_hour(engine: Engine) -> dict[int, list[int]]:
     engine.add_group(prompts[1], [params, SamplingParams(max_new_tokens=9, stop="a")], [4, 5])
     assert engine.cancel(2) and engine.pause(3)
     engine.step()
-    parcels = engine.take_out([1, 4])
+    parcels = engine.export_sequences([1, 4])
     engine.add_group(prompts[2], params, [6])
     engine.resume(3, [7, 8, 9])
-    engine.put_in(parcels)
+    engine.import_sequences(parcels)
     return found | drain(engine)
 
 
@@ -100,9 +100,9 @@ def test_a_rank_holds_its_part_of_every_layer_alone(tmp_path: Path, family: str)
     whole = load_policy(path)
     layers = [sum(w.numel() for n, w in whole.weights().items() if "layers" in n and w.dim() == 2)]
     for rank in range(2):
-        shard = Shard()
+        shard = TensorParallel()
         shard.rank, shard.size = rank, 2
-        part = load_policy(path, shard=shard)
+        part = load_policy(path, tensor_parallel=shard)
         layers.append(sum(w.numel() for n, w in part.weights().items() if "layers" in n and w.dim() == 2))
         assert part.weights().keys() == whole.weights().keys()
     assert layers[1] == layers[2] == layers[0] / 2
@@ -113,21 +113,21 @@ def test_calls_survive_the_wire_whatever_their_length():
     calls: list[Call] = [
         Add(list(range(3000)), [params, SamplingParams()], [1 << 62, 4], [0, 1]),
         Cancel(5),
-        PutIn(5, -(1 << 62), params, [1], [2, 3]),
+        ImportSequence(5, -(1 << 62), params, [1], [2, 3]),
     ]
     sent = decode(encode(calls))
-    assert [type(call) for call in sent] == [Add, Cancel, PutIn]
+    assert [type(call) for call in sent] == [Add, Cancel, ImportSequence]
     assert isinstance(sent[0], Add) and sent[0].params[0].stops == ("a", 7) and sent[0].prompt_ids[-1] == 2999
-    assert sent[2] == calls[2] or isinstance(sent[2], PutIn) and sent[2].key == -(1 << 62)
+    assert sent[2] == calls[2] or isinstance(sent[2], ImportSequence) and sent[2].key == -(1 << 62)
     end = two_ranks()
 
     def run(rank: int) -> int:
         replica = end(rank)
         if rank:
-            return sum(len(replica.listen()) for _ in range(3))
+            return sum(len(replica.receive()) for _ in range(3))
         for told in (calls, calls[1:], []):
             for call in told:
-                replica.tell(call)
+                replica.enqueue(call)
             replica.flush()
         return 0
 
@@ -140,13 +140,13 @@ def test_a_rank_that_is_gone_is_named():
 
     def run(rank: int) -> None:
         replica = end(rank)
-        replica.all_say(True)
+        replica.all_agree(True)
         if rank:
-            del replica.group, replica.shard
+            del replica.group, replica.tensor_parallel
             return
         with pytest.raises(PeerGone, match="one of rollout-0, shard-0 is gone"):
             while True:
-                replica.all_say(True)
+                replica.all_agree(True)
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(run, range(2)))
@@ -163,23 +163,23 @@ def test_a_whole_system_runs_with_a_replica_of_two_ranks(tmp_path: Path):
 
 
 def test_ranks_are_dealt_out_replica_by_replica():
-    places = assign(RoleSettings(actor=1, relay=1, rollout=6), world_size=8, ranks_per_host=8, tp=3)
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=6), world_size=8, ranks_per_host=8, tp=3)
     names = ["actor-0", "rollout-0", "shard-0", "shard-1", "rollout-1", "shard-2", "shard-3", "relay-0"]
     assert [place.name for place in places] == names
     with pytest.raises(SettingError, match=r"rollout\.tp=2: the ranks of rollout-0 would lie on two hosts"):
-        assign(RoleSettings(actor=1, relay=2, rollout=4), world_size=7, ranks_per_host=3, tp=2)
+        place_ranks(RoleSettings(actor=1, relay=2, rollout=4), world_size=7, ranks_per_host=3, tp=2)
     with pytest.raises(SettingError, match=r"roles\.rollout=3 ranks make no whole replicas of rollout\.tp=2 ranks"):
         check_recipe(read_recipe(None, ["roles.rollout=3", "rollout.tp=2"]))
 
 
 def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
     recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2"])
-    check_tp(recipe, PolicyFiles.read(str(tiny_policy(tmp_path))))
+    check_tp(recipe, ModelFiles.read(str(tiny_policy(tmp_path))))
     with pytest.raises(SettingError, match=r"rollout\.tp: model type 'gemma2' runs on one rank only"):
-        check_tp(recipe, PolicyFiles.read(str(tiny_policy(tmp_path, "gemma2"))))
+        check_tp(recipe, ModelFiles.read(str(tiny_policy(tmp_path, "gemma2"))))
     recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2", "generator.exact=true"])
     with pytest.raises(SettingError, match=r"rollout\.tp: not with generator\.exact"):
-        check_tp(recipe, PolicyFiles.read(str(tmp_path / "llama")))
+        check_tp(recipe, ModelFiles.read(str(tmp_path / "llama")))
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.comm.fleet import MemoryTown
-from headrace.comm.mailbox import Letter
+from headrace.comm.fleet import MemoryNetwork
+from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     LeaseGrant,
     LeaseRequest,
@@ -36,16 +36,16 @@ class Scene:
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
         self.path = folder / "journal.jsonl"
-        self.town = MemoryTown()
-        self.post = self.town.post
-        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
+        self.town = MemoryNetwork()
+        self.post = self.town.mailboxes
+        self.boxes = {name: self.post.begin_receive(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         admission = Admission(
             BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
         )
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(
-            self.post.open("hub"),
+            self.post.begin_receive("hub"),
             HubState(),
             Journal(self.path),
             pool,
@@ -54,10 +54,10 @@ class Scene:
             RepackSettings(),
             tasks=tasks,
         )
-        self.hub.books.decide(ev.Opened(epoch=1, samples_per_prompt=samples))
+        self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=samples))
 
     def say(self, sender: str, message: Message) -> None:
-        assert self.hub.handle(Letter(sender, message))
+        assert self.hub.handle(Envelope(sender, message))
 
     def heard(self, name: str) -> list[Message]:
         letters = []

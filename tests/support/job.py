@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.policies import tiny_policy
 
-from headrace.relay.journal.journal import account_of, replay
+from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
 
@@ -109,7 +109,7 @@ def assert_account_adds_up(job: Job) -> dict[str, Any]:
     ends = ("trained", "evicted", "filtered", "failed", "in_flight")
     assert account["holds"] is True, job.logs()
     assert account["leased"] == sum(account[name] for name in ends)
-    assert account_of(replay(job.dir / "journal.jsonl")) == account
+    assert account_dict(replay(job.dir / "journal.jsonl")) == account
     return account
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from headrace.relay.weights.layout import Cut
+from headrace.relay.weights.layout import TensorSplit
 
 
 def build():
@@ -11,5 +11,5 @@ def build():
     return nn.Sequential(nn.Embedding(37, 16), nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 6, bias=False))
 
 
-CUTS = {"1.weight": Cut(1), "3.weight": Cut(0, (4, 2)), "0.weight": Cut(1)}
+CUTS = {"1.weight": TensorSplit(1), "3.weight": TensorSplit(0, (4, 2)), "0.weight": TensorSplit(1)}
 """By columns, by rows of two fused tensors."""

@@ -11,8 +11,8 @@ from typing import Any
 from support.closing import at_end
 from support.policies import tiny_policy
 
-from headrace.comm.fleet import MemoryFleet, MemoryTown
-from headrace.comm.messages import Interrupt, Stop
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.messages import Interrupted, Stop
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.relay import loop as relay_loop
@@ -52,13 +52,13 @@ class System:
         self.recipe: Recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
         self.dir = Path(self.recipe.run.dir)
         self.dir.mkdir()
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
         self.threads: dict[str, threading.Thread] = {}
         self.errors: list[BaseException] = []
         at_end(self.close)
 
     def start(self, role: str, main: Callable[[Any, Any], None], index: int = 0) -> MemoryFleet:
-        fleet = MemoryFleet.enter(self.town, role, index, settings=self.recipe.comm)
+        fleet = MemoryFleet.join_network(self.network, role, index, settings=self.recipe.comm)
 
         def live() -> None:
             try:
@@ -82,7 +82,7 @@ class System:
         """The summary, once all threads have ended."""
         self.until(lambda: not any(thread.is_alive() for thread in self.threads.values()))
         assert not self.errors, self.errors
-        self.town.post.close()
+        self.network.mailboxes.close()
         return json.loads((self.dir / "summary.json").read_text())
 
     def wait_for_event(self, kind: str) -> None:
@@ -107,8 +107,8 @@ class System:
         """End what still runs: the hub ends the run in order; a role that the hub leaves behind is told to stop."""
         if not any(thread.is_alive() for thread in self.threads.values()):
             return
-        mailbox = self.town.post.open("test")
-        mailbox.send("hub", Interrupt(signal.SIGINT))
+        mailbox = self.network.mailboxes.begin_receive("test")
+        mailbox.send("hub", Interrupted(signal.SIGINT))
         if "hub" in self.threads:
             self.threads["hub"].join(PATIENCE_S)
         for name in self.threads:

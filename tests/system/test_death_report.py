@@ -17,7 +17,7 @@ from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
 from headrace.relay.dataset import JsonLines
 from headrace.relay.hub.hub import Hub
-from headrace.relay.hub.loop import Watch
+from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal.events import Event, Leased, Opened, Returned
 from headrace.relay.journal.journal import Journal, read_events
 from headrace.relay.journal.state import HubState
@@ -59,7 +59,7 @@ class Town:
         (folder / "data.jsonl").write_text('{"prompt": "p"}\n' * 5)
         queue = QueueSettings()
         self.hub = Hub(
-            self.fleets["hub"].post.open("hub"),
+            self.fleets["hub"].mailboxes.begin_receive("hub"),
             HubState(),
             Journal(folder / "journal.jsonl"),
             PromptPool(JsonLines(folder / "data.jsonl"), shuffle=False, seed=0),
@@ -67,8 +67,8 @@ class Town:
             queue,
             RepackSettings(),
         )
-        self.hub.books.decide(Opened(epoch=1, samples_per_prompt=2))
-        self.watch = Watch(self.hub, self.fleets["hub"])
+        self.hub.context.commit(Opened(epoch=1, samples_per_prompt=2))
+        self.watch = HubLoop(self.hub, self.fleets["hub"])
         command = [sys.executable, "-c", ROLLOUT, self.hosted.address]
         self.rollout = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -78,19 +78,19 @@ class Town:
     def turn_until(self, kind: type[E], count: int) -> list[E]:
         with waiting("hub", kind.__name__, PATIENCE_S) as wait:
             while len(found := [event for event in self.events() if isinstance(event, kind)]) < count:
-                assert self.watch.turn() is None
+                assert self.watch.step() is None
                 wait.check()
         return found
 
     def events(self) -> list[Event]:
-        return [event for _, event in read_events(self.hub.books.journal.path)]
+        return [event for _, event in read_events(self.hub.context.journal.path)]
 
     def close(self) -> None:
         self.rollout.kill()
         self.rollout.communicate()
         self.hub.mailbox.send("relay-0", Stop("the test ends"))
         self.relay.join(PATIENCE_S)
-        self.hub.books.journal.close()
+        self.hub.context.journal.close()
         for fleet in self.fleets.values():
             fleet.leave()
 
@@ -111,5 +111,5 @@ def test_the_leases_of_a_killed_process_come_back_by_the_end_of_its_connection(t
     returned = town.turn_until(Returned, 2)
     assert [(e.group, e.attempt) for e in returned] == [(e.group, e.attempt) for e in leased]
     assert {e.reason for e in returned} == {"the connection of incarnation 1 ended"}
-    assert [m.alive for m in town.fleets["hub"].members("rollout")] == [True]
-    assert town.hub.state.holds
+    assert [m.is_alive for m in town.fleets["hub"].members("rollout")] == [True]
+    assert town.hub.state.is_balanced

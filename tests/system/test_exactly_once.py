@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.mailbox import Letter, MemoryPost
+from headrace.comm.mailbox import Envelope, MemoryMailboxes
 from headrace.comm.messages import (
     DropRows,
-    HandOut,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
     Message,
+    RequestRows,
+    RowBatch,
     RowDone,
     RowId,
-    RowsMissing,
+    RowsNotFound,
     StepTrained,
-    TakeRows,
-    VersionComplete,
+    VersionReady,
 )
-from headrace.comm.messages.migration import Claim, Claimed, RowsGone
-from headrace.comm.messages.queue import ColumnsDone, GroupRef
+from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
+from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.dataset import JsonLines
 from headrace.relay.hub.hub import Hub
@@ -70,8 +70,10 @@ class World(RuleBasedStateMachine):
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(3)))
         self.path = Path(self.folder.name, "journal.jsonl")
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
-        self.post = MemoryPost()
-        self.boxes = {name: self.post.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
+        self.mailboxes = MemoryMailboxes()
+        self.boxes = {
+            name: self.mailboxes.begin_receive(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")
+        }
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
         self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
@@ -79,8 +81,8 @@ class World(RuleBasedStateMachine):
         self.batch: list[GroupRef] = []
         self.num_missing = 0
         self.trained: Counter[RowId] = Counter()
-        self.question = 0
-        self.work: dict[str, dict[int, HandOut]] = {name: {} for name in REFERENCES}
+        self.request_id = 0
+        self.work: dict[str, dict[int, RowBatch]] = {name: {} for name in REFERENCES}
         self.claims: dict[int, list[RowId]] = {}
         self.open_hub(HubState())
 
@@ -99,12 +101,12 @@ class World(RuleBasedStateMachine):
             RepackSettings(enabled=False),
             tasks=self.tasks,
         )
-        self.hub.books.decide(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
+        self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
         for relay in RELAYS:
-            self.say(f"{relay}/weights", VersionComplete(self.hub.state.step, "digest"))
+            self.say(f"{relay}/weights", VersionReady(self.hub.state.step, "digest"))
 
     def say(self, sender: str, message: Message) -> None:
-        assert self.hub.handle(Letter(sender, message))
+        assert self.hub.handle(Envelope(sender, message))
 
     def heard(self, name: str) -> Iterator[Message]:
         while (letter := self.boxes[name].receive(0)) is not None:
@@ -121,11 +123,11 @@ class World(RuleBasedStateMachine):
                     for lease in leases:
                         for sample in lease.samples:
                             held[lease.group.row(sample)] = lease.attempt
-                case RowsGone(rows=rows, attempts=attempts):
+                case RowsReassigned(rows=rows, attempts=attempts):
                     for row, attempt in zip(rows, attempts, strict=True):
                         if held.get(row) == attempt:
                             del held[row]
-                case Claimed(question=question, attempts=attempts):
+                case ClaimResult(request_id=question, attempts=attempts):
                     held |= {row: a for row, a in zip(self.claims[question], attempts, strict=True) if a}
                 case _:
                     pass
@@ -144,8 +146,8 @@ class World(RuleBasedStateMachine):
 
     @rule(rollout=rollouts, num_groups=st.integers(1, 3))
     def asks(self, rollout: str, num_groups: int) -> None:
-        self.question += 1
-        self.say(rollout, LeaseRequest(self.question, self.hub.state.step, num_groups))
+        self.request_id += 1
+        self.say(rollout, LeaseRequest(self.request_id, self.hub.state.step, num_groups))
         self.read_mail(rollout)
 
     @rule(rollout=rollouts, number=picks, to=places, is_equal=st.booleans())
@@ -206,9 +208,9 @@ class World(RuleBasedStateMachine):
         for rollout in claimers:
             if rollout == source and dead:
                 continue
-            self.question += 1
-            self.claims[self.question] = list(rows)
-            self.say(rollout, Claim(self.question, list(rows), list(rows.values())))
+            self.request_id += 1
+            self.claims[self.request_id] = list(rows)
+            self.say(rollout, ClaimRows(self.request_id, list(rows), list(rows.values())))
         for rollout in (source, destination):
             self.read_mail(rollout)
 
@@ -242,7 +244,7 @@ class World(RuleBasedStateMachine):
     def hub_dies(self) -> None:
         """The run is resumed: the next hub knows what the journal says, and the units begin empty; what the trainer had for the
         step is void with the hand-out."""
-        self.hub.books.journal.close()
+        self.hub.context.journal.close()
         self.begin_step()
         for name in ("actor-0", *RELAYS):
             list(self.heard(name))
@@ -259,10 +261,13 @@ class World(RuleBasedStateMachine):
     )
     def refers(self, consumer: str, ends: str) -> None:
         """A consumer takes rows, reads them, adds a column, tells; or dies on the way."""
-        self.question += 1
-        self.say(consumer, TakeRows(self.question, ["reference"], holding=tuple(self.work[consumer]), max_tokens=12))
+        self.request_id += 1
+        self.say(
+            consumer,
+            RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
+        )
         for message in self.heard(consumer):
-            if isinstance(message, HandOut) and message.question == self.question:
+            if isinstance(message, RowBatch) and message.request_id == self.request_id:
                 done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
                 for _ in range(2 if ends == "told twice" else ends == "well"):
                     self.say(consumer, done)
@@ -273,11 +278,14 @@ class World(RuleBasedStateMachine):
     @rule(consumer=references)
     def takes_work(self, consumer: str) -> None:
         """And has not done it yet: whatever comes next happens while it computes."""
-        self.question += 1
-        self.say(consumer, TakeRows(self.question, ["reference"], holding=tuple(self.work[consumer]), max_tokens=12))
+        self.request_id += 1
+        self.say(
+            consumer,
+            RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
+        )
         for message in self.heard(consumer):
-            if isinstance(message, HandOut) and message.question == self.question:
-                self.work[consumer][message.number] = message
+            if isinstance(message, RowBatch) and message.request_id == self.request_id:
+                self.work[consumer][message.batch_id] = message
 
     @rule(consumer=references, is_known=st.booleans())
     def finishes_work(self, consumer: str, is_known: bool) -> None:
@@ -288,29 +296,29 @@ class World(RuleBasedStateMachine):
             _, hand_out = self.work[consumer].popitem()
             self.say(consumer, self.add_column(consumer, hand_out, is_written=True))
 
-    def add_column(self, consumer: str, hand_out: HandOut, *, is_written: bool) -> ColumnsDone:
+    def add_column(self, consumer: str, hand_out: RowBatch, *, is_written: bool) -> ColumnsAdded:
         rows: list[RowId] = []
         units: list[list[str]] = []
         for group in hand_out.groups:
             readable = [n for n in range(len(group.samples)) if self.read(group, n, consumer)]
             for n in readable if is_written else ():
                 row, attempt = group.row(n), group.attempts[n]
-                living = [unit for unit in group.units[n] if unit == self.unit(relay_of(unit))]
+                living = [unit for unit in group.storage_ids[n] if unit == self.unit(relay_of(unit))]
                 for unit in living:
                     self.units[relay_of(unit)].put(row.key(attempt), {"ref_logprobs": np.array([row.number, attempt])})
                 rows.append(row)
                 units.append(living)
-        return ColumnsDone(hand_out.task, hand_out.number, ["ref_logprobs"], rows, units)
+        return ColumnsAdded(hand_out.task, hand_out.batch_id, ["ref_logprobs"], rows, units)
 
     # -------------------------------------------------------------------------------------------------------- trainer
 
     @rule()
     def takes(self) -> None:
         step = self.hub.state.step
-        self.question += 1
-        self.say("actor-0", TakeRows(self.question, ["train"], step, len(self.received)))
+        self.request_id += 1
+        self.say("actor-0", RequestRows(self.request_id, ["train"], step, len(self.received)))
         for message in self.heard("actor-0"):
-            if isinstance(message, HandOut) and message.question == self.question:
+            if isinstance(message, RowBatch) and message.request_id == self.request_id:
                 self.received += message.groups
 
     @rule()
@@ -349,7 +357,7 @@ class World(RuleBasedStateMachine):
 
     def read(self, reference: GroupRef, n: int, reader: str = "actor-0") -> bool:
         row, attempt = reference.row(n), reference.attempts[n]
-        units = [unit for unit in reference.units[n] if unit == self.unit(relay_of(unit))]
+        units = [unit for unit in reference.storage_ids[n] if unit == self.unit(relay_of(unit))]
         if reader != "actor-0":  # what it was given a while ago may have left the queue; what is in training may not
             units = [unit for unit in units if row.key(attempt) in self.units[relay_of(unit)].listing()]
         for unit in units:
@@ -359,29 +367,29 @@ class World(RuleBasedStateMachine):
                 assert columns["ref_logprobs"].tolist() == [row.number, attempt], "trained without the reference"
         if not units:
             self.num_missing += 1
-            self.say(reader, RowsMissing([row], [attempt], "no unit has it"))
+            self.say(reader, RowsNotFound([row], [attempt], "no unit has it"))
         return bool(units)
 
     # ------------------------------------------------------------------------------------------------------ the claim
 
     @invariant()
     def the_account_holds(self) -> None:
-        assert self.hub.state.holds
+        assert self.hub.state.is_balanced
         assert self.hub.state.account.trained == self.trained.total()
-        assert all(record.holds for record in self.hub.state.tasks.values())
+        assert all(record.is_balanced for record in self.hub.state.tasks.values())
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:
         assert all(times == 1 for times in self.trained.values())
 
-    def units_hold_what_the_books_say(self) -> None:
+    def storage_holds_what_the_hub_says(self) -> None:
         """Each row that is ready lies where it is said to lie. Besides, there may be bytes of a writer that was given up for dead,
         woke, wrote, and died before it told: no attempt that anybody can ask for."""
         expected: dict[str, set[str]] = {relay: set() for relay in RELAYS}
         for group in self.hub.state.groups.values():
             for row_id in group.row_ids(RowStatus.READY):
                 row = group.rows[row_id.sample]
-                for unit in row.units:
+                for unit in row.storage_ids:
                     expected[relay_of(unit)].add(row_id.key(row.attempt))
         for relay in RELAYS:
             self.forgets(relay)
@@ -404,10 +412,10 @@ class World(RuleBasedStateMachine):
                 self.refers(consumer, "well")
         complete = [group for group in self.hub.state.queued() if group.is_complete]
         assert all(group.has(self.tasks["train"].needs) for group in complete), "rows that the reference never got"
-        self.units_hold_what_the_books_say()
-        self.hub.books.journal.close()
+        self.storage_holds_what_the_hub_says()
+        self.hub.context.journal.close()
         assert replay(self.path) == self.hub.state
-        self.post.close()
+        self.mailboxes.close()
         self.folder.cleanup()
 
 

@@ -11,17 +11,17 @@ from support.system import System
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
-from headrace.comm.plugins import load_plugin
+from headrace.comm.plugins import load_object
 from headrace.launch.config.load import read_recipe
 from headrace.launch.processes.worker import main_of
 from headrace.launch.service import GeneratorService
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
-from headrace.relay.journal.journal import account_of, replay
+from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.queue.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
 from headrace.rollout.generators.base import open_generator
-from headrace.rollout.generators.transformers import Adapter
+from headrace.rollout.generators.transformers import TransformersGenerator
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.learners.base import open_learner
 from headrace.trainer.policy.model import LOADING
@@ -50,7 +50,7 @@ def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch):
 
 
 def account(system: System) -> dict[str, Any]:
-    return account_of(replay(system.dir / "journal.jsonl"))
+    return account_dict(replay(system.dir / "journal.jsonl"))
 
 
 def test_transformers_own_continuous_batching_generates_what_is_trained(tmp_path: Path):
@@ -69,7 +69,7 @@ def test_what_a_foreign_generator_lacks_is_refused(setting: str):
     roles = ["roles.rollout=2"] if "tp" in setting else []
     recipe = read_recipe(None, ["rollout.engine=transformers", setting, *roles])
     with pytest.raises(SettingError, match=r"rollout\.engine"):
-        Adapter(None, recipe)  # pyright: ignore[reportArgumentType]
+        TransformersGenerator(None, recipe)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_documented_trainer_consumes_a_runs_experience_and_publishes_weights(
@@ -127,7 +127,7 @@ def test_an_engines_file_is_executed_once_in_its_process(tmp_path: Path, role: s
     assert main_of(role, recipe) is loop.run
     fleet: Any = None
     (tmp_path / "elsewhere").symlink_to(tmp_path)
-    again = load_plugin(setting, f"{tmp_path}/elsewhere/mine.py:Adapter")
+    again = load_object(setting, f"{tmp_path}/elsewhere/mine.py:Adapter")
     assert type(open_engine(fleet, recipe)) is again
     assert (tmp_path / "executed").read_text() == "x"
 
@@ -137,7 +137,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path):
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(f"class Adapter:\n    home = '{folder}'\n")
-        classes.append(load_plugin("rollout.engine", f"{tmp_path}/{folder}/mine.py:Adapter"))
+        classes.append(load_object("rollout.engine", f"{tmp_path}/{folder}/mine.py:Adapter"))
     for found, folder in zip(classes, ("first", "second"), strict=True):
         assert vars(sys.modules[found.__module__])["Adapter"] is found and vars(found)["home"] == folder
 
@@ -146,9 +146,9 @@ def test_a_file_that_fails_is_executed_again(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text("raise RuntimeError('no license')\n")
     with pytest.raises(RuntimeError, match="no license"):
-        load_plugin("rollout.engine", f"{file}:Adapter")
+        load_object("rollout.engine", f"{file}:Adapter")
     file.write_text("class Adapter: ...  # it has a license now\n")
-    assert load_plugin("rollout.engine", f"{file}:Adapter").__name__ == "Adapter"
+    assert load_object("rollout.engine", f"{file}:Adapter").__name__ == "Adapter"
 
 
 def test_an_engine_that_is_neither_class_nor_function_is_refused(tmp_path: Path):
@@ -160,10 +160,10 @@ def test_an_engine_that_is_neither_class_nor_function_is_refused(tmp_path: Path)
 def test_an_engine_that_is_not_there_is_named_by_its_setting(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text("class Adapter: ...\n")
-    assert load_plugin("rollout.engine", f"{file}:Adapter").__name__ == "Adapter"
+    assert load_object("rollout.engine", f"{file}:Adapter").__name__ == "Adapter"
     for path in (f"{file}:Other", f"{tmp_path / 'other.py'}:Adapter", "no_such_package.module:Adapter"):
         with pytest.raises(SettingError, match=r"rollout\.engine"):
-            load_plugin("rollout.engine", path)
+            load_object("rollout.engine", path)
     with pytest.raises(SettingError, match="one of builtin"):
         read_recipe(None, ["rollout.engine=builtim"])
     assert main_of("rollout", read_recipe(None, [f"rollout.engine={file}:Adapter"])) is rollout_loop.run

@@ -8,18 +8,18 @@ import pytest
 from support.system import PATIENCE_S, System
 
 from headrace.comm.fleet import MemoryFleet
-from headrace.comm.links.base import prove
+from headrace.comm.links.base import authenticate
 from headrace.comm.links.tcp import TcpLink
-from headrace.comm.messages import DropRows, Holding, Interrupt, LeaseGrant, LeaseRequest, Stop
+from headrace.comm.messages import DropRows, HeldRows, Interrupted, LeaseGrant, LeaseRequest, Stop
 from headrace.comm.recipe import Recipe
 from headrace.comm.storage.codec import LINK_NAME, send_frame
 from headrace.comm.storage.protocol import Attach
 from headrace.relay.journal.events import Leased, Returned, RowReady, TaskHanded
-from headrace.relay.journal.journal import account_of, read_events, replay
+from headrace.relay.journal.journal import account_dict, read_events, replay
 from headrace.relay.queue import task_loop
 from headrace.trainer import reference_loop
-from headrace.trainer.replay import replay as train_again
-from headrace.trainer.step_log import SavedStep
+from headrace.trainer.replay import replay_steps as train_again
+from headrace.trainer.step_log import StepReplay
 
 
 def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -27,7 +27,7 @@ def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.Capt
     summary = system.wait()
     assert capsys.readouterr().out.count("generator: lean forward in float32 on cpu, attention 'pool', ") == 1
     assert (summary["status"], summary["steps"], summary["version"]) == ("finished", 3, 3)
-    account = account_of(replay(system.dir / "journal.jsonl"))
+    account = account_dict(replay(system.dir / "journal.jsonl"))
     assert account == summary["accounting"]
     assert (account["trained"], account["in_flight"], account["holds"]) == (12, 0, True)
 
@@ -35,8 +35,8 @@ def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.Capt
 def test_an_interrupt_ends_all_loops_and_what_is_in_flight_is_counted(tmp_path: Path):
     system = System(tmp_path, **{"run.steps": 10_000}).start_all()
     system.wait_for_event("Trained")
-    teller = system.town.post.open("teller")
-    teller.send("hub", Interrupt(2))
+    teller = system.network.mailboxes.begin_receive("teller")
+    teller.send("hub", Interrupted(2))
     summary = system.wait()
     assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
     assert summary["accounting"]["holds"] is True
@@ -105,12 +105,12 @@ def test_groups_without_signal_are_filtered_and_replaced(tmp_path: Path):
 def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
     system = System(tmp_path, **{"run.steps": 10_000, "sampling.max_new_tokens": 60}).start_all()
     system.wait_for_event("Trained")
-    system.rollouts[0].vanish()
+    system.rollouts[0].crash()
     system.wait_for_event("Returned")
     system.rollouts[0].announce(woke="yes")
     enough = system.num_steps() + 20
     system.until(lambda: system.num_steps() >= enough)
-    system.town.post.open("teller").send("hub", Interrupt(2))
+    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
     assert system.wait()["accounting"]["holds"] is True
 
 
@@ -121,7 +121,7 @@ def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
     system.wait_for_event("Trained")
     second.announce(die="now")
     system.wait_for_event("UnitLost")
-    system.town.post.open("teller").send("hub", Interrupt(2))
+    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
     summary = system.wait()
     assert summary["accounting"]["holds"] is True
     events = [event for _, event in read_events(system.dir / "journal.jsonl")]
@@ -134,7 +134,7 @@ def test_a_rollout_whose_connection_ends_gives_its_leases_back_while_its_heartbe
     system.start("rollout", mortal_rollout, 7)
     system.start_all()
     system.wait_for_event("Returned")
-    system.town.post.open("teller").send("hub", Interrupt(2))
+    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
     assert system.wait()["accounting"]["holds"] is True
     events = [event for _, event in read_events(system.dir / "journal.jsonl")]
     leased = {
@@ -150,16 +150,16 @@ def mortal_rollout(fleet: MemoryFleet, recipe: Recipe) -> None:
     """Takes a lease, and then its connection to the storage unit ends as if it had been killed; its heartbeat does not."""
     address = fleet.nearest("relay", having="unit").info["unit"]
     link = TcpLink(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
-    prove(link, LINK_NAME, 1, b"", PATIENCE_S)
+    authenticate(link, LINK_NAME, 1, b"", PATIENCE_S)
     send_frame(link, Attach(fleet.name, fleet.incarnation), PATIENCE_S)
-    mailbox = fleet.post.open(fleet.name)
+    mailbox = fleet.mailboxes.begin_receive(fleet.name)
     mailbox.send("hub", LeaseRequest(1, 0, 1))
     letter = mailbox.receive(PATIENCE_S)
     assert letter is not None and isinstance(letter.message, LeaseGrant)
     link.close()
     letter = mailbox.receive(PATIENCE_S)
     assert letter is not None and isinstance(letter.message, Stop)
-    mailbox.send("hub", Holding([], []))
+    mailbox.send("hub", HeldRows([], []))
     mailbox.close()
 
 
@@ -167,7 +167,7 @@ def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
     """A storage unit that dies when it is told to, without a word."""
     unit = fleet.host_rows()
     fleet.announce(unit=unit.address)
-    mailbox = fleet.post.open(fleet.name)
+    mailbox = fleet.mailboxes.begin_receive(fleet.name)
     while "die" not in fleet.me.info:
         letter = mailbox.receive(0.01)
         if letter is not None and isinstance(letter.message, Stop):
@@ -175,7 +175,7 @@ def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
         if letter is not None and isinstance(letter.message, DropRows):
             unit.drop(letter.message.keys)
     unit.close()
-    fleet.vanish()
+    fleet.crash()
     mailbox.close()
 
 
@@ -200,7 +200,7 @@ def test_a_kl_term_waits_for_the_reference_on_the_trainers_ranks_or_on_its_own(t
     assert losses[-1] > 1e-6
     state = replay(system.dir / "journal.jsonl")
     record = state.tasks["reference"]
-    assert record.holds and record.consumed >= 12
+    assert record.is_balanced and record.consumed >= 12
     events = [event for _, event in read_events(system.dir / "journal.jsonl")]
     consumers = {event.consumer for event in events if isinstance(event, TaskHanded)}
     assert consumers <= ({f"reference-{i}" for i in range(num_references)} or {"actor-0"})
@@ -211,7 +211,7 @@ def test_a_run_with_a_kl_term_is_replayed_bit_for_bit(tmp_path: Path, capsys: py
     system = System(tmp_path, **settings)
     (tmp_path / "rewards.py").write_text(SPREAD)
     system.start_all().wait()
-    saved = SavedStep(system.dir, 2)
+    saved = StepReplay(system.dir, 2)
     batch = next(saved.batches())
     assert [ids.shape for ids in batch["ref_logprobs"]] == [ids.shape for ids in batch["response_ids"]]
     assert train_again(system.recipe) == 0
@@ -233,7 +233,7 @@ def test_a_users_task_gives_each_row_a_column_before_it_is_trained(tmp_path: Pat
     system.start("task", task_loop.run)
     summary = system.start_all().wait()
     assert summary["accounting"]["trained"] == 12 and summary["accounting"]["holds"] is True
-    saved = SavedStep(system.dir, 0)
+    saved = StepReplay(system.dir, 0)
     for batch in saved.batches():
         for advantages, response in zip(batch["advantages"], batch["response_ids"], strict=True):
             assert advantages.tolist() == [len(response)] * len(response)

@@ -14,11 +14,11 @@ from support.closing import at_end
 from support.system import System
 
 from headrace.comm.fleet import MemoryFleet
-from headrace.comm.messages import Holding, Interrupt, Message, Stop
-from headrace.comm.messages.migration import MoveOrder, ParcelOffered
+from headrace.comm.messages import HeldRows, Interrupted, Message, Stop
+from headrace.comm.messages.migration import MigrateOrder, TransferOffered
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import account_of, read_events, replay
+from headrace.relay.journal.journal import account_dict, read_events, replay
 
 LONG = {
     "run.steps": 4,
@@ -44,12 +44,12 @@ class Shaker:
         self.thread.start()
 
     def shake(self) -> None:
-        mailbox, draw, order = self.system.town.post.open("shaker"), random.Random(5), 1_000_000
+        mailbox, draw, order = self.system.network.mailboxes.begin_receive("shaker"), random.Random(5), 1_000_000
         while not self.ended.wait(0.01):
             source, target = draw.sample(self.system.rollouts, 2)
             for version in range(5):
                 order += 1
-                mailbox.send(source.name, MoveOrder(order, version, target.name))
+                mailbox.send(source.name, MigrateOrder(order, version, target.name))
 
     def stop(self) -> None:
         self.ended.set()
@@ -78,7 +78,7 @@ def test_no_bit_of_what_is_trained_tells_that_it_has_moved(tmp_path: Path):
             shaker.stop()
         outcomes.append(rows_of(system))
         assert (summary["moved"] > 10) == is_shaken
-        account = account_of(replay(system.dir / "journal.jsonl"))
+        account = account_dict(replay(system.dir / "journal.jsonl"))
         assert account == summary["accounting"] and account["holds"] and account["trained"] == 16
         assert summary["versions_per_trajectory"] == {"1": 16}
     still, shaken = outcomes
@@ -99,7 +99,7 @@ def moves_of(system: System) -> list[ev.Moved]:
 
 def interrupted(system: System) -> dict[str, Any]:
     """The summary of a run that is interrupted now; its account must hold."""
-    system.town.post.open("teller").send("hub", Interrupt(2))
+    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
     summary = system.wait()
     assert summary["status"] == "interrupted" and summary["accounting"]["holds"] is True
     return summary
@@ -125,10 +125,10 @@ def test_what_is_under_way_when_the_run_is_interrupted_is_counted_once(tmp_path:
     shaker.stop()
 
 
-def test_a_parcel_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
+def test_a_transfer_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
     system = endless(tmp_path, **{"repack.period_s": 60})
-    mute = MemoryFleet.enter(system.town, "rollout", 9)
-    inbox = system.town.post.open(mute.name)
+    mute = MemoryFleet.join_network(system.network, "rollout", 9)
+    inbox = system.network.mailboxes.begin_receive(mute.name)
     heard: list[Message] = []
 
     def hears(kind: type[Message]) -> bool:
@@ -138,14 +138,14 @@ def test_a_parcel_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
 
     def is_offered_something() -> bool:
         for order, version in enumerate(range(400), 1_000_000):
-            inbox.send(system.rollouts[0].name, MoveOrder(order, version, mute.name))
-        return hears(ParcelOffered)
+            inbox.send(system.rollouts[0].name, MigrateOrder(order, version, mute.name))
+        return hears(TransferOffered)
 
     system.wait_for_event("Trained")
     system.until(is_offered_something)
-    inbox.send("hub", Interrupt(2))
+    inbox.send("hub", Interrupted(2))
     system.until(lambda: hears(Stop))
-    inbox.send("hub", Holding([], []))
+    inbox.send("hub", HeldRows([], []))
     mute.leave()
     summary = system.wait()
     assert summary["accounting"]["holds"] is True and summary["accounting"]["in_flight"] > 0
@@ -157,13 +157,13 @@ def test_a_rollout_that_seems_to_die_among_moves_costs_nothing(tmp_path: Path):
     system.wait_for_event("Moved")
 
     def has_lost_rows() -> bool:
-        system.rollouts[0].vanish()
+        system.rollouts[0].crash()
         time.sleep(2.5 * hub_loop.WATCH_S)
         system.rollouts[0].announce(woke="yes")
         return b'"Returned"' in (system.dir / "journal.jsonl").read_bytes()
 
     system.until(has_lost_rows)
-    num_trained = account_of(replay(system.dir / "journal.jsonl"))["trained"]
-    system.until(lambda: account_of(replay(system.dir / "journal.jsonl"))["trained"] > num_trained + 12)
+    num_trained = account_dict(replay(system.dir / "journal.jsonl"))["trained"]
+    system.until(lambda: account_dict(replay(system.dir / "journal.jsonl"))["trained"] > num_trained + 12)
     interrupted(system)
     shaker.stop()

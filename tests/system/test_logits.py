@@ -3,13 +3,13 @@ import torch
 from support.closing import at_end
 from support.policies import tiny_policy
 
-from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
-from headrace.relay.weights.server import WeightKeeper
+from headrace.relay.weights.server import WeightServer
 from headrace.rollout.weights import RolloutWeights
 from headrace.trainer.policy.model import load_policy
 
@@ -26,16 +26,18 @@ def logits(policy):
 )
 def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path, family, link):
     town, settings, path = (
-        MemoryTown(),
+        MemoryNetwork(),
         CommSettings(link=link, heartbeat_s=0.02, deadline_s=60),
         tiny_policy(tmp_path, family),
     )
     segment = Segment.create_anonymous()
-    keeper = WeightKeeper(MemoryFleet.enter(town, "relay", 0, {"segment": segment.path}, settings), segment, settings)
+    keeper = WeightServer(
+        MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings), segment, settings
+    )
     actor, rollout = load_policy(path), load_policy(path, weights=False)
     layout = Layout.of(actor.weights(), "float32")
-    publisher = WeightPublisher(MemoryFleet.enter(town, "actor", 0, {}, settings), layout, settings)
-    weights = RolloutWeights(MemoryFleet.enter(town, "rollout", 0, {}, settings), rollout, settings)
+    publisher = WeightPublisher(MemoryFleet.join_network(town, "actor", 0, {}, settings), layout, settings)
+    weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), rollout, settings)
     for thing in (segment, keeper, publisher, weights):
         at_end(thing.close)
     optimizer, before = torch.optim.AdamW(actor.parameters(), lr=1e-2), None

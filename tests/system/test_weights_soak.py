@@ -17,7 +17,7 @@ from headrace.comm.waits import waiting
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
-from headrace.relay.weights.server import WeightKeeper
+from headrace.relay.weights.server import WeightServer
 
 NUM_FLOATS = 50_000
 PATIENCE_S = 60.0
@@ -33,7 +33,7 @@ class Cluster:
         self.layout = Layout.of(self.tensors, "float32")
         self.fleets, self.closing = [], []
         at_end(self.close)
-        self.keepers = [self.keeper(index) for index in range(2)]
+        self.keepers = [self.server(index) for index in range(2)]
         self.publisher = WeightPublisher(self.join("actor", 0), self.layout, self.settings)
         self.readers = [
             WeightReader(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
@@ -44,9 +44,9 @@ class Cluster:
         self.fleets.append(Fleet.join(self.hosted.address, role, index, b"s", info or {}, self.settings))
         return self.fleets[-1]
 
-    def keeper(self, index):
+    def server(self, index):
         segment = Segment.create_anonymous()
-        keeper = WeightKeeper(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
+        keeper = WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
         self.closing += [segment, keeper]
         return keeper
 

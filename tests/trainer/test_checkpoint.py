@@ -8,7 +8,7 @@ import torch
 from support.policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
-from headrace.comm.messages import GroupId, HandOut
+from headrace.comm.messages import GroupId, RowBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.stream import Batch
@@ -16,7 +16,7 @@ from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import Checkpoints
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.policy.model import load_tokenizer, save_policy
-from headrace.trainer.step_stats import StepTally
+from headrace.trainer.step_stats import StepStats
 
 ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)
 
@@ -46,13 +46,13 @@ def batch_of(step: int) -> Batch:
     """Two made-up trajectories of a prompt."""
     group = GroupRef(GroupId(0, step), [0, 1], [1, 1], [["relay-0#1"]] * 2, [step, step], [12, 12], [0.0, 1.0])
     rows = group.rows()
-    return Batch(HandOut(step, 0, 1, [group], {}), [rows], {row.key: made_up_row(row.key) for row in rows})
+    return Batch(RowBatch(step, 0, 1, [group], {}), [rows], {row.key: made_up_row(row.key) for row in rows})
 
 
 def train(actor: Actor, num_steps: int) -> list[float]:
     norms = []
     for step in range(actor.version, actor.version + num_steps):
-        tally = StepTally(max_new_tokens=8)
+        tally = StepStats(max_new_tokens=8)
         actor.accumulate(batch_of(step), tally)
         norms.append(actor.step(tally)["actor/grad_norm"])
     return norms

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.comm.messages import GroupId, HandOut
+from headrace.comm.messages import GroupId, RowBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.stream import Batch
-from headrace.trainer.step_log import SavedStep, StepLog
+from headrace.trainer.step_log import StepLog, StepReplay
 
 
 def batch_of(first: int) -> Batch:
     """A hand-out of two rows in micro-batches of one, with an empty one as another rank may have caused it."""
     group = GroupRef(GroupId(0, first), [0, 1], [1, 2], [["relay-0#1"]] * 2, [3, 3], [7, 8], [0.1, 0.2])
-    hand_out = HandOut(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
+    hand_out = RowBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
     early, late = group.rows()
     rng = np.random.default_rng(first)
     columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}
@@ -28,8 +28,8 @@ def test_batches_come_back_in_their_order_with_their_micro_batches(tmp_path: Pat
     for batch in batches:
         log.add(batch)
     log.write(2)
-    found = list(SavedStep(tmp_path, 2).batches())
-    assert [(b.hand_out, b.micro_batches) for b in found] == [(b.hand_out, b.micro_batches) for b in batches]
+    found = list(StepReplay(tmp_path, 2).batches())
+    assert [(b.row_batch, b.micro_batches) for b in found] == [(b.row_batch, b.micro_batches) for b in batches]
     for batch, again in zip(batches, found, strict=True):
         for one, other in zip(batch["response_ids"], again["response_ids"], strict=True):
             assert np.array_equal(one, other)
@@ -42,7 +42,7 @@ def test_each_step_and_each_rank_has_its_own_rows(tmp_path: Path):
             log.add(batch_of(10 * rank + step))
             log.write(step)
     for rank in range(2):
-        saved = SavedStep(tmp_path, 1, rank)
+        saved = StepReplay(tmp_path, 1, rank)
         assert saved.num_ranks == 2
         assert [row.row.prompt for batch in saved.batches() for row in batch.rows] == [10 * rank + 1] * 2
     assert not list(tmp_path.glob("rows/*.new"))
@@ -53,10 +53,10 @@ def test_rows_of_groups_that_were_left_out_are_not_kept(tmp_path: Path):
     log = StepLog(tmp_path)
     log.add(batch.without({GroupId(0, 0)}))
     log.write(0)
-    (again,) = SavedStep(tmp_path, 0).batches()
-    assert (again.hand_out.groups, again.micro_batches, again.columns) == ([], [[], [], []], {})
+    (again,) = StepReplay(tmp_path, 0).batches()
+    assert (again.row_batch.groups, again.micro_batches, again.columns) == ([], [[], [], []], {})
 
 
 def test_a_run_without_rows_is_told_how_to_have_them(tmp_path: Path):
     with pytest.raises(SettingError, match=r"run\.save_rows"):
-        SavedStep(tmp_path, 0)
+        StepReplay(tmp_path, 0)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.comm.messages import GroupId, HandOut
+from headrace.comm.messages import GroupId, RowBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings
 from headrace.relay.queue.stream import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.batch import Trajectory, pack
 from headrace.trainer.loss import grpo_loss
-from headrace.trainer.step_stats import StepTally
+from headrace.trainer.step_stats import StepStats
 
 VERSION = 5
 
@@ -22,10 +22,10 @@ def batch_of(version: int, response_ids: np.ndarray) -> Batch:
     """A group of two, of which this rank trains the first."""
     group = GroupRef(GroupId(0, 0), [0, 1], [1, 1], [["relay-0#1"]] * 2, [version] * 2, [4, 4], [1.0, 0.0])
     first, _ = group.rows()
-    return Batch(HandOut(VERSION, 0, 1, [group], {}), [[first]], {first.key: {"response_ids": response_ids}})
+    return Batch(RowBatch(VERSION, 0, 1, [group], {}), [[first]], {first.key: {"response_ids": response_ids}})
 
 
-def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:
+def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:
     """One trajectory of `version` whose log-probs in training are `shift` above those of its rollout."""
     trajectory = Trajectory(
         prompt_ids=np.array([1], np.int32),
@@ -36,7 +36,7 @@ def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:
         reward=1.0,
         advantage=1.0,
     )
-    tally = StepTally(max_new_tokens=3)
+    tally = StepStats(max_new_tokens=3)
     tally.add(batch_of(version, trajectory.response_ids))
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
@@ -49,14 +49,14 @@ def tally_of(version: int, shift: float, num_tokens: int = 3) -> StepTally:
 
 
 def test_fresh_tokens_measure_the_mismatch_of_generator_and_trainer():
-    metrics = tally_of(VERSION, shift=0.1).metrics(VERSION)
+    metrics = stats_of(VERSION, shift=0.1).metrics(VERSION)
     assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
     assert metrics["mismatch/kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
     assert metrics["mismatch/probs_diff_max"] == pytest.approx(math.exp(-0.9) - math.exp(-1.0), rel=1e-5)
 
 
 def test_stale_tokens_count_as_staleness_and_not_as_mismatch():
-    metrics = tally_of(VERSION - 2, shift=0.1).metrics(VERSION)
+    metrics = stats_of(VERSION - 2, shift=0.1).metrics(VERSION)
     assert "mismatch/kl" not in metrics
     assert metrics["staleness/mean"] == 2
     assert metrics["staleness/hist"] == {"2": 2}
@@ -64,7 +64,7 @@ def test_stale_tokens_count_as_staleness_and_not_as_mismatch():
 
 
 def test_means_are_per_token_and_per_trajectory():
-    metrics = tally_of(VERSION, shift=0.0).metrics(VERSION)
+    metrics = stats_of(VERSION, shift=0.0).metrics(VERSION)
     assert metrics["actor/entropy"] == pytest.approx(0.5)
     assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
     assert (metrics["response_length/mean"], metrics["response_length/clip_ratio"]) == (3, 1)
@@ -73,12 +73,12 @@ def test_means_are_per_token_and_per_trajectory():
 
 
 def test_clipped_tokens_are_counted():
-    assert tally_of(VERSION, shift=0.2).metrics(VERSION)["actor/pg_clipfrac"] == 1
-    assert tally_of(VERSION, shift=0.01).metrics(VERSION)["actor/pg_clipfrac"] == 0
+    assert stats_of(VERSION, shift=0.2).metrics(VERSION)["actor/pg_clipfrac"] == 1
+    assert stats_of(VERSION, shift=0.01).metrics(VERSION)["actor/pg_clipfrac"] == 0
 
 
 def test_a_trajectory_without_weight_adds_nothing():
-    tally = tally_of(VERSION, shift=0.1)
+    tally = stats_of(VERSION, shift=0.1)
     before = tally.metrics(VERSION)
     empty = Trajectory(
         np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), -1, 0.0
@@ -91,7 +91,7 @@ def test_a_trajectory_without_weight_adds_nothing():
 
 
 def test_one_rank_needs_nobody_to_reduce():
-    tally = tally_of(VERSION, shift=0.1)
+    tally = stats_of(VERSION, shift=0.1)
     before = tally.metrics(VERSION)
     tally.reduce(ActorGroup(0, 1, torch.device("cpu"), deadline_s=1))
     assert tally.metrics(VERSION) == before

@@ -6,13 +6,13 @@ import torch
 
 from ...comm.recipe import Recipe
 from ...relay.queue.stream import Batch
-from ..actor_group import ActorGroup, whole
-from ..batch import DUMMY, Trajectory, pack
+from ..actor_group import ActorGroup, gather_full
+from ..batch import PADDING_TRAJECTORY, Trajectory, pack
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs
 from ..loss import group_advantages, grpo_loss
 from ..policy.model import Policy, load_policy
-from ..step_stats import StepTally
+from ..step_stats import StepStats
 
 
 class Actor:
@@ -40,25 +40,25 @@ class Actor:
         o = self.recipe.optimizer
         return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
 
-    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+    def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of a batch, as a sum over tokens; a collective of all ranks."""
         started = time.monotonic()
-        tally.add(batch)
+        stats.add(batch)
         advantages = self._advantages(batch)
         for part in batch.micro_batches:
             rows = [Trajectory.of(row, batch.columns[row.key], advantages[row.key]) for row in part]
-            self._backward(rows or [DUMMY], tally)
+            self._backward(rows or [PADDING_TRAJECTORY], stats)
         self.update_s += time.monotonic() - started
 
-    def step(self, tally: StepTally) -> dict[str, float]:
+    def step(self, stats: StepStats) -> dict[str, float]:
         """Scale the accumulated gradient to the mean over tokens, clip, update; returns the optimizer's metrics."""
         started = time.monotonic()
-        tally.reduce(self.group)
+        stats.reduce(self.group)
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # FSDP2 gives the mean of the ranks' gradients; the sum over all tokens is that many times larger.
-        scale = self.group.size / max(tally.num_tokens, 1.0)
+        scale = self.group.size / max(stats.num_tokens, 1.0)
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scale
@@ -67,18 +67,18 @@ class Actor:
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
-        return {"actor/grad_norm": float(whole(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
+        return {"actor/grad_norm": float(gather_full(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         """By key of the row; of all ranks' rows, since the rows of a group may be on several."""
         found: dict[str, float] = {}
-        for group in batch.hand_out.groups:
+        for group in batch.row_batch.groups:
             rewards = torch.tensor(group.rewards)
             values = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
             found |= zip((row.key for row in group.rows()), values, strict=True)
         return found
 
-    def _backward(self, part: list[Trajectory], tally: StepTally) -> None:
+    def _backward(self, part: list[Trajectory], stats: StepStats) -> None:
         batch = pack(part, self.version, self.group.device)
         logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         algorithm = self.recipe.algorithm
@@ -86,4 +86,4 @@ class Actor:
             logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm, batch.ref_logprobs
         )
         terms.loss.backward()
-        tally.add_batch(batch, logprobs.detach(), terms)
+        stats.add_batch(batch, logprobs.detach(), terms)

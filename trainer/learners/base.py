@@ -9,7 +9,7 @@ from ...comm.plugins import adapter_class
 from ...comm.recipe import Recipe
 from ...relay.queue.stream import Batch
 from ..actor_group import ActorGroup
-from ..step_stats import StepTally
+from ..step_stats import StepStats
 
 _ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
 """Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
@@ -27,7 +27,7 @@ class Learner(Protocol):
         """The version in training: the number of updates behind the weights."""
         ...
 
-    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+    def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of this rank's micro-batches, and the batch to the tally; a collective of all ranks."""
         ...
 
@@ -36,7 +36,7 @@ class Learner(Protocol):
         collective of all ranks."""
         ...
 
-    def step(self, tally: StepTally) -> dict[str, float]:
+    def step(self, stats: StepStats) -> dict[str, float]:
         """Update the weights by what was accumulated; returns the metrics of the update."""
         ...
 

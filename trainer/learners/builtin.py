@@ -10,16 +10,16 @@ from ...comm.recipe import Recipe
 from ...relay.queue.stream import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
-from ...relay.weights.shards import Part
-from ..actor_group import ActorGroup, whole
+from ...relay.weights.shards import WeightShard
+from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import Checkpoints
 from ..logprobs import response_logprobs
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
-from ..policy.tensor_parallel import cuts_of
+from ..policy.tensor_parallel import splits_for
 from .actor import Actor
 
 
-class Adapter(Actor):
+class ActorLearner(Actor):
     """An actor with its checkpoints and the publisher of its part of the weights."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
@@ -33,9 +33,9 @@ class Adapter(Actor):
         if resume is not None:
             self.checkpoints.load(self.state, resume)
         weights = self.policy.weights()
-        cuts = cuts_of(weights, self.policy.config)
+        cuts = splits_for(weights, self.policy.config)
         layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, cuts)
-        part = Part.of(layout, weights, self.group.rank, self.group.size)
+        part = WeightShard.of(layout, weights, self.group.rank, self.group.size)
         self.publisher = WeightPublisher(fleet, layout, recipe.comm, part)
         self.num_bytes = layout.num_bytes
 
@@ -57,7 +57,7 @@ class Adapter(Actor):
     def export(self) -> str:
         """The policy in Hugging Face form."""
         path = self.checkpoints.path(self.version) / "hf"
-        weights = {name: whole(tensor.detach()) for name, tensor in self.policy.weights().items()}
+        weights = {name: gather_full(tensor.detach()) for name, tensor in self.policy.weights().items()}
         if self.group.is_lead:
             save_policy(self.policy, path, self.tokenizer, weights)
         return str(path)
@@ -70,4 +70,4 @@ class Adapter(Actor):
     def close(self) -> None:
         """Deliver what was published, and end the group of ranks."""
         self.publisher.close()
-        self.group.leave()
+        self.group.close()

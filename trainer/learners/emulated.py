@@ -10,16 +10,16 @@ from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.queue.stream import Batch
-from ...relay.weights.emulated import EmulatedTransfer, stand_in
+from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ..actor_group import ActorGroup
-from ..step_stats import StepTally
+from ..step_stats import StepStats
 
 _log = logging.getLogger(__name__)
 
 
-class Adapter:
+class EmulatedLearner:
     """Counts tokens, and sleeps as long as devices would need for them."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
@@ -33,23 +33,23 @@ class Adapter:
         self._until = self._clock.now()
         self._busy_s = 0.0
         self._run_dir = Path(recipe.run.dir)
-        self._weights = stand_in(e)
+        self._weights = dummy_weights(e)
         layout = Layout.of(self._weights, torch.float32)
         self._publisher = WeightPublisher(fleet, layout, recipe.comm)
         self.num_bytes = layout.num_bytes
 
-    def accumulate(self, batch: Batch, tally: StepTally) -> None:
+    def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Returns when the devices are done with the batch's tokens."""
         self._until = max(self._until, self._clock.now())
-        tally.add(batch)
-        self._spend(sum(row.num_tokens for row in batch.rows) * self._token_s)
+        stats.add(batch)
+        self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Any numbers: the time of a forward pass passes, a third of a step's."""
-        self._spend(sum(row.num_tokens for row in batch.rows) * self._token_s / 3)
+        self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s / 3)
         return [np.zeros(len(ids), np.float32) for ids in batch["response_ids"]]
 
-    def step(self, tally: StepTally) -> dict[str, float]:
+    def step(self, stats: StepStats) -> dict[str, float]:
         """One more update."""
         self.version += 1
         self._weights["weights"].fill_(float(self.version))
@@ -64,7 +64,7 @@ class Adapter:
         self._until = max(self._until, self._clock.now())
         self._publisher.publish(self.version, self._weights)
         if self.version:
-            self._spend(self._transfer.push_s)
+            self._sleep_for(self._transfer.push_s)
 
     def export(self) -> str:
         """There is nothing to export."""
@@ -79,7 +79,7 @@ class Adapter:
         _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)
         self._publisher.close()
 
-    def _spend(self, seconds: float) -> None:
+    def _sleep_for(self, seconds: float) -> None:
         self._until += seconds
         self._busy_s += seconds
         self.lag_s = max(self.lag_s, self._clock.sleep_until(self._until))

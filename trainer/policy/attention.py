@@ -18,7 +18,7 @@ NAME = "headrace"
 """The attention implementation's name within transformers."""
 
 
-class Rule(NamedTuple):
+class AttentionSpec(NamedTuple):
     """What one layer asks of its attention."""
 
     scale: float
@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 class Attention(Protocol):
     """Attention over tokens [T] of several sequences; it alone knows which token belongs to which."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d]."""
         ...
 
@@ -50,7 +50,7 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     assert attention_mask is None, "masks are the attention object's business"
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    rule = Rule(scaling, sliding_window, softcap)
+    rule = AttentionSpec(scaling, sliding_window, softcap)
     out = attention(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
     return out.unsqueeze(0), None
 
@@ -92,7 +92,7 @@ class PackedAttention:
             padded += tokens.numel()
         self._inverse = inverse.to(device)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `Attention`."""
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and rule.softcap is None:
             return self._varlen(query, key, value, rule)
@@ -104,7 +104,7 @@ class PackedAttention:
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.index_select(0, self._inverse)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         window = (-1, 0) if rule.window is None else (rule.window - 1, 0)
@@ -116,7 +116,7 @@ class PackedAttention:
         return out
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
     """Attention of the last `q` of `s` positions; query [B, heads, q, d], key and value [B, kv_heads, s, d]."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     needs_band = rule.window is not None and num_keys > rule.window
@@ -135,7 +135,7 @@ def band(num_queries: int, num_keys: int, window: int | None, device: torch.devi
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, rule: Rule) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, rule: AttentionSpec) -> Tensor:
     """Attention under a boolean mask `sees` (broadcast to [B, heads, q, s]), with soft-capping where the rule asks for it."""
     groups = query.shape[1] // key.shape[1]
     if rule.softcap is None:

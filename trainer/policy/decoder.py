@@ -10,23 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Attention, Rule
+from .attention import Attention, AttentionSpec
 from .exact_decoder import BLOCK, products_of
 from .families import is_llama_line, rope_table, window_of
-from .fused_linear import Matrix
+from .fused_linear import FusedLinear
 from .model import Policy
 
 
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: Matrix
+    qkv: FusedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Matrix
+    out: FusedLinear
     post_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
-    rule: Rule
+    gate_up: FusedLinear
+    down: FusedLinear
+    spec: AttentionSpec
 
 
 class LeanDecoder:
@@ -38,10 +38,10 @@ class LeanDecoder:
     def __init__(self, policy: Policy) -> None:
         assert self.supports(policy)
         self.policy = policy
-        self.shard = policy.shard
+        self.tensor_parallel = policy.tensor_parallel
         self._model: Any = policy.model.base_model
-        self._num_heads = policy.num_heads // self.shard.size
-        self._num_kv_heads = policy.num_kv_heads // self.shard.size
+        self._num_heads = policy.num_heads // self.tensor_parallel.size
+        self._num_kv_heads = policy.num_kv_heads // self.tensor_parallel.size
         self._eps: float = policy.config.rms_norm_eps
         self._cos, self._sin = rope_table(self._model, policy.context, policy.dtype, policy.device)
         self.bind()
@@ -68,12 +68,12 @@ class LeanDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         qkv, gate_up = _inputs(attention, mlp, self.policy)
         # A bias that follows a sum over ranks is added by one of them.
-        out_bias = attention.o_proj.bias if self.shard.rank == 0 else None
+        out_bias = attention.o_proj.bias if self.tensor_parallel.rank == 0 else None
         matrices = [
-            Matrix([w for w, _ in qkv], [b for _, b in qkv]),
-            Matrix([attention.o_proj.weight], [out_bias]),
-            Matrix([w for w, _ in gate_up], [None]),
-            Matrix([mlp.down_proj.weight], [None]),
+            FusedLinear([w for w, _ in qkv], [b for _, b in qkv]),
+            FusedLinear([attention.o_proj.weight], [out_bias]),
+            FusedLinear([w for w, _ in gate_up], [None]),
+            FusedLinear([mlp.down_proj.weight], [None]),
         ]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
@@ -86,7 +86,7 @@ class LeanDecoder:
             post_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=matrices[2],
             down=matrices[3],
-            rule=Rule(attention.scaling, window_of(self.policy.config, index)),
+            spec=AttentionSpec(attention.scaling, window_of(self.policy.config, index)),
         )
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -102,17 +102,17 @@ class LeanDecoder:
                 qkv[:, :heads] = F.rms_norm(qkv[:, :heads], layer.q_norm.shape, layer.q_norm, self._eps)
                 qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], layer.k_norm.shape, layer.k_norm, self._eps)
             _rotate(qkv[:, :rotated], cos, sin)
-            mixed = attention(index, qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:], layer.rule)
+            mixed = attention(index, qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:], layer.spec)
             hidden = self._add(layer.out, hidden, mixed.flatten(1))
             gate, up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps)).chunk(2, -1)
             hidden = self._add(layer.down, hidden, F.silu(gate).mul_(up))
         return F.rms_norm(hidden, shape, self._norm, self._eps)
 
-    def _add(self, matrix: Matrix, hidden: Tensor, x: Tensor) -> Tensor:
+    def _add(self, matrix: FusedLinear, hidden: Tensor, x: Tensor) -> Tensor:
         """hidden plus the matrix's product, summed over the ranks."""
-        if self.shard.size == 1:
+        if self.tensor_parallel.size == 1:
             return matrix.add_to(hidden, x)
-        return hidden.add_(self.shard.sum(matrix(x)))
+        return hidden.add_(self.tensor_parallel.all_reduce_sum(matrix(x)))
 
 
 def _inputs(attention: Any, mlp: Any, policy: Policy) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
@@ -121,7 +121,7 @@ def _inputs(attention: Any, mlp: Any, policy: Policy) -> tuple[list[tuple[Any, A
         qkv = [(m.weight, m.bias) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return qkv, [(m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj)]
     heads = (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)
-    sizes = [count // policy.shard.size * policy.head_dim for count in heads]
+    sizes = [count // policy.tensor_parallel.size * policy.head_dim for count in heads]
     gate_up = mlp.gate_up_proj.weight.chunk(2)
     return list(zip(attention.qkv_proj.weight.split(sizes), [None] * 3, strict=True)), [(w, None) for w in gate_up]
 

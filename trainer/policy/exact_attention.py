@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import PackedAttention, Rule, band
+from .attention import AttentionSpec, PackedAttention, band
 
 PAGE = 64
 """Keys per page, and query tokens per tile."""
 ROWS = 4
 """Query rows of a call come in multiples of this: the kernel treats one or two rows on their own in another way."""
-NEVER = -1e30
+MASKED_SCORE = -1e30
 """Added to a score that must not count; finite, so that a page without any valid key gives no NaN."""
 
 
@@ -78,7 +78,7 @@ class TileAttention:
         self._spots = torch.tensor(spots, device=device)
         self._num_tiles = len(tiles)
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
         """query [T, heads, d], keys and values [pages, kv_heads, PAGE, d] -> [T, heads, d]."""
         num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
         groups = query.shape[1] // num_kv_heads
@@ -90,7 +90,7 @@ class TileAttention:
             tiles.index_select(0, which), keys.index_select(0, pages), values.index_select(0, pages),
             bias.index_select(0, distance), rule.scale,
         )  # fmt: skip
-        nothing = lse.new_full((1, *lse.shape[1:]), NEVER)
+        nothing = lse.new_full((1, *lse.shape[1:]), MASKED_SCORE)
         out, lse = torch.cat((out, out.new_zeros(1, *out.shape[1:]))), torch.cat((lse, nothing))
         merged = merge_in_order(out, lse, self._parts)
         merged = merged.view(self._num_tiles, num_kv_heads, PAGE, groups, head_dim).transpose(1, 2)
@@ -100,7 +100,7 @@ class TileAttention:
     def _bias(num_distances: int, window: int | None, groups: int, like: Tensor) -> Tensor:
         """What a query tile adds to the scores of the page so many pages before it: [distances, 1, PAGE * groups, PAGE]."""
         sees = [band(PAGE, PAGE * (d + 1), window, like.device)[:, :PAGE] for d in range(num_distances)]
-        bias = torch.where(torch.stack(sees), 0.0, NEVER).to(like.dtype)
+        bias = torch.where(torch.stack(sees), 0.0, MASKED_SCORE).to(like.dtype)
         return bias.repeat_interleave(groups, 1).unsqueeze(1)
 
 
@@ -119,15 +119,15 @@ class ExactPackedAttention:
         self._num_pages = num_pages
         self._plain = PackedAttention(lengths, device)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """See `Attention`."""
         return _Exact.apply(query, key, value, rule, self)  # pyright: ignore[reportReturnType]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """The exact result, without a graph."""
         return self._tiles(query, self._paged(key), self._paged(value), rule)
 
-    def recompute(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def recompute(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         """The same attention by the stock kernels, for its gradient."""
         return self._plain(0, query, key, value, rule)
 
@@ -139,7 +139,7 @@ class ExactPackedAttention:
 class _Exact(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: Rule, attention: ExactPackedAttention
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec, attention: ExactPackedAttention
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.rule, ctx.attention = rule, attention

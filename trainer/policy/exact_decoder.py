@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...comm.errors import SettingError
-from .attention import Attention, Rule
+from .attention import Attention, AttentionSpec
 from .families import is_llama_line, rope_table, window_of
 
 BLOCK = 32
 """Rows of every linear layer's call."""
 
 
-def refuse_inexact(config: Any, device: torch.device) -> None:
+def check_exact_supported(config: Any, device: torch.device) -> None:
     """Raise SettingError where exact mode cannot keep its promise."""
     if not is_llama_line(config):
         raise SettingError(f"generator.exact is not available for model type '{config.model_type}'")
@@ -34,7 +34,7 @@ class ExactDecoder:
     """The Llama line's forward by the rules of exact mode; differentiable, out of place."""
 
     def __init__(self, model: nn.Module, config: Any, context: int, dtype: torch.dtype, device: torch.device) -> None:
-        refuse_inexact(config, device)
+        check_exact_supported(config, device)
         self._model: Any = model
         self._config = config
         self._cos, self._sin = rope_table(model, context, dtype, device)
@@ -49,7 +49,7 @@ class ExactDecoder:
         for index, layer in enumerate(self._model.layers):
             normed = self._norm(hidden, layer.input_layernorm)
             query, key, value = self._projected(layer.self_attn, normed, cos, sin)
-            rule = Rule(layer.self_attn.scaling, window_of(self._config, index))
+            rule = AttentionSpec(layer.self_attn.scaling, window_of(self._config, index))
             mixed = attention(index, query[:count], key[:count], value[:count], rule)
             mixed = mixed.flatten(1)
             mixed = F.pad(mixed, (0, 0, 0, padding)) if padding else mixed

@@ -18,7 +18,7 @@ _POSITIONAL_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
 """Rotary embeddings that depend on a token's position alone, not on the length of its sequence."""
 
 
-def refuse_unsupported(config: Any) -> None:
+def check_supported(config: Any) -> None:
     """Raise SettingError for a configuration that the policy would not compute as transformers does."""
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

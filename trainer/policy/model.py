@@ -1,6 +1,6 @@
 """The policy: one definition that the trainer trains and the generator runs.
 
-Any decoder-only checkpoint that transformers loads and `family.refuse_unsupported` lets pass. Weights keep the names that
+Any decoder-only checkpoint that transformers loads and `family.check_supported` lets pass. Weights keep the names that
 transformers gives them; a tied weight has one name.
 """
 
@@ -21,8 +21,8 @@ from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
 from .exact_attention import ExactPackedAttention
 from .exact_decoder import ExactDecoder, ExactLogits
-from .families import refuse_unsupported
-from .tensor_parallel import Shard, cuts_of, refuse_split
+from .families import check_supported
+from .tensor_parallel import TensorParallel, check_splittable, splits_for
 
 transformers_logging.disable_progress_bar()
 
@@ -37,7 +37,7 @@ class Policy(nn.Module):
 
     `model` is transformers' module; `context` the most positions it takes; `stop_ids` the tokens that end a response;
     `config` its transformers configuration. With `exact`, packed forwards follow the rules of exact mode; of a policy that
-    was `split` this process holds one `shard`.
+    was `split` this process holds one `tensor_parallel`.
     """
 
     exact: ExactDecoder | None = None
@@ -54,7 +54,7 @@ class Policy(nn.Module):
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.vocab_size: int = self.config.vocab_size
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.shard = Shard()
+        self.tensor_parallel = TensorParallel()
 
     @property
     def head(self) -> nn.Linear:
@@ -79,17 +79,17 @@ class Policy(nn.Module):
         return self.exact
 
     @torch.no_grad()
-    def split(self, shard: Shard) -> None:
+    def split(self, tensor_parallel: TensorParallel) -> None:
         """From now on hold only this rank's part of each layer, to be run by `decoder.LeanDecoder`.
 
         Raises SettingError for a policy that cannot be split so.
         """
-        assert self.shard.size == 1, "split once"
-        refuse_split(self.config, shard.size)
-        self.shard = shard
-        parameters = dict(self.model.named_parameters()) if shard.size > 1 else {}
-        for name, cut in cuts_of(parameters, self.config).items():
-            parameters[name].data = shard.part(parameters[name].data, cut)
+        assert self.tensor_parallel.size == 1, "split once"
+        check_splittable(self.config, tensor_parallel.size)
+        self.tensor_parallel = tensor_parallel
+        parameters = dict(self.model.named_parameters()) if tensor_parallel.size > 1 else {}
+        for name, cut in splits_for(parameters, self.config).items():
+            parameters[name].data = tensor_parallel.slice(parameters[name].data, cut)
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter once, by transformers' name; those that a fused projection joins follow one another."""
@@ -108,7 +108,7 @@ class Policy(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""
-        assert self.shard.size == 1, "the modules need whole layers"
+        assert self.tensor_parallel.size == 1, "the modules need whole layers"
         output = self.model.base_model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
         )
@@ -180,10 +180,10 @@ def load_policy(
     device: str | torch.device = "cpu",
     weights: bool = True,
     exact: bool = False,
-    shard: Shard | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> Policy:
     """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised; with
-    `shard` split, so that the device never holds more than this rank's part.
+    `tensor_parallel` split, so that the device never holds more than this rank's part.
 
     Raises SettingError for a missing checkpoint and for a feature that would be computed wrongly.
     """
@@ -194,12 +194,12 @@ def load_policy(
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
-    refuse_unsupported(config)
+    check_supported(config)
     with LOADING:
         model = _load(path, config, wanted) if weights else _build(path, config, wanted)
     policy = Policy(model.eval(), _stop_ids(path, config))
-    if shard is not None:
-        policy.split(shard)
+    if tensor_parallel is not None:
+        policy.split(tensor_parallel)
     policy.to(device)
     if exact:
         policy.make_exact()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.comm.errors import PeerGone, UnitFull
+from headrace.comm.errors import PeerGone, StorageFull
 from headrace.comm.storage import arena as module
 from headrace.comm.storage.arena import Arena, ArenaFile
 
@@ -31,7 +31,7 @@ def test_places_in_use_never_overlap_and_all_comes_back(steps):
     for place, size in held:
         arena.free(place, size)
     assert arena.num_bytes == 0
-    assert arena.reserve(1) == module.TOKEN_BYTES
+    assert arena.reserve(1) == module.MAGIC_BYTES
     arena.close()
 
 
@@ -48,9 +48,9 @@ def test_memory_goes_back_to_the_host_but_for_a_spare(arena, monkeypatch):
     kept, place = arena.reserve(100), arena.reserve(size)
     arena.write(kept, [np.full(100, 7, np.uint8)])
     arena.write(place, [np.ones(size, np.uint8)])
-    assert arena.held_bytes >= size
+    assert arena.resident_bytes >= size
     arena.free(place, size)
-    assert arena.held_bytes <= 2 << 20
+    assert arena.resident_bytes <= 2 << 20
     read = np.empty(100, np.uint8)
     arena.read(kept, read)
     assert (read == 7).all()
@@ -66,12 +66,12 @@ def test_more_buffers_than_one_call_takes_are_written_in_order(arena):
 
 
 def test_an_arena_has_a_bound(arena):
-    with pytest.raises(UnitFull, match=r"queue\.capacity"):
+    with pytest.raises(StorageFull, match=r"queue\.capacity"):
         arena.reserve(1 << 30)
 
 
 def test_another_opening_sees_the_bytes_and_a_stranger_is_not_taken_for_it(arena):
-    other = ArenaFile.open(arena.path, arena.token)
+    other = ArenaFile.begin_receive(arena.path, arena.magic)
     place = arena.reserve(4)
     other.write(place, [np.arange(4, dtype=np.uint8)])
     read = np.empty(4, np.uint8)
@@ -79,6 +79,6 @@ def test_another_opening_sees_the_bytes_and_a_stranger_is_not_taken_for_it(arena
     assert read.tolist() == [0, 1, 2, 3]
     other.close()
     with pytest.raises(PeerGone, match="another arena"):
-        ArenaFile.open(arena.path, bytes(module.TOKEN_BYTES))
+        ArenaFile.begin_receive(arena.path, bytes(module.MAGIC_BYTES))
     with pytest.raises(PeerGone, match="no arena"):
-        ArenaFile.open("/proc/self/fd/99999", arena.token)
+        ArenaFile.begin_receive("/proc/self/fd/99999", arena.magic)

@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.errors import PeerGone, UnitFull, WrongDigest
-from headrace.comm.links.base import prove
+from headrace.comm.errors import PeerGone, StorageFull, WrongDigest
+from headrace.comm.links.base import authenticate
 from headrace.comm.links.tcp import TcpLink
-from headrace.comm.storage.client import RowClient
+from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.codec import LINK_NAME, receive_frame, send_frame
-from headrace.comm.storage.protocol import WELCOMES, Attach, Commit, Done, Locate, Located, Reserve, Reserved
-from headrace.comm.storage.server import RowUnit
+from headrace.comm.storage.protocol import HELLOS, Ack, Attach, Commit, Locate, Located, Reserve, Reserved
+from headrace.comm.storage.server import StorageServer
 
 
 @pytest.fixture
 def unit():
-    unit = RowUnit("127.0.0.1", b"secret")
+    unit = StorageServer("127.0.0.1", b"secret")
     yield unit
     unit.close()
 
 
 @pytest.fixture
 def client(unit):
-    client = RowClient(unit.address, b"secret")
+    client = StorageClient(unit.address, b"secret")
     yield client
     client.drop(client.listing())
     client.close()
@@ -41,7 +41,7 @@ def rows(request):
         yield MemoryRows()
         return
     unit = request.getfixturevalue("unit")
-    client = RowClient(unit.address, b"secret", through_memory=request.param == "through memory")
+    client = StorageClient(unit.address, b"secret", through_memory=request.param == "through memory")
     yield client
     client.drop(client.listing())
     client.close()
@@ -160,8 +160,8 @@ def test_what_was_read_is_the_readers_own(rows):
     )
 )
 def test_a_unit_and_its_twin_hold_the_same_after_any_sequence(steps):
-    unit = RowUnit("127.0.0.1", b"secret")
-    client, twin = RowClient(unit.address, b"secret"), MemoryRows()
+    unit = StorageServer("127.0.0.1", b"secret")
+    client, twin = StorageClient(unit.address, b"secret"), MemoryRows()
     for number, (key, what, size) in enumerate(steps):
         for rows in (client, twin):
             match what:
@@ -186,7 +186,7 @@ def test_no_column_is_lost_when_all_are_added_at_once(unit, client):
     """A status or a column that is read, changed and written back loses updates; here the unit merges under one lock."""
 
     def add(worker):
-        mine = RowClient(unit.address, b"secret")
+        mine = StorageClient(unit.address, b"secret")
         for step in range(25):
             mine.put("shared", {f"{worker}.{step}": np.full(step, worker)})
         mine.close()
@@ -199,8 +199,8 @@ def test_no_column_is_lost_when_all_are_added_at_once(unit, client):
 
 
 def test_units_share_nothing(unit, client):
-    other = RowUnit("127.0.0.1")
-    its_client = RowClient(other.address)
+    other = StorageServer("127.0.0.1")
+    its_client = StorageClient(other.address)
     client.put("same key", row(1))
     assert its_client.count() == 0
     its_client.put("same key", row(2))
@@ -215,7 +215,7 @@ def test_a_reader_never_gets_bytes_of_the_row_that_took_a_dropped_ones_place(uni
     written, stop = {i: row(i, 20_000) for i in range(4)}, threading.Event()
 
     def churn():
-        mine, number = RowClient(unit.address, b"secret"), 0
+        mine, number = StorageClient(unit.address, b"secret"), 0
         while not stop.is_set():
             mine.drop(["churned"])
             mine.put("churned", written[number % 4])
@@ -239,26 +239,26 @@ def test_a_reader_never_gets_bytes_of_the_row_that_took_a_dropped_ones_place(uni
 
 def test_a_place_is_not_given_out_again_before_its_row_is_dropped(unit, client):
     client.put("first", row(1, 5000))
-    place = client._ask(Locate(["first"], None, False), Located).rows[0][0].place
+    place = client._ask(Locate(["first"], None, False), Located).rows[0][0].offset
     client.put("second", row(2, 5000))
-    assert client._ask(Locate(["second"], None, False), Located).rows[0][0].place != place
+    assert client._ask(Locate(["second"], None, False), Located).rows[0][0].offset != place
     client.drop(["first"])
     client.put("third", row(3, 5000))
-    assert client._ask(Locate(["third"], None, False), Located).rows[0][0].place == place
+    assert client._ask(Locate(["third"], None, False), Located).rows[0][0].offset == place
     assert_same(client.get("second"), row(2, 5000))
 
 
 def test_bytes_that_are_not_the_writers_are_refused(unit, client):
     client.put("torn", row(1))
     (block,) = client._ask(Locate(["torn"], ["token_ids"], False), Located).rows[0]
-    unit.arena.write(block.place + block.columns[0].start, [np.zeros(1, np.uint8) + 255])
+    unit.arena.write(block.offset + block.columns[0].start, [np.zeros(1, np.uint8) + 255])
     with pytest.raises(WrongDigest, match="torn"):
         client.get("torn")
     assert_same(client.get("torn", ["logprobs"]), {"logprobs": row(1)["logprobs"]})
 
 
 def test_a_row_cut_short_on_its_way_is_refused_and_leaves_nothing(unit, monkeypatch):
-    sender = RowClient(unit.address, b"secret", through_memory=False)
+    sender = StorageClient(unit.address, b"secret", through_memory=False)
     send = sender._link.send
 
     def truncate(buffer, deadline_s):
@@ -277,12 +277,12 @@ def test_a_client_cannot_commit_what_it_has_not_reserved(client):
     client.put("mine", row(1))
     (block,) = client._ask(Locate(["mine"], None, False), Located).rows[0]
     with pytest.raises(WrongDigest, match="not reserved"):
-        client._ask(Commit(["theirs"], [msgspec.structs.replace(block, serial=block.serial + 1)]), Done)
+        client._ask(Commit(["theirs"], [msgspec.structs.replace(block, serial=block.serial + 1)]), Ack)
     assert client.count() == 1
 
 
 def test_what_a_dead_writer_reserved_is_free_again(unit, client):
-    dying = RowClient(unit.address, b"secret")
+    dying = StorageClient(unit.address, b"secret")
     dying._ask(Reserve([10_000, 20_000]), Reserved)
     assert unit.arena.num_bytes >= 30_000
     dying.close()
@@ -292,11 +292,11 @@ def test_what_a_dead_writer_reserved_is_free_again(unit, client):
 
 
 def test_a_full_unit_says_what_to_change_and_goes_on():
-    unit = RowUnit("127.0.0.1", capacity_bytes=1 << 20)
+    unit = StorageServer("127.0.0.1", capacity_bytes=1 << 20)
     for through_memory in (True, False):
-        client = RowClient(unit.address, through_memory=through_memory)
+        client = StorageClient(unit.address, through_memory=through_memory)
         client.put("fits", row(1, 40_000))
-        with pytest.raises(UnitFull, match=r"queue\.capacity"):
+        with pytest.raises(StorageFull, match=r"queue\.capacity"):
             client.put_many({"one": row(2, 1000), "too much": row(2, 40_000)})
         assert list(client.listing()) == ["fits"]
         client.drop(["fits"])
@@ -307,22 +307,22 @@ def test_a_full_unit_says_what_to_change_and_goes_on():
 
 def test_who_does_not_know_the_secret_is_turned_away(unit, client):
     with pytest.raises(PeerGone):
-        RowClient(unit.address, b"guessed", deadline_s=5)
+        StorageClient(unit.address, b"guessed", deadline_s=5)
     with socket.create_connection(unit.address.rsplit(":", 1)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
     assert client.count() == 0
 
 
 def test_a_unit_that_is_gone_is_named():
-    unit = RowUnit("127.0.0.1")
-    client = RowClient(unit.address)
+    unit = StorageServer("127.0.0.1")
+    client = StorageClient(unit.address)
     client.put("early", row(1))
     unit.close()
     with pytest.raises(PeerGone, match=unit.address):
         client.put("late", row(1))
     client.close()
     with pytest.raises(PeerGone, match=unit.address):
-        RowClient(unit.address)
+        StorageClient(unit.address)
 
 
 def test_the_process_of_a_unit_drops_and_lists_rows_without_a_connection(unit, client):
@@ -340,15 +340,15 @@ class Reports:
 
     def __init__(self):
         self.lost = queue.SimpleQueue()
-        self.unit = RowUnit(
+        self.unit = StorageServer(
             "127.0.0.1", on_client_lost=lambda member, incarnation: self.lost.put((member, incarnation))
         )
 
     def connect(self, member, incarnation=1):
         link = TcpLink(socket.create_connection(("127.0.0.1", int(self.unit.address.rpartition(":")[2]))))
-        prove(link, LINK_NAME, 1, b"", 10)
+        authenticate(link, LINK_NAME, 1, b"", 10)
         send_frame(link, Attach(member, incarnation), 10)
-        receive_frame(link, WELCOMES, 10)
+        receive_frame(link, HELLOS, 10)
         return link
 
 
@@ -365,12 +365,12 @@ def test_a_connection_that_ends_without_a_goodbye_is_reported_with_its_incarnati
 
 
 def test_an_orderly_end_is_not_reported(reports):
-    client = RowClient(reports.unit.address, member="rollout-0", incarnation=1)
+    client = StorageClient(reports.unit.address, member="rollout-0", incarnation=1)
     client.put("a", {"x": np.arange(3)})
     client.close()
     client.close()
-    RowClient(reports.unit.address, member="rollout-0", incarnation=2)  # closed when it is collected
-    RowClient(reports.unit.address).close()
+    StorageClient(reports.unit.address, member="rollout-0", incarnation=2)  # closed when it is collected
+    StorageClient(reports.unit.address).close()
     reports.connect("rollout-1").close()
     assert reports.lost.get(timeout=10) == ("rollout-1", 1)
     assert reports.lost.empty()

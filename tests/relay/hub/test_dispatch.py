@@ -7,7 +7,16 @@ import pytest
 from support.hub_scene import Scene
 
 from headrace.comm.errors import SettingError
-from headrace.comm.messages import ColumnsDone, DropRows, HandOut, LeaseGrant, RowDone, RowId, StepTrained, TakeRows
+from headrace.comm.messages import (
+    ColumnsAdded,
+    DropRows,
+    LeaseGrant,
+    RequestRows,
+    RowBatch,
+    RowDone,
+    RowId,
+    StepTrained,
+)
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.journal.journal import replay
 from headrace.relay.queue.tasks import pipeline
@@ -23,31 +32,31 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
     def make(**settings: object) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         s = scenes[-1]
-        s.boxes |= {name: s.post.open(name) for name in ("reference-0", "reference-1")}
+        s.boxes |= {name: s.post.begin_receive(name) for name in ("reference-0", "reference-1")}
         return s
 
     yield make
     for each in scenes:
-        each.hub.books.journal.close()
+        each.hub.context.journal.close()
         each.post.close()
 
 
 def take(
     s: Scene, consumer: str, question: int = 1, holding: tuple[int, ...] = (), tokens: int = 100
-) -> HandOut | None:
-    s.say(consumer, TakeRows(question, ["reference"], holding=holding, max_tokens=tokens))
+) -> RowBatch | None:
+    s.say(consumer, RequestRows(question, ["reference"], open_batches=holding, max_tokens=tokens))
     (answer,) = s.heard(consumer) or [None]
-    assert answer is None or isinstance(answer, HandOut)
+    assert answer is None or isinstance(answer, RowBatch)
     return answer
 
 
-def done(hand_out: HandOut) -> ColumnsDone:
+def done(hand_out: RowBatch) -> ColumnsAdded:
     rows = [group.row(i) for group in hand_out.groups for i in range(len(group.samples))]
-    units = [group.units[i] for group in hand_out.groups for i in range(len(group.samples))]
-    return ColumnsDone("reference", hand_out.number, ["ref_logprobs"], rows, units)
+    units = [group.storage_ids[i] for group in hand_out.groups for i in range(len(group.samples))]
+    return ColumnsAdded("reference", hand_out.batch_id, ["ref_logprobs"], rows, units)
 
 
-def rows_of(hand_out: HandOut) -> set[RowId]:
+def rows_of(hand_out: RowBatch) -> set[RowId]:
     return {group.row(i) for group in hand_out.groups for i in range(len(group.samples))}
 
 
@@ -57,9 +66,9 @@ def ready(s: Scene, num_groups: int = 2) -> LeaseGrant:
     return grant
 
 
-def train(s: Scene) -> list[HandOut]:
-    s.say("actor-0", TakeRows(1, ["train"], s.hub.state.step))
-    return [letter for letter in s.heard("actor-0") if isinstance(letter, HandOut)]
+def train(s: Scene) -> list[RowBatch]:
+    s.say("actor-0", RequestRows(1, ["train"], s.hub.state.step))
+    return [letter for letter in s.heard("actor-0") if isinstance(letter, RowBatch)]
 
 
 def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
@@ -72,17 +81,17 @@ def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     second = take(s, "reference-0", question=2)
     assert second is not None and not rows_of(second) & rows_of(first)
     s.say("reference-0", done(second))
-    handed = [letter for letter in s.heard("actor-0") if isinstance(letter, HandOut)]
+    handed = [letter for letter in s.heard("actor-0") if isinstance(letter, RowBatch)]
     assert sum(len(hand_out.groups) for hand_out in handed) >= 1
     assert replay(s.path) == s.hub.state
 
 
 def test_two_consumers_share_the_rows_and_none_goes_to_both(scene: MakeScene):
     s = scene(tasks=TASKS)
-    s.say("reference-0", TakeRows(1, ["reference"]))
-    s.say("reference-1", TakeRows(1, ["reference"]))
+    s.say("reference-0", RequestRows(1, ["reference"]))
+    s.say("reference-1", RequestRows(1, ["reference"]))
     ready(s)
-    answers = [m for name in ("reference-0", "reference-1") for m in s.heard(name) if isinstance(m, HandOut)]
+    answers = [m for name in ("reference-0", "reference-1") for m in s.heard(name) if isinstance(m, RowBatch)]
     assert len(answers) == 2 and not rows_of(answers[0]) & rows_of(answers[1])
 
 
@@ -99,7 +108,7 @@ def test_a_dead_consumers_rows_go_to_another_and_its_word_counts_no_more(scene: 
     s.say("reference-1", done(second))
     s.say("reference-1", done(second))
     record = s.hub.state.tasks["reference"]
-    assert record.consumed == len(rows_of(second)) and record.returned == len(rows_of(first)) and record.holds
+    assert record.consumed == len(rows_of(second)) and record.returned == len(rows_of(first)) and record.is_balanced
 
 
 def test_an_answer_that_was_lost_comes_again_and_one_that_is_held_does_not(scene: MakeScene):
@@ -107,9 +116,9 @@ def test_an_answer_that_was_lost_comes_again_and_one_that_is_held_does_not(scene
     ready(s)
     first = take(s, "reference-0", tokens=5)
     again = take(s, "reference-0", question=2, tokens=5)
-    assert first is not None and again is not None and again.number == first.number
-    other = take(s, "reference-0", question=3, holding=(first.number,), tokens=5)
-    assert other is not None and other.number != first.number
+    assert first is not None and again is not None and again.batch_id == first.batch_id
+    other = take(s, "reference-0", question=3, holding=(first.batch_id,), tokens=5)
+    assert other is not None and other.batch_id != first.batch_id
 
 
 def test_bytes_that_a_consumer_adds_to_a_row_that_left_are_dropped(scene: MakeScene):
@@ -125,7 +134,7 @@ def test_bytes_that_a_consumer_adds_to_a_row_that_left_are_dropped(scene: MakeSc
     s.say("reference-0", done(hand_out))
     assert s.heard("relay-0") == [DropRows([row.key(1)])]
     record = s.hub.state.tasks["reference"]
-    assert (record.void, record.consumed, record.holds) == (1, 0, True)
+    assert (record.dropped, record.consumed, record.is_balanced) == (1, 0, True)
 
 
 def test_with_on_stale_evict_a_step_goes_on_without_the_straggler_which_is_counted(scene: MakeScene):
@@ -135,11 +144,11 @@ def test_with_on_stale_evict_a_step_goes_on_without_the_straggler_which_is_count
     (hand_out,) = train(s)
     assert hand_out.groups[0].group == fast.leases[0].group
     s.say("actor-0", StepTrained(0))
-    assert s.hub.state.account.evicted == 2 and s.hub.state.holds
+    assert s.hub.state.account.evicted == 2 and s.hub.state.is_balanced
     s.heard("relay-0")
     s.finish(slow)
     assert len(s.heard("relay-0")) == 2, "what comes too late is fenced off"
-    assert s.hub.state.holds
+    assert s.hub.state.is_balanced
 
 
 @pytest.mark.parametrize(("on_failed", "evicted"), [("keep", 0), ("drop", 1)])
@@ -150,7 +159,7 @@ def test_a_failed_member_leaves_its_group_or_takes_it_along(scene: MakeScene, on
     s.say("rollout-0", RowDone(rows[0], 1, grant.version, ["relay-0#1"], 5, 1.0))
     s.say("rollout-0", RowDone(rows[1], 1, grant.version, [], 0, None, failure="no reward"))
     account = s.hub.state.account
-    assert (account.failed, account.evicted, s.hub.state.holds) == (1, evicted, True)
+    assert (account.failed, account.evicted, s.hub.state.is_balanced) == (1, evicted, True)
     assert len(train(s)) == 1 - evicted
 
 

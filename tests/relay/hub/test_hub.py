@@ -10,20 +10,20 @@ from headrace.comm.fleet import MemoryFleet
 from headrace.comm.messages import (
     ConnectionLost,
     DropRows,
-    HandOut,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
-    Load,
+    LoadReport,
+    RequestRows,
+    RowBatch,
     RowDone,
-    RowsMissing,
+    RowsNotFound,
     StepTrained,
-    TakeRows,
-    VersionComplete,
+    VersionReady,
     encode,
 )
 from headrace.relay.dataset import JsonLines
-from headrace.relay.hub.loop import Watch
+from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.journal.state import RowStatus
@@ -40,14 +40,14 @@ def scene(tmp_path: Path):
 
     yield make
     for each in scenes:
-        each.hub.books.journal.close()
+        each.hub.context.journal.close()
         each.post.close()
 
 
 MakeScene = Callable[..., Scene]
 
 
-def test_a_question_asked_twice_is_answered_the_same(scene: MakeScene):
+def test_a_request_sent_twice_is_answered_the_same(scene: MakeScene):
     s = scene()
     first = s.lease(num_groups=2)
     again = s.lease(num_groups=2)
@@ -60,7 +60,7 @@ def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScen
     grant = s.lease()
     s.say("rollout-1", LeaseRequest(1, 0, 1))
     assert s.heard("rollout-1") == []
-    s.say("actor-0", TakeRows(1, ["train"], 0))
+    s.say("actor-0", RequestRows(1, ["train"], 0))
     s.finish(grant)
     assert isinstance(s.heard("rollout-1")[0], LeaseGrant)
 
@@ -69,9 +69,9 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
     for _ in range(2):
-        s.say("actor-0", TakeRows(1, ["train"], 0))
+        s.say("actor-0", RequestRows(1, ["train"], 0))
         (answer,) = s.heard("actor-0")
-        assert isinstance(answer, HandOut)
+        assert isinstance(answer, RowBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (0, 2, 2)
     assert sum(isinstance(event, ev.Handed) for _, event in read_events(s.path)) == 2
 
@@ -81,16 +81,16 @@ def test_what_is_ready_at_once_is_handed_out_in_pieces(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))  # 10 tokens each, pieces of 8 micro-batches of a token
     for question, received in enumerate((0, 1), start=1):
-        s.say("actor-0", TakeRows(question, ["train"], 0, received, max_tokens=1))
+        s.say("actor-0", RequestRows(question, ["train"], 0, received, max_tokens=1))
         (answer,) = s.heard("actor-0")
-        assert isinstance(answer, HandOut)
+        assert isinstance(answer, RowBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
 
 
 def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
-    s.say("actor-0", TakeRows(1, ["train"], 0))
+    s.say("actor-0", RequestRows(1, ["train"], 0))
     s.say("actor-0", StepTrained(0))
     (drop,) = s.heard("relay-0")
     assert isinstance(drop, DropRows) and len(drop.keys) == 4
@@ -117,7 +117,7 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
 
 def test_the_bytes_of_a_dead_rollout_that_told_nobody_are_dropped(scene: MakeScene):
     s = scene()
-    s.say("relay-0/weights", VersionComplete(0, "digest"))
+    s.say("relay-0/weights", VersionReady(0, "digest"))
     grant = s.lease()
     s.hub.on_process_death("rollout-0", "dead")
     (drop,) = s.heard("relay-0")
@@ -133,8 +133,8 @@ def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(
         s.say("rollout-0", RowDone(row, 1, grant.version, units, 5, float(sample)))
     s.hub.on_storage_lost("relay-1#1", "dead")
     group = s.hub.state.groups[lease.group]
-    assert group.rows[0].units == ["relay-0#1"] and group.samples(RowStatus.WANTED) == [1]
-    assert s.hub.state.regenerated == 1 and s.hub.state.holds
+    assert group.rows[0].storage_ids == ["relay-0#1"] and group.samples(RowStatus.WANTED) == [1]
+    assert s.hub.state.regenerated == 1 and s.hub.state.is_balanced
     again = s.lease(request=2)
     assert (again.leases[0].samples, again.leases[0].attempt) == ([1], 2)
     s.say("rollout-0", RowDone(lease.group.row(1), 2, 0, ["relay-1#1"], 5, 1.0))
@@ -148,29 +148,29 @@ def test_a_storage_unit_is_lost_once(scene: MakeScene):
     assert [type(event) for _, event in read_events(s.path)] == [ev.Opened, ev.UnitLost]
 
 
-def relay_load(busy_s: float, idle_s: float) -> Load:
-    return Load(-1, 0, 0, 0.0, 0, busy_s, idle_s, 0.0)
+def relay_load(busy_s: float, idle_s: float) -> LoadReport:
+    return LoadReport(-1, 0, 0, 0.0, 0, busy_s, idle_s, 0.0)
 
 
 def test_a_relay_that_was_started_again_is_idle_for_its_own_time_only(scene: MakeScene):
     s = scene()
-    watch = Watch(s.hub, MemoryFleet.enter(s.town, "hub"))
-    MemoryFleet.enter(s.town, "relay")
-    watch.turn()
+    watch = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub"))
+    MemoryFleet.join_network(s.town, "relay")
+    watch.step()
     for report in (relay_load(0.0, 1.0), relay_load(60.0, 41.0)):
         s.boxes["relay-0"].send("hub", report)
-        watch.turn()
-    s.hub.telemetry.metrics(s.hub.state)
-    s.hub.telemetry.begin_step()
-    MemoryFleet.enter(s.town, "relay")
-    watch.turn()
-    assert s.hub.state.lost_units == {"relay-0#1"}
-    assert "idle/relay" not in s.hub.telemetry.metrics(s.hub.state), "the dead process is forgotten"
+        watch.step()
+    s.hub.fleet_stats.snapshot(s.hub.state)
+    s.hub.fleet_stats.finish_step()
+    MemoryFleet.join_network(s.town, "relay")
+    watch.step()
+    assert s.hub.state.lost_storage_ids == {"relay-0#1"}
+    assert "idle/relay" not in s.hub.fleet_stats.snapshot(s.hub.state), "the dead process is forgotten"
     for report in (relay_load(0.5, 0.5), relay_load(1.0, 3.0), relay_load(2.0, 5.0)):
         s.boxes["relay-0"].send("hub", report)
-        watch.turn()
-        assert 0 <= s.hub.telemetry.metrics(s.hub.state).get("idle/relay", 0) <= 1
-    assert s.hub.telemetry.metrics(s.hub.state)["idle/relay"] == 4.5 / 6
+        watch.step()
+        assert 0 <= s.hub.fleet_stats.snapshot(s.hub.state).get("idle/relay", 0) <= 1
+    assert s.hub.fleet_stats.snapshot(s.hub.state)["idle/relay"] == 4.5 / 6
 
 
 def returned(s: Scene) -> list[str]:
@@ -179,56 +179,56 @@ def returned(s: Scene) -> list[str]:
 
 def test_a_process_whose_connection_is_lost_gives_its_leases_back_once(scene: MakeScene):
     s = scene()
-    watch, dead = Watch(s.hub, MemoryFleet.enter(s.town, "hub")), MemoryFleet.enter(s.town, "rollout")
+    watch, dead = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub")), MemoryFleet.join_network(s.town, "rollout")
     old = s.lease()
     for _ in range(2):  # two relays may see it
         s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-        watch.turn()
+        watch.step()
     assert returned(s) == ["the connection of incarnation 1 ended"]
     new = s.lease("rollout-1")
     assert new.leases[0].group == old.leases[0].group
-    dead.vanish()
-    watch.turn()
+    dead.crash()
+    watch.step()
     assert len(returned(s)) == 1, "the heartbeat that stops later is of no consequence"
 
 
 def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):
     s = scene()
-    watch = Watch(s.hub, MemoryFleet.enter(s.town, "hub"))
-    MemoryFleet.enter(s.town, "rollout")
+    watch = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub"))
+    MemoryFleet.join_network(s.town, "rollout")
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    watch.turn()
+    watch.step()
     s.lease(request=1)
-    MemoryFleet.enter(s.town, "rollout")
-    watch.turn()
+    MemoryFleet.join_network(s.town, "rollout")
+    watch.step()
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    watch.turn()
+    watch.step()
     assert returned(s) == []
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 2))
-    watch.turn()
+    watch.step()
     assert len(returned(s)) == 1
 
 
 def test_a_process_that_was_reported_in_error_still_dies_when_its_heartbeat_stops(scene: MakeScene):
     s = scene()
-    watch, alive = Watch(s.hub, MemoryFleet.enter(s.town, "hub")), MemoryFleet.enter(s.town, "rollout")
+    watch, alive = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub")), MemoryFleet.join_network(s.town, "rollout")
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    watch.turn()
+    watch.step()
     s.lease()
-    watch.turn()
+    watch.step()
     assert returned(s) == []
-    alive.vanish()
-    watch.turn()
+    alive.crash()
+    watch.step()
     assert returned(s) == ["incarnation 1 is gone"]
 
 
 def test_a_process_that_left_or_never_joined_cannot_lose_its_connection(scene: MakeScene):
     s = scene()
-    watch, left = Watch(s.hub, MemoryFleet.enter(s.town, "hub")), MemoryFleet.enter(s.town, "rollout")
+    watch, left = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub")), MemoryFleet.join_network(s.town, "rollout")
     left.leave()
     for name in ("rollout-0", "rollout-7"):
         s.boxes["relay-0"].send("hub", ConnectionLost(name, 1))
-        assert watch.turn() is None
+        assert watch.step() is None
     assert returned(s) == []
 
 
@@ -236,13 +236,13 @@ def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(sce
     s = scene()
     grant = s.lease(num_groups=2)
     s.finish(grant)
-    s.say("actor-0", TakeRows(1, ["train"], 0))
+    s.say("actor-0", RequestRows(1, ["train"], 0))
     lost = grant.leases[1].group
-    gone = RowsMissing([lost.row(0)] * 1, [1], "no copy")
+    gone = RowsNotFound([lost.row(0)] * 1, [1], "no copy")
     s.say("actor-0", gone)
     s.say("actor-0", gone)
-    assert lost not in s.hub.state.handed and s.hub.state.groups[lost].samples(RowStatus.WANTED) == [0]
-    assert s.hub.state.regenerated == 1 and s.hub.state.holds
+    assert lost not in s.hub.state.in_training and s.hub.state.groups[lost].samples(RowStatus.WANTED) == [0]
+    assert s.hub.state.regenerated == 1 and s.hub.state.is_balanced
     assert replay(s.path) == s.hub.state
 
 
@@ -265,7 +265,7 @@ def test_groups_without_signal_are_replaced_when_asked_for(scene: MakeScene):
 def test_the_journal_tells_the_same_state(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
-    s.say("actor-0", TakeRows(1, ["train"], 0))
+    s.say("actor-0", RequestRows(1, ["train"], 0))
     s.say("actor-0", StepTrained(0))
     s.lease(request=2, version=1)
     assert replay(s.path) == s.hub.state
@@ -291,7 +291,7 @@ def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene, capsys: pyte
 
 def test_resuming_cuts_what_came_after_the_checkpoint_and_keeps_it_beside(scene: MakeScene):
     s = scene()
-    s.hub.books.decide(ev.Checkpointed(step=0, path="x"))
+    s.hub.context.commit(ev.Checkpointed(step=0, path="x"))
     s.lease()
     cut_after_checkpoint(s.path, 0)
     assert len(list(read_events(s.path))) == 2

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hub_scene import Scene
 
-from headrace.comm.messages import Holding, LeaseGrant, Load, Message, RowDone, RowId, VersionComplete
-from headrace.comm.messages.migration import Claim, Claimed, MoveEnded, MoveOrder, RowsGone
+from headrace.comm.messages import HeldRows, LeaseGrant, LoadReport, Message, RowDone, RowId, VersionReady
+from headrace.comm.messages.migration import ClaimResult, ClaimRows, MigrateOrder, MigrateResult, RowsReassigned
 from headrace.comm.recipe import RepackSettings
-from headrace.relay.hub.shutdown import Ending
+from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal.journal import replay
 from headrace.relay.journal.state import RowStatus
 
@@ -42,26 +42,26 @@ class Tail(Scene):
         for rollout, used in kv_used.items():
             self.report(rollout, used, version)
         self.now += PERIOD_S
-        self.hub._serve()
+        self.hub._advance()
         return [message for name in kv_used for message in self.heard(name)]
 
-    def winding_down(self) -> tuple[LeaseGrant, MoveOrder]:
+    def winding_down(self) -> tuple[LeaseGrant, MigrateOrder]:
         """A group at rollout-0, and the order to give it to rollout-1."""
         grant = self.lease("rollout-0")
         assert self.plans({"rollout-0": 60, "rollout-1": 80}) == []
         (order,) = self.plans({"rollout-0": 50, "rollout-1": 70})
-        assert isinstance(order, MoveOrder)
+        assert isinstance(order, MigrateOrder)
         return grant, order
 
-    def claim(self, rollout: str, rows: list[RowId], attempt: int = 1, question: int = 1) -> list[int]:
-        self.say(rollout, Claim(question, rows, [attempt] * len(rows)))
-        answers = [message for message in self.heard(rollout) if isinstance(message, Claimed)]
-        assert answers[-1].question == question
+    def claim(self, rollout: str, rows: list[RowId], attempt: int = 1, request_id: int = 1) -> list[int]:
+        self.say(rollout, ClaimRows(request_id, rows, [attempt] * len(rows)))
+        answers = [message for message in self.heard(rollout) if isinstance(message, ClaimResult)]
+        assert answers[-1].request_id == request_id
         return answers[-1].attempts
 
 
-def load(kv_used: int, version: int = 0, num_requests: int = 2) -> Load:
-    return Load(version, num_requests, 0, 0.5, 0, 0.0, 0.0, 0.0, kv_used=kv_used, kv_max=1000, batch_bound=16)
+def load(kv_used: int, version: int = 0, num_requests: int = 2) -> LoadReport:
+    return LoadReport(version, num_requests, 0, 0.5, 0, 0.0, 0.0, 0.0, kv_used=kv_used, kv_max=1000, batch_bound=16)
 
 
 def rows_of(grant: LeaseGrant) -> list[RowId]:
@@ -73,12 +73,12 @@ def rows_of(grant: LeaseGrant) -> list[RowId]:
 def tail(tmp_path: Path) -> Iterator[Tail]:
     scene = Tail(tmp_path)
     yield scene
-    scene.hub.books.journal.close()
+    scene.hub.context.journal.close()
 
 
 def test_it_orders_the_lesser_load_to_the_greater_once_both_wind_down(tail: Tail):
     _, order = tail.winding_down()
-    assert order == MoveOrder(1, 0, "rollout-1")
+    assert order == MigrateOrder(1, 0, "rollout-1")
 
 
 def test_it_plans_right_after_a_new_version_and_else_when_the_period_is_over(tail: Tail):
@@ -86,26 +86,26 @@ def test_it_plans_right_after_a_new_version_and_else_when_the_period_is_over(tai
     for rollout, used in {"rollout-0": 50, "rollout-1": 70}.items():
         tail.report(rollout, used)
     assert tail.heard("rollout-0") == []
-    tail.say("relay-0/weights", VersionComplete(1, "digest"))
-    assert isinstance(tail.heard("rollout-0")[0], MoveOrder)
+    tail.say("relay-0/weights", VersionReady(1, "digest"))
+    assert isinstance(tail.heard("rollout-0")[0], MigrateOrder)
 
 
 def test_a_rollout_in_a_move_is_left_alone_until_it_has_ended_and_both_have_reported_anew(tail: Tail):
     _, order = tail.winding_down()
     assert tail.plans({"rollout-0": 10, "rollout-1": 20}) == []
-    tail.say("rollout-0", MoveEnded(order.order, refusal="full"))
+    tail.say("rollout-0", MigrateResult(order.request_id, refusal="full"))
     assert tail.hub.repacking.refusals == {"full": 1}
     (again,) = tail.plans({"rollout-0": 10, "rollout-1": 20})
-    assert isinstance(again, MoveOrder) and again.order > order.order
+    assert isinstance(again, MigrateOrder) and again.request_id > order.request_id
 
 
 def test_a_lost_rollout_no_longer_stands_in_the_way_of_the_other(tail: Tail):
     tail.winding_down()
     tail.hub.on_process_death("rollout-0", "dead")
-    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
+    tail.boxes["rollout-2"] = tail.post.begin_receive("rollout-2")
     assert tail.plans({"rollout-1": 60, "rollout-2": 50}) == []
     (order,) = tail.plans({"rollout-1": 55, "rollout-2": 45})
-    assert order == MoveOrder(2, 0, "rollout-1")
+    assert order == MigrateOrder(2, 0, "rollout-1")
 
 
 def test_rollouts_on_different_versions_or_switched_off_never_move(tail: Tail):
@@ -121,14 +121,14 @@ def test_a_claim_makes_the_rows_the_claimers_and_the_older_attempt_void(tail: Ta
     grant, order = tail.winding_down()
     rows = rows_of(grant)
     assert tail.claim("rollout-1", rows) == [2, 2]
-    assert tail.heard("rollout-0") == [RowsGone(rows, [1, 1])]
+    assert tail.heard("rollout-0") == [RowsReassigned(rows, [1, 1])]
     tail.say("rollout-0", RowDone(rows[0], 1, 0, ["relay-0#1"], 5, 1.0))
     assert tail.hub.results.num_fenced == 1
     tail.say("rollout-1", RowDone(rows[0], 2, 0, ["relay-0#1"], 5, 1.0))
     row = tail.hub.state.row(rows[0])
     assert row is not None and row.status is RowStatus.READY
-    tail.say("rollout-0", MoveEnded(order.order, 2, 100))
-    metrics = tail.hub.telemetry.metrics(tail.hub.state)
+    tail.say("rollout-0", MigrateResult(order.request_id, 2, 100))
+    metrics = tail.hub.fleet_stats.snapshot(tail.hub.state)
     assert (metrics["repack/count"], metrics["repack/trajectories"], metrics["repack/bytes"]) == (1, 2, 100)
     assert tail.hub.state.num_moved == 2
     assert replay(tail.path) == tail.hub.state
@@ -159,7 +159,7 @@ def test_rows_of_a_source_that_died_are_leased_anew_and_the_late_claim_is_void(t
 
 def test_rows_of_a_group_at_two_rollouts_come_back_only_from_the_one_that_died(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
-    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
+    tail.boxes["rollout-2"] = tail.post.begin_receive("rollout-2")
     assert tail.claim("rollout-1", rows[:1]) == [2]
     assert tail.claim("rollout-2", rows[1:]) == [3]
     tail.hub.on_process_death("rollout-1", "dead")
@@ -169,8 +169,8 @@ def test_rows_of_a_group_at_two_rollouts_come_back_only_from_the_one_that_died(t
 
 def test_what_both_ends_hold_when_the_run_stops_counts_once(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
-    ending = Ending(tail.hub, None, 1.0)  # pyright: ignore[reportArgumentType] - it counts without a fleet
-    held = Holding(rows, [1, 1])
+    ending = Shutdown(tail.hub, None, 1.0)  # pyright: ignore[reportArgumentType] - it counts without a fleet
+    held = HeldRows(rows, [1, 1])
     assert [ending._confirmed(name, held) for name in ("rollout-0", "rollout-1")] == [2, 0]
     tail.claim("rollout-1", rows)  # its answer comes too late to be read
     assert [ending._confirmed(name, held) for name in ("rollout-0", "rollout-1")] == [0, 2]
@@ -182,22 +182,22 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, str]]
 ):
     tail = Tail(tmp_path_factory.mktemp("hub"))
-    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
+    tail.boxes["rollout-2"] = tail.post.begin_receive("rollout-2")
     rows, ends = rows_of(tail.lease("rollout-0")), 0
     for request, (index, attempt, what) in enumerate(steps, 2):
         rollout = f"rollout-{index}"
         ready = tail.hub.state.account.failed
         match what:
             case "claim":
-                tail.claim(rollout, rows, attempt, question=request)
+                tail.claim(rollout, rows, attempt, request_id=request)
             case "done":
                 tail.say(rollout, RowDone(rows[0], attempt, 0, [], 5, None, failure="it ends here"))
                 ends += tail.hub.state.account.failed - ready
             case "lose":
                 tail.hub.on_process_death(rollout, "dead")
-            case _ if rows[0] in [r for g in tail.hub.state.wanted for r in [g.row(0)]]:
+            case _ if rows[0] in [r for g in tail.hub.state.unassigned for r in [g.row(0)]]:
                 tail.heard(rollout)
                 tail.lease(rollout, request=request)
-        assert tail.hub.state.holds
+        assert tail.hub.state.is_balanced
     assert ends <= 1 and replay(tail.path) == tail.hub.state
-    tail.hub.books.journal.close()
+    tail.hub.context.journal.close()

@@ -66,13 +66,13 @@ def test_a_failed_member_leaves_the_others_usable():
     assert state.groups[GROUP].is_complete
     assert state.groups[GROUP].samples(RowStatus.READY) == [0]
     assert state.account.failed == 1
-    assert state.holds
+    assert state.is_balanced
 
 
 def test_a_group_whose_members_all_fail_gives_its_place_back():
     state = fold(leased(), failed(0), failed(1))
     assert state.queued() == []
-    assert state.holds
+    assert state.is_balanced
 
 
 def test_only_the_unfinished_rows_of_a_dead_holder_come_back():
@@ -84,7 +84,7 @@ def test_only_the_unfinished_rows_of_a_dead_holder_come_back():
 def test_a_new_hub_wants_everything_again_that_was_not_trained():
     state = fold(leased(), ready(0), ev.Opened(epoch=2, samples_per_prompt=2))
     assert state.groups[GROUP].samples(RowStatus.WANTED) == [0, 1]
-    assert state.wanted == {GROUP: None}
+    assert state.unassigned == {GROUP: None}
     assert state.account.leased == 2
 
 
@@ -144,7 +144,7 @@ class AnyLegalHistory(RuleBasedStateMachine):
 
     @rule()
     def lease_again(self):
-        for group_id in list(self.state.wanted):
+        for group_id in list(self.state.unassigned):
             group = self.state.groups[group_id]
             attempt = 1 + max(row.attempt for row in group.rows)
             apply(leased(group_id, attempt, tuple(group.samples(RowStatus.WANTED))), self.state)
@@ -166,7 +166,7 @@ class AnyLegalHistory(RuleBasedStateMachine):
 
     @invariant()
     def account_adds_up(self):
-        assert self.state.holds
+        assert self.state.is_balanced
         assert self.state.account.leased == 2 * self.num_leased
 
 

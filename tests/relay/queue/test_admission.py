@@ -38,9 +38,9 @@ class Toy:
         return [g.id for g in self.state.queued() if g.samples(RowStatus.LEASED)]
 
     def train_if_ready(self) -> bool:
-        for group in self.admission.next_groups(self.state):
+        for group in self.admission.select_groups(self.state):
             apply(ev.Handed(step=self.state.step, groups=[group.id]), self.state)
-        if self.admission.places(self.state) > 0:
+        if self.admission.open_slots(self.state) > 0:
             return False
         apply(ev.Trained(step=self.state.step), self.state)
         return True
@@ -62,8 +62,8 @@ def test_a_hand_out_ends_with_the_group_that_reaches_its_tokens():
         pass
     for group in toy.unfinished():
         toy.finish(group)
-    oldest = [group.id for group in toy.admission.next_groups(toy.state)]
-    assert len(oldest) == 3 and [group.id for group in toy.admission.next_groups(toy.state, 2)] == oldest[:2]
+    oldest = [group.id for group in toy.admission.select_groups(toy.state)]
+    assert len(oldest) == 3 and [group.id for group in toy.admission.select_groups(toy.state, 2)] == oldest[:2]
 
 
 def test_no_more_groups_are_started_than_the_last_steps_need():

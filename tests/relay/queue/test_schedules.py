@@ -20,8 +20,8 @@ from headrace.relay.journal.journal import read_events
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.schedules import SCHEDULES
-from headrace.rollout.pacing import Cycle
-from headrace.trainer.step_log import SavedStep
+from headrace.rollout.pacing import RolloutPacing
+from headrace.trainer.step_log import StepReplay
 
 STEPS = 6
 
@@ -48,7 +48,7 @@ class Run:
         return True
 
     def lease_again(self, version: int) -> None:
-        for group_id in list(self.state.wanted):
+        for group_id in list(self.state.unassigned):
             if self.admission.may_lease(self.state, version, self.state.groups[group_id]):
                 attempt = 1 + self.state.groups[group_id].rows[0].attempt
                 self.do(ev.Leased(group=group_id, samples=[0], attempt=attempt, version=version, holder="r"))
@@ -69,9 +69,9 @@ class Run:
             self.do(ev.RowReady(row=row, units=["u"], version=version, num_tokens=1, reward=0.0))
 
     def train(self) -> None:
-        for group in self.admission.next_groups(self.state):
+        for group in self.admission.select_groups(self.state):
             self.do(ev.Handed(step=self.state.step, groups=[group.id]))
-        if self.admission.places(self.state) == 0:
+        if self.admission.open_slots(self.state) == 0:
             self.do(ev.Trained(step=self.state.step))
 
     def play(self, seed: int, with_losses: bool = True) -> None:
@@ -100,7 +100,7 @@ def test_a_schedule_keeps_its_staleness_for_any_order_of_events(schedule: str, b
     run = Run(schedule, per_step)
     run.play(seed)
     assert max(run.state.staleness) <= bound
-    assert run.state.account.trained == STEPS * per_step and run.state.holds
+    assert run.state.account.trained == STEPS * per_step and run.state.is_balanced
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "stream"])
@@ -134,12 +134,12 @@ def test_every_schedule_of_the_recipe_has_its_rules():
 
 
 def test_where_a_batch_is_a_barrier_each_rollout_takes_its_share_at_once():
-    cycle = Cycle.of("one_step", batch_groups=3, prompts_per_step=10, num_rollouts=4)
-    assert cycle.quota == 3 and cycle.room(max_running=1, num_held=1) > 10**6
-    assert (Cycle.of("headrace", 5, 10, 4).quota, Cycle.of("headrace", None, 10, 4).quota) == (5, 3)
-    assert Cycle.of("partial", None, 10, 4).quota is None
-    assert Cycle.of("partial", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
-    assert not Cycle.of("headrace", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
+    cycle = RolloutPacing.of("one_step", batch_groups=3, prompts_per_step=10, num_rollouts=4)
+    assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
+    assert (RolloutPacing.of("headrace", 5, 10, 4).share, RolloutPacing.of("headrace", None, 10, 4).share) == (5, 3)
+    assert RolloutPacing.of("partial", None, 10, 4).share is None
+    assert RolloutPacing.of("partial", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
+    assert not RolloutPacing.of("headrace", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
 
 
 def test_a_bound_beside_a_schedule_with_its_own_is_refused():
@@ -197,7 +197,7 @@ def test_partial_switches_midway_and_says_which_version_drew_each_token(tmp_path
     ready = {e.row.key(1): e for e in events(system) if isinstance(e, ev.RowReady)}
     most = 0
     for step in range(8):
-        for batch in SavedStep(system.dir, step).batches():
+        for batch in StepReplay(system.dir, step).batches():
             for row, column in zip(batch.rows, batch["versions"], strict=True):
                 versions = column.tolist()
                 assert all(a <= b for a, b in pairwise(versions)) and versions[0] == row.version

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.comm.fleet import MemoryFleet, MemoryTown
-from headrace.comm.messages import GroupId, HandOut, Message, RowsMissing, Stop, TakeRows
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.messages import GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop
 from headrace.comm.messages.queue import GroupRef
-from headrace.relay.queue.replicated_rows import Units, unit_name
+from headrace.relay.queue.replicated_rows import ReplicatedRows, storage_id_of
 from headrace.relay.queue.stream import Batch, ExperienceStream
 
 PATIENCE_S = 30.0
@@ -37,7 +37,7 @@ class ThreadRank:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.size = ranks, rank, len(ranks.values)
 
-    def share(self, message: Message | None) -> Message:
+    def broadcast(self, message: Message | None) -> Message:
         return self.ranks.exchange(self.rank, message)[0]
 
     def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
@@ -48,18 +48,18 @@ class Scene:
     """A hub's mailbox, a relay with a unit, and a stream on each of some ranks."""
 
     def __init__(self, size: int, max_tokens: int = 10) -> None:
-        town = MemoryTown()
-        self.post, self.hub = town.post, town.post.open("hub")
-        relay = MemoryFleet.enter(town, "relay", 0)
-        self.unit, self.name = relay.host_rows(), unit_name(relay.me)
+        town = MemoryNetwork()
+        self.post, self.hub = town.mailboxes, town.mailboxes.begin_receive("hub")
+        relay = MemoryFleet.join_network(town, "relay", 0)
+        self.unit, self.name = relay.host_rows(), storage_id_of(relay.me)
         relay.announce(unit=self.unit.address)
         ranks = Ranks(size)
-        self.units: list[Units] = []
+        self.units: list[ReplicatedRows] = []
         self.streams: list[ExperienceStream] = []
         for rank in range(size):
-            fleet = MemoryFleet.enter(town, "actor", rank)
-            self.units.append(Units(fleet))
-            wires = (fleet.post.open(fleet.name), self.units[-1], ["train"])
+            fleet = MemoryFleet.join_network(town, "actor", rank)
+            self.units.append(ReplicatedRows(fleet))
+            wires = (fleet.mailboxes.begin_receive(fleet.name), self.units[-1], ["train"])
             team = ThreadRank(ranks, rank)
             stream = ExperienceStream(
                 *wires, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S
@@ -71,12 +71,12 @@ class Scene:
         n = len(lengths)
         group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [0.0] * n)
         for i in set(range(n)) - set(absent):
-            self.units[0].store(group.key(i), {"response_ids": np.full(lengths[i], prompt)})
+            self.units[0].put_row(group.key(i), {"response_ids": np.full(lengths[i], prompt)})
         return group
 
     def hand_out(self, *groups: GroupRef, total: int) -> None:
-        question = self.hear(TakeRows).question
-        self.hub_says("actor-0", HandOut(0, 0, total, list(groups), {}, question=question))
+        question = self.hear(RequestRows).request_id
+        self.hub_says("actor-0", RowBatch(0, 0, total, list(groups), {}, request_id=question))
 
     def hub_says(self, name: str, message: Message) -> None:
         self.hub.send(name, message)
@@ -134,10 +134,10 @@ def test_a_group_of_which_one_rank_misses_a_row_is_left_out_on_all_and_the_attem
     s = scene(2)
     s.hand_out(s.group(0, [5, 5]), s.group(1, [5, 5], absent=(1,)), total=3)
     batches = s.batches()
-    assert s.hear(RowsMissing).attempts == [3]
+    assert s.hear(RowsNotFound).attempts == [3]
     for batch in batches:
         assert [group.group for group in batch.hand_out.groups] == [GroupId(0, 0)]
         assert {row.row.group for row in batch.rows} <= {GroupId(0, 0)}
     assert sum(len(batch) for batch in batches) == 2
     assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert s.hear(TakeRows).received == 1, "the group that was left out is asked for again"
+    assert s.hear(RequestRows).received == 1, "the group that was left out is asked for again"

@@ -7,7 +7,7 @@ import torch
 from support.closing import at_end
 from support.timed_link import Clock, TimedLink
 
-from headrace.comm.fleet import Member, MemoryFleet, MemoryTown
+from headrace.comm.fleet import Member, MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
@@ -18,7 +18,7 @@ from headrace.relay.weights.chain import chain_order, successor_of
 from headrace.relay.weights.chunks import best_num_chunks, chunk_bytes, push_seconds
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
-from headrace.relay.weights.server import WeightKeeper
+from headrace.relay.weights.server import WeightServer
 
 PATIENCE_S = 60.0
 
@@ -156,26 +156,26 @@ class Relays:
 
     def __init__(self, count):
         self.settings = CommSettings(link="tcp", heartbeat_s=0.02, chunk_bytes=64 << 10)
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
         self.tensors = {"w": torch.arange(1_000_000, dtype=torch.float32)}
         self.layout = Layout.of(self.tensors, "float32")
         self.segments = [Segment.create_anonymous() for _ in range(count)]
         self.fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
-        self.keepers = [WeightKeeper(f, s, self.settings) for f, s in zip(self.fleets, self.segments, strict=True)]
-        actor = GatedFleet(self.town, self.join("actor", 0, {}).me, self.settings)
+        self.keepers = [WeightServer(f, s, self.settings) for f, s in zip(self.fleets, self.segments, strict=True)]
+        actor = GatedFleet(self.network, self.join("actor", 0, {}).me, self.settings)
         self.gate = actor.gate = Gate()
         self.publisher = WeightPublisher(actor, self.layout, self.settings)
         at_end(self.close)
 
     def join(self, role, index, info):
-        return MemoryFleet.enter(self.town, role, index, info, self.settings)
+        return MemoryFleet.join_network(self.network, role, index, info, self.settings)
 
     def publish(self, version):
         self.publisher.publish(version, {"w": self.tensors["w"] + version})
 
     def arrived(self, index, version):
         """Bytes of a version that have reached a relay while it still arrives."""
-        arrival = self.keepers[index].desk._arrival
+        arrival = self.keepers[index].version_store._incoming
         return arrival.arrived if arrival is not None and arrival.offer.version == version else 0
 
     def wait_until_all_have(self, version, of):
@@ -191,12 +191,12 @@ class Relays:
             wait.until(lambda: all(self.arrived(index, version) > third for index in range(len(self.keepers))))
 
     def kill(self, index):
-        self.fleets[index].vanish()
+        self.fleets[index].crash()
         self.keepers[index].close()
 
     def bytes_at(self, index):
         into = np.zeros(self.layout.num_bytes, np.uint8)
-        held = self.keepers[index].desk.shelf.read(into)
+        held = self.keepers[index].version_store.slots.read(into)
         return held.version, self.layout.digest(into), held.digest
 
     def close(self):
@@ -231,4 +231,4 @@ def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_byte
     assert {version for version, _, _ in states} == {2}
     assert len({digest for _, *digests in states for digest in digests}) == 1
     if kill in (0, 1):
-        assert sum(relays.keepers[index].desk.num_resumed for index in survivors) >= 1
+        assert sum(relays.keepers[index].version_store.num_resumed for index in survivors) >= 1

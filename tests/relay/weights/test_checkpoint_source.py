@@ -7,15 +7,15 @@ from support.closing import at_end
 from support.policies import tiny_policy
 
 from headrace.comm.errors import WrongDigest
-from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.relay.journal.events import Checkpointed, Published
 from headrace.relay.journal.journal import Journal
-from headrace.relay.weights.checkpoint_source import Archive
+from headrace.relay.weights.checkpoint_source import CheckpointSource
 from headrace.relay.weights.layout import Layout
-from headrace.relay.weights.server import WeightKeeper
-from headrace.relay.weights.slots import NothingReadable
+from headrace.relay.weights.server import WeightServer
+from headrace.relay.weights.slots import VersionNotAvailable
 from headrace.rollout.weights import RolloutWeights
 from headrace.trainer.policy.model import load_policy, save_policy
 
@@ -40,7 +40,7 @@ class Run:
         journal.append(Published(version=5, digest=self.digest, relay="relay-0"))
         journal.append(Checkpointed(step=5, path="/somewhere/else/checkpoints/step_5"))
         journal.close()
-        self.archive = Archive(self.dir, lambda folder: load_policy(folder, "bfloat16").weights())
+        self.archive = CheckpointSource(self.dir, lambda folder: load_policy(folder, "bfloat16").weights())
 
     def read(self, version: int) -> str:
         return self.archive.read(version, self.layout, np.zeros(self.layout.num_bytes, np.uint8))
@@ -63,19 +63,19 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path):
 
 def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told_apart(tmp_path: Path):
     run = Run(tmp_path)
-    with pytest.raises(NothingReadable, match=r"no checkpoint of step 4; checkpoint\.every"):
+    with pytest.raises(VersionNotAvailable, match=r"no checkpoint of step 4; checkpoint\.every"):
         run.read(4)
-    with pytest.raises(NothingReadable, match="the journal does not know it"):
+    with pytest.raises(VersionNotAvailable, match="the journal does not know it"):
         run.read(6)
 
 
 def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_path: Path):
-    run, town, settings = Run(tmp_path), MemoryTown(), CommSettings(heartbeat_s=0.02, deadline_s=60)
+    run, town, settings = Run(tmp_path), MemoryNetwork(), CommSettings(heartbeat_s=0.02, deadline_s=60)
     segment = Segment.create_anonymous()
-    relay = MemoryFleet.enter(town, "relay", 0, {"segment": segment.path}, settings)
-    keeper = WeightKeeper(relay, segment, settings)
+    relay = MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings)
+    keeper = WeightServer(relay, segment, settings)
     policy = load_policy(run.start, "bfloat16")
-    weights = RolloutWeights(MemoryFleet.enter(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
+    weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
     for thing in (segment, keeper, weights):
         at_end(thing.close)
     assert weights.pull_version(5) == (5, run.digest)

@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.closing import at_end
 
-from headrace.comm.fleet import MemoryFleet, MemoryTown
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
 from headrace.comm.messages.offer import Delta, Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
 from headrace.relay.weights.delta import DeltaCodec, DeltaSource, decode, encode
-from headrace.relay.weights.layout import Cut, Layout
+from headrace.relay.weights.layout import Layout, TensorSplit
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
-from headrace.relay.weights.server import WeightKeeper
-from headrace.relay.weights.shards import Part, Run
-from headrace.relay.weights.slots import Shelf
+from headrace.relay.weights.server import WeightServer
+from headrace.relay.weights.shards import ShardRun, WeightShard
+from headrace.relay.weights.slots import VersionSlots
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([2, 4]), st.integers(1, 200_000))
@@ -58,13 +58,13 @@ def test_a_version_is_offered_as_a_difference_only_where_that_is_less_than_half_
 
 def test_a_part_whose_base_is_not_held_or_that_comes_again_comes_whole():
     segment, codec = Segment.create_anonymous(), DeltaCodec()
-    shelf = Shelf(segment)
+    shelf = VersionSlots(segment)
     shelf.prepare(1000, 5)
     offer = Offer(2, 1000, 5, delta=Delta(1, 8, 2))
     assert not codec.accept(offer, shelf)
     slot = shelf.begin(1)
     assert slot is not None
-    shelf.complete(slot, "0" * 32)
+    shelf.commit(slot, "0" * 32)
     assert codec.accept(offer, shelf) and codec.covers([0])
     codec.forget(0)
     assert not codec.covers([0])
@@ -77,23 +77,23 @@ class Trained:
 
     def __init__(self, delta):
         self.settings = CommSettings(link="tcp", heartbeat_s=0.02, delta=delta)
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
         torch.manual_seed(0)
         self.model = torch.nn.Linear(256, 256)
         self.model.weight.data.normal_(0, 0.02)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-6)
         self.layout = Layout.of(dict(self.model.named_parameters()), "bfloat16")
         self.segments = [Segment.create_anonymous() for _ in range(2)]
-        self.keepers = [self.keeper(index, segment) for index, segment in enumerate(self.segments)]
+        self.keepers = [self.server(index, segment) for index, segment in enumerate(self.segments)]
         self.publisher = WeightPublisher(self.join("actor", 0, {}), self.layout, self.settings)
         self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
         at_end(self.close)
 
     def join(self, role, index, info):
-        return MemoryFleet.enter(self.town, role, index, info, self.settings)
+        return MemoryFleet.join_network(self.network, role, index, info, self.settings)
 
-    def keeper(self, index, segment):
-        return WeightKeeper(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
+    def server(self, index, segment):
+        return WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
 
     def step(self, version):
         self.model(torch.randn(16, 256)).square().mean().backward()
@@ -121,11 +121,11 @@ def test_deltas_of_a_real_run_are_small_and_lossless_down_the_chain():
     sent = [run.layout.num_bytes] * len(run.keepers)
     for version in range(2, 51):
         run.step(version)
-        deltas = [keeper.desk.delta_of(version) for keeper in run.keepers]
+        deltas = [keeper.version_store.delta_of(version) for keeper in run.keepers]
         sent = [
             total + (run.layout.num_bytes if d is None else d[1].nbytes) for total, d in zip(sent, deltas, strict=True)
         ]
-    assert all(keeper.desk.delta_of(50) is not None for keeper in run.keepers)
+    assert all(keeper.version_store.delta_of(50) is not None for keeper in run.keepers)
     assert max(sent) <= 0.25 * 50 * run.layout.num_bytes
 
 
@@ -135,15 +135,15 @@ def test_a_relay_without_the_base_is_sent_everything():
     run.step(2)
     late = Segment.create_anonymous()
     at_end(late.close)
-    keeper = run.keeper(2, late)
+    keeper = run.server(2, late)
     at_end(keeper.close)
     with waiting("the late relay", "version 2", 60) as wait:
         wait.until(lambda: keeper.newest == 2)
-    assert keeper.desk.delta_of(2) is None
+    assert keeper.version_store.delta_of(2) is None
     run.step(3)
     with waiting("the late relay", "version 3", 60) as wait:
         wait.until(lambda: keeper.newest == 3)
-    assert keeper.desk.delta_of(3) is not None
+    assert keeper.version_store.delta_of(3) is not None
 
 
 class Sharded:
@@ -151,12 +151,12 @@ class Sharded:
 
     def __init__(self):
         self.settings = CommSettings(link="tcp", heartbeat_s=0.02, delta=True)
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
         self.tensors = {"w": torch.randn(9, 7000), "b": torch.randn(5)}
-        self.layout = Layout.of(self.tensors, "bfloat16", 2, {"w": Cut(1)})
+        self.layout = Layout.of(self.tensors, "bfloat16", 2, {"w": TensorSplit(1)})
         self.segments = [Segment.create_anonymous() for _ in range(2)]
         fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
-        self.keepers = [WeightKeeper(f, s, self.settings) for f, s in zip(fleets, self.segments, strict=True)]
+        self.keepers = [WeightServer(f, s, self.settings) for f, s in zip(fleets, self.segments, strict=True)]
         self.publishers = [
             WeightPublisher(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
             for rank in range(2)
@@ -164,7 +164,7 @@ class Sharded:
         at_end(self.close)
 
     def join(self, role, index, info):
-        return MemoryFleet.enter(self.town, role, index, info, self.settings)
+        return MemoryFleet.join_network(self.network, role, index, info, self.settings)
 
     def rows(self, name, rank):
         half = len(self.tensors[name]) // 2
@@ -173,11 +173,11 @@ class Sharded:
     def part(self, rank):
         owned = {name: self.rows(name, rank) for name in self.tensors}
         runs = [
-            Run(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
+            ShardRun(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
             for entry in self.layout.entries
             for low, high, start, end in entry.runs(*owned[entry.name])
         ]
-        return Part(self.layout, rank, 2, tuple(runs))
+        return WeightShard(self.layout, rank, 2, tuple(runs))
 
     def publish(self, version):
         for rank, publisher in enumerate(self.publishers):
@@ -188,8 +188,8 @@ class Sharded:
         full = np.zeros(self.layout.num_bytes, np.uint8)
         self.layout.write(self.tensors, full)
         for keeper in self.keepers:
-            held = keeper.desk.shelf.newest_held()
-            assert held is not None and np.array_equal(keeper.desk.shelf.segment.slot(held.slot), full)
+            held = keeper.version_store.slots.newest_stored()
+            assert held is not None and np.array_equal(keeper.version_store.slots.segment.slot(held.slot), full)
 
     def close(self):
         for thing in (*self.publishers, *self.keepers, *self.segments):
@@ -204,9 +204,9 @@ def test_deltas_of_several_ranks_become_one_down_the_chain():
         run.tensors["w"][0, 5] = version
         run.publish(version)
         for keeper in run.keepers:
-            delta = keeper.desk.delta_of(version)
+            delta = keeper.version_store.delta_of(version)
             assert delta is not None and delta[0].base == version - 1
             assert delta[1].nbytes < 0.1 * run.layout.num_bytes
     run.tensors["w"][:4] += 1  # one rank's rows change everywhere: it sends them whole, and so do the relays
     run.publish(4)
-    assert all(keeper.desk.delta_of(4) is None for keeper in run.keepers)
+    assert all(keeper.version_store.delta_of(4) is None for keeper in run.keepers)

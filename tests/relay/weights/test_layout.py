@@ -4,7 +4,7 @@ import torch
 
 from headrace.comm.errors import WrongDigest
 from headrace.relay.weights.digests import GRID_BYTES, digest
-from headrace.relay.weights.layout import ALIGNMENT, Cut, Layout
+from headrace.relay.weights.layout import ALIGNMENT, Layout, TensorSplit
 
 
 def tensors():
@@ -76,7 +76,7 @@ def test_the_digest_sees_every_chunk():
     assert all(len(d) == 32 for d in before)
 
 
-CUTS = {"rows": Cut(0), "columns": Cut(1), "fused": Cut(0, (4, 2))}
+CUTS = {"rows": TensorSplit(0), "columns": TensorSplit(1), "fused": TensorSplit(0, (4, 2))}
 
 
 def shared_tensors():

@@ -7,8 +7,8 @@ import torch
 from support.closing import at_end
 
 from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
-from headrace.comm.fleet import MemoryFleet, MemoryTown
-from headrace.comm.messages import VersionComplete
+from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.messages import VersionReady
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
@@ -16,8 +16,8 @@ from headrace.relay.weights import push
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
-from headrace.relay.weights.server import WeightKeeper
-from headrace.relay.weights.slots import NothingReadable
+from headrace.relay.weights.server import WeightServer
+from headrace.relay.weights.slots import VersionNotAvailable
 
 PATIENCE_S = 60.0
 SHAPES = {"embed": (1000, 64), "norm": (64,), "head": (1000, 64)}
@@ -28,46 +28,46 @@ def weights(version):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-class Town:
+class WeightsScene:
     """Relays, an actor and readers of one test, in one process; everything is closed at its end."""
 
     def __init__(self, link="auto", num_relays=1, dtype="float32", **settings):
         self.settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=PATIENCE_S, **settings)  # pyright: ignore[reportArgumentType]
-        self.town = MemoryTown()
+        self.network = MemoryNetwork()
         self.layout = Layout.of(weights(0), dtype)
-        self.open = []
+        self.begin_receive = []
         at_end(self.close)
         self.fleets = []
-        self.hub = self.join("hub").post.open("hub")
+        self.hub = self.join("hub").mailboxes.begin_receive("hub")
         self.relays = [self.relay(index) for index in range(num_relays)]
 
     def join(self, role, index=0, info=None, host="here"):
-        return MemoryFleet.enter(self.town, role, index, info, self.settings, host)
+        return MemoryFleet.join_network(self.network, role, index, info, self.settings, host)
 
     def relay(self, index, host="here"):
         segment = Segment.create_anonymous()
         fleet = self.join("relay", index, {"segment": segment.path}, host)
-        keeper = WeightKeeper(fleet, segment, self.settings)
-        self.open += [segment, keeper]
+        keeper = WeightServer(fleet, segment, self.settings)
+        self.begin_receive += [segment, keeper]
         self.fleets.append(fleet)
         return keeper
 
     def publisher(self):
-        self.open.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
-        return self.open[-1]
+        self.begin_receive.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
+        return self.begin_receive[-1]
 
     def reader(self, index=0, layout=None):
-        self.open.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
-        return self.open[-1]
+        self.begin_receive.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
+        return self.begin_receive[-1]
 
     def close(self):
-        while self.open:
-            self.open.pop().close()
+        while self.begin_receive:
+            self.begin_receive.pop().close()
 
 
 @pytest.fixture(params=["auto", "tcp"])
-def town(request):
-    return Town(request.param)
+def scene(request):
+    return WeightsScene(request.param)
 
 
 def until(ready):
@@ -85,8 +85,8 @@ def assert_is(views, version, dtype=torch.float32):
     assert all(torch.equal(views[name], tensor.to(dtype)) for name, tensor in weights(version).items())
 
 
-def test_a_reader_gets_what_was_published(town):
-    publisher, reader = town.publisher(), town.reader()
+def test_a_reader_gets_what_was_published(scene):
+    publisher, reader = scene.publisher(), scene.reader()
     assert reader.newest() is None
     publisher.publish(0, weights(0))
     receipt, views = pulled(reader)
@@ -95,8 +95,8 @@ def test_a_reader_gets_what_was_published(town):
     assert_is(views, 0)
 
 
-def test_the_newest_version_follows_each_publish(town):
-    publisher, reader = town.publisher(), town.reader()
+def test_the_newest_version_follows_each_publish(scene):
+    publisher, reader = scene.publisher(), scene.reader()
     for version in range(1, 6):
         publisher.publish(version, weights(version))
         until(lambda version=version: reader.newest() == version)
@@ -105,16 +105,16 @@ def test_the_newest_version_follows_each_publish(town):
         assert_is(views, version)
 
 
-def test_the_hub_is_told_of_each_complete_version_with_its_digest(town):
-    publisher, reader = town.publisher(), town.reader()
+def test_the_hub_is_told_of_each_complete_version_with_its_digest(scene):
+    publisher, reader = scene.publisher(), scene.reader()
     publisher.publish(3, weights(3))
     receipt, _ = pulled(reader)
-    assert town.hub.receive(PATIENCE_S).message == VersionComplete(3, receipt.digest)
-    assert town.hub.receive(0.05) is None
+    assert scene.hub.receive(PATIENCE_S).message == VersionReady(3, receipt.digest)
+    assert scene.hub.receive(0.05) is None
 
 
-def test_tensors_may_change_once_publish_has_returned(town):
-    publisher, reader = town.publisher(), town.reader()
+def test_tensors_may_change_once_publish_has_returned(scene):
+    publisher, reader = scene.publisher(), scene.reader()
     tensors = weights(1)
     publisher.publish(1, tensors)
     for tensor in tensors.values():
@@ -122,8 +122,8 @@ def test_tensors_may_change_once_publish_has_returned(town):
     assert_is(pulled(reader)[1], 1)
 
 
-def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(town):
-    publisher, reader = town.publisher(), town.reader()
+def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(scene):
+    publisher, reader = scene.publisher(), scene.reader()
     for version in range(60):
         publisher.publish(version, weights(version))
         if reader.newest() is not None:
@@ -133,8 +133,8 @@ def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(town)
     assert_is(pulled(reader)[1], 59)
 
 
-def test_what_was_published_before_the_close_arrives(town):
-    reader, publisher = town.reader(), town.publisher()
+def test_what_was_published_before_the_close_arrives(scene):
+    reader, publisher = scene.reader(), scene.publisher()
     publisher.publish(8, weights(8))
     publisher.close()
     until(lambda: reader.newest() == 8)
@@ -142,7 +142,7 @@ def test_what_was_published_before_the_close_arrives(town):
 
 
 def test_weights_are_cast_on_the_way():
-    town = Town(dtype="bfloat16")
+    town = WeightsScene(dtype="bfloat16")
     publisher, reader = town.publisher(), town.reader()
     publisher.publish(1, weights(1))
     assert_is(pulled(reader)[1], 1, torch.bfloat16)
@@ -150,7 +150,7 @@ def test_weights_are_cast_on_the_way():
 
 @pytest.mark.parametrize("link", ["auto", "tcp"])
 def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
-    town = Town(link, num_relays=3)
+    town = WeightsScene(link, num_relays=3)
     publisher, readers = town.publisher(), [town.reader(index) for index in range(3)]
     assert len({reader._relay.name for reader in readers}) == 3
     for version in (1, 2, 3):
@@ -161,7 +161,7 @@ def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
 
 
 def test_a_relay_that_joins_late_catches_up():
-    town = Town(num_relays=1)
+    town = WeightsScene(num_relays=1)
     publisher = town.publisher()
     publisher.publish(5, weights(5))
     late = town.relay(1)
@@ -169,11 +169,11 @@ def test_a_relay_that_joins_late_catches_up():
 
 
 def test_a_dead_relay_in_the_middle_is_passed_over():
-    town = Town(num_relays=3)
+    town = WeightsScene(num_relays=3)
     publisher = town.publisher()
     publisher.publish(1, weights(1))
     assert until(lambda: [relay.newest for relay in town.relays] == [1, 1, 1])
-    town.fleets[1].vanish()
+    town.fleets[1].crash()
     town.relays[1].close()
     publisher.publish(2, weights(2))
     assert until(lambda: town.relays[2].newest == 2)
@@ -181,16 +181,16 @@ def test_a_dead_relay_in_the_middle_is_passed_over():
 
 
 def test_without_its_head_the_chain_begins_at_the_next_relay():
-    town = Town(num_relays=2)
+    town = WeightsScene(num_relays=2)
     publisher = town.publisher()
-    town.fleets[0].vanish()
+    town.fleets[0].crash()
     town.relays[0].close()
     publisher.publish(1, weights(1))
     assert until(lambda: town.relays[1].newest == 1)
 
 
 def test_another_layout_is_refused_by_name():
-    town = Town()
+    town = WeightsScene()
     town.publisher().publish(1, weights(1))
     other = Layout.of({"embed": torch.zeros(1)}, "float32")
     with pytest.raises(WrongDigest, match="relay-0.*model.path"):
@@ -198,13 +198,13 @@ def test_another_layout_is_refused_by_name():
 
 
 def test_waiting_for_a_first_version_names_the_relay():
-    town = Town()
+    town = WeightsScene()
     with pytest.raises(WaitTimeout, match="relay-0, a first version"):
         town.reader().pull(np.zeros(town.layout.num_bytes, np.uint8), 0.05)
 
 
 def test_pulls_of_many_threads_during_pushes_are_whole():
-    town = Town()
+    town = WeightsScene()
     publisher = town.publisher()
     publisher.publish(0, weights(0))
     failures, pulls, stop = [], [], threading.Event()
@@ -231,42 +231,42 @@ def test_pulls_of_many_threads_during_pushes_are_whole():
 
 
 def test_a_version_that_only_the_dead_head_had_is_brought_to_the_next():
-    town = Town(num_relays=2)
+    town = WeightsScene(num_relays=2)
     publisher = town.publisher()
     town.relays[0]._chain.close()
     publisher.publish(4, weights(4))
     assert until(lambda: town.relays[0].newest == 4)
     assert town.relays[1].newest is None
-    town.fleets[0].vanish()
+    town.fleets[0].crash()
     assert until(lambda: town.relays[1].newest == 4)
 
 
-def test_an_older_version_comes_from_whichever_relay_still_holds_it(town):
-    publisher, reader = town.publisher(), town.reader()
+def test_an_older_version_comes_from_whichever_relay_still_holds_it(scene):
+    publisher, reader = scene.publisher(), scene.reader()
     for version in (1, 2):
         publisher.publish(version, weights(version))
         until(lambda version=version: reader.newest() == version)
-    into = np.zeros(town.layout.num_bytes, np.uint8)
+    into = np.zeros(scene.layout.num_bytes, np.uint8)
     assert reader.pull_version(1, into).version == 1
-    assert_is(town.layout.views(into), 1)
-    late = town.relay(1)
+    assert_is(scene.layout.views(into), 1)
+    late = scene.relay(1)
     until(lambda: late.newest == 2)
-    other = next(r for r in (town.reader(1), town.reader(2)) if r._relay.name == "relay-1")
-    if town.settings.link == "auto":
-        assert [held.version for held in other._shelf.held()] == [2]
+    other = next(r for r in (scene.reader(1), scene.reader(2)) if r._relay.name == "relay-1")
+    if scene.settings.link == "auto":
+        assert [held.version for held in other._slots.complete_versions()] == [2]
     assert other.pull_version(1, into).version == 1
-    assert_is(town.layout.views(into), 1)
-    with pytest.raises(NothingReadable, match="archive"):
+    assert_is(scene.layout.views(into), 1)
+    with pytest.raises(VersionNotAvailable, match="archive"):
         other.pull_version(0, into)
 
 
 def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
-    town = Town(link="shm")
+    town = WeightsScene(link="shm")
     reader, actor = town.join("rollout", 7, host="elsewhere"), town.join("actor", 7, host="elsewhere")
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
         WeightReader(reader, town.layout, town.settings)
     publisher = WeightPublisher(actor, town.layout, town.settings)
-    town.open.append(publisher)
+    town.begin_receive.append(publisher)
     publisher.publish(1, weights(1))
     until(lambda: publisher._failure)
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
@@ -274,10 +274,10 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
 
 
 def test_a_reader_on_a_host_without_a_relay_is_fed():
-    town = Town()
+    town = WeightsScene()
     publisher = town.publisher()
     reader = WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
-    town.open.append(reader)
+    town.begin_receive.append(reader)
     publisher.publish(1, weights(1))
     until(lambda: reader.newest() == 1)
     assert_is(pulled(reader)[1], 1)
@@ -285,13 +285,13 @@ def test_a_reader_on_a_host_without_a_relay_is_fed():
 
 @pytest.mark.parametrize("is_polled", [False, True])
 def test_bytes_that_have_not_their_digest_are_refused_at_the_pull(is_polled):
-    town = Town()
+    town = WeightsScene()
     publisher, reader = town.publisher(), town.reader()
     publisher.publish(1, weights(1))
     until(lambda: town.relays[0].newest == 1)
-    held = town.relays[0].desk.shelf.newest_held()
+    held = town.relays[0].version_store.slots.newest_stored()
     assert held is not None
-    town.relays[0].desk.shelf.segment.slot(held.slot)[5] ^= 1
+    town.relays[0].version_store.slots.segment.slot(held.slot)[5] ^= 1
     if is_polled:
         assert reader.newest() == 1
     with pytest.raises(WrongDigest, match="relay-0"):
@@ -302,7 +302,7 @@ def test_bytes_that_have_not_their_digest_are_refused_at_the_pull(is_polled):
 
 
 def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
-    town = Town()
+    town = WeightsScene()
     publisher, reader = town.publisher(), town.reader()
     for version in (1, 2):
         publisher.publish(version, weights(version))
@@ -314,16 +314,16 @@ def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
 def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dead(monkeypatch):
     monkeypatch.setattr(push, "ANSWER_S", 0.5)
     monkeypatch.setattr(push, "LEASE_S", 0.5)
-    town = Town(num_relays=0, expiry_s=10 * PATIENCE_S)
+    town = WeightsScene(num_relays=0, expiry_s=10 * PATIENCE_S)
     frozen = Segment.create_anonymous()
-    town.open.append(frozen)
-    letters = town.join("relay", 0, {"segment": frozen.path}).post.open("relay-0/weights")
+    town.begin_receive.append(frozen)
+    letters = town.join("relay", 0, {"segment": frozen.path}).mailboxes.begin_receive("relay-0/weights")
     town.relays = [town.relay(1)]
     publisher = town.publisher()
     for version in (1, 2, 3):
         publisher.publish(version, weights(version))
         assert until(lambda version=version: town.relays[0].newest == version)
-    assert [relay.name for relay in town.relays[0]._fleet.living("relay")] == ["relay-0", "relay-1"]
+    assert [relay.name for relay in town.relays[0]._fleet.alive_members("relay")] == ["relay-0", "relay-1"]
     asked = 0
     while letters.receive(0) is not None:
         asked += 1

@@ -41,7 +41,7 @@ class Processes:
         self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
         self.layout = Layout.of(weights(0), "float32")
-        self.relays, self.segments, self.open = [], [], []
+        self.relays, self.segments, self.begin_receive = [], [], []
         at_end(self.close)
 
     def relay(self, index):
@@ -62,22 +62,22 @@ class Processes:
 
     def join(self, role, index=0):
         fleet = Fleet.join(self.hosted.address, role, index, b"s", {}, self.settings)
-        self.open.append(fleet.leave)
+        self.begin_receive.append(fleet.leave)
         return fleet
 
     def publisher(self):
         publisher = WeightPublisher(self.join("actor"), self.layout, self.settings)
-        self.open.append(publisher.close)
+        self.begin_receive.append(publisher.close)
         return publisher
 
     def reader(self, index=0):
         reader = WeightReader(self.join("rollout", index), self.layout, self.settings)
-        self.open.append(reader.close)
+        self.begin_receive.append(reader.close)
         return reader
 
     def close(self):
-        while self.open:
-            self.open.pop()()
+        while self.begin_receive:
+            self.begin_receive.pop()()
         for relay in self.relays:
             if relay.poll() is None:
                 relay.communicate("\n", timeout=PATIENCE_S)

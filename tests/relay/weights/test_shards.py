@@ -18,8 +18,8 @@ from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.reader import WeightReader
-from headrace.relay.weights.server import WeightKeeper
-from headrace.relay.weights.shards import Part, Ranges
+from headrace.relay.weights.server import WeightServer
+from headrace.relay.weights.shards import ByteRanges, WeightShard
 
 spans = st.lists(st.integers(1, 50), min_size=2, max_size=12).map(
     lambda gaps: tuple(zip(np.cumsum(gaps)[::2].tolist(), np.cumsum(gaps)[1::2].tolist(), strict=False))
@@ -28,10 +28,10 @@ spans = st.lists(st.integers(1, 50), min_size=2, max_size=12).map(
 
 @given(spans, st.integers(0, 400), st.integers(1, 60))
 def test_pieces_of_ranges_cover_the_stream_once_and_in_order(spans, at, most):
-    ranges = Ranges(spans)
+    ranges = ByteRanges(spans)
     buffer = np.arange(700) % 251
     stream = np.concatenate([buffer[start:end] for start, end in spans])
-    pieces = list(ranges.pieces(at, most))
+    pieces = list(ranges.chunks(at, most))
     assert all(end - start <= most for _, start, end in pieces)
     assert [offset for offset, _, _ in pieces] == list(np.cumsum([at] + [e - s for _, s, e in pieces])[:-1])
     read = np.concatenate([buffer[start:end] for _, start, end in pieces] or [buffer[:0]])
@@ -40,15 +40,15 @@ def test_pieces_of_ranges_cover_the_stream_once_and_in_order(spans, at, most):
 
 def test_a_single_rank_brings_everything_padding_included():
     layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(5)}, "float32")
-    part = Part.of(layout, {}, 0, 1)
+    part = WeightShard.of(layout, {}, 0, 1)
     assert part.ranges.spans == ((0, layout.num_bytes),)
 
 
 def test_what_is_not_sharded_comes_from_rank_0_alone():
     tensors = {"a": torch.zeros(3), "scalar": torch.tensor(1.0)}
     layout = Layout.of(tensors, "float32")
-    assert Part.of(layout, tensors, 0, 2).ranges.spans == ((0, 12), (64, 68))
-    assert Part.of(layout, tensors, 1, 2).num_bytes == 0
+    assert WeightShard.of(layout, tensors, 0, 2).ranges.spans == ((0, 12), (64, 68))
+    assert WeightShard.of(layout, tensors, 1, 2).num_bytes == 0
 
 
 ACTOR = """
@@ -96,7 +96,7 @@ def published_by(num_ranks, link, dtype, tp):
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
-    keeper = WeightKeeper(relay, segment, settings)
+    keeper = WeightServer(relay, segment, settings)
     at_end(lambda: hosted)  # holds the store until its members have left
     for close in (relay.leave, rollout.leave, segment.close, keeper.close):
         at_end(close)
@@ -137,7 +137,7 @@ def test_sharded_ranks_publish_the_very_bytes_of_a_single_one(num_ranks, link, d
                 parameter.mul_(1.5)
     layout = Layout.of(model.state_dict(), dtype, tp, CUTS)
     alone = np.zeros(layout.num_bytes, np.uint8)
-    Part.of(layout, {}, 0, 1).write(model.state_dict(), alone)
+    WeightShard.of(layout, {}, 0, 1).write(model.state_dict(), alone)
     digest, taken = published_by(num_ranks, link, dtype, tp)
     assert digest == layout.digest(alone)
     for rank, bytes_of_rank in enumerate(taken):

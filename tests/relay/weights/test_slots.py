@@ -5,34 +5,34 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import WrongDigest
-from headrace.comm.shared_memory import Hold, Segment
+from headrace.comm.shared_memory import Lock, Segment
 from headrace.comm.waits import waiting
 from headrace.relay.weights.digests import digest
-from headrace.relay.weights.slots import Held, NothingReadable, Shelf, choose_slot
+from headrace.relay.weights.slots import StoredVersion, VersionNotAvailable, VersionSlots, choose_slot
 
 NUM_BYTES = 300_000
 PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def shelf():
-    shelf = Shelf(Segment.create_anonymous())
+def version_slots():
+    shelf = VersionSlots(Segment.create_anonymous())
     shelf.prepare(NUM_BYTES, fingerprint=11)
     yield shelf
     shelf.segment.close()
 
 
 @pytest.fixture
-def reader(shelf):
-    reader = Shelf(Segment.open(shelf.segment.path))
+def reader(version_slots):
+    reader = VersionSlots(Segment.open(version_slots.segment.path))
     yield reader
     reader.segment.close()
 
 
-def put(shelf, version, force=False):
-    arriving = shelf.begin(version, force=force)
+def put(version_slots, version, force=False):
+    arriving = version_slots.begin(version, force=force)
     arriving.buffer[:] = version % 251
-    shelf.complete(arriving, digest(arriving.buffer))
+    version_slots.commit(arriving, digest(arriving.buffer))
 
 
 def taken(reader, version=None):
@@ -44,78 +44,78 @@ def taken(reader, version=None):
 
 def test_nothing_is_readable_before_the_first_version(reader):
     assert reader.newest() is None
-    with pytest.raises(NothingReadable):
+    with pytest.raises(VersionNotAvailable):
         reader.read(np.zeros(NUM_BYTES, np.uint8))
 
 
-def test_a_version_is_readable_from_its_completion_on(shelf, reader):
-    arriving = shelf.begin(1)
+def test_a_version_is_readable_from_its_completion_on(version_slots, reader):
+    arriving = version_slots.begin(1)
     assert reader.newest() is None
     arriving.buffer[:] = 1
-    shelf.complete(arriving, digest(arriving.buffer))
+    version_slots.commit(arriving, digest(arriving.buffer))
     assert reader.newest() == 1
     assert taken(reader)[0] == 1
 
 
-def test_the_last_two_versions_are_readable_while_the_next_arrives(shelf, reader):
+def test_the_last_two_versions_are_readable_while_the_next_arrives(version_slots, reader):
     for version in range(1, 8):
-        put(shelf, version)
-    shelf.begin(8)
-    assert [held.version for held in reader.held()] == [6, 7]
+        put(version_slots, version)
+    version_slots.begin(8)
+    assert [held.version for held in reader.complete_versions()] == [6, 7]
     assert taken(reader, 6) == (6, 6)
     assert taken(reader) == (7, 7)
-    with pytest.raises(NothingReadable, match="version 5"):
+    with pytest.raises(VersionNotAvailable, match="version 5"):
         taken(reader, 5)
 
 
-def test_an_abandoned_version_is_never_seen(shelf, reader):
-    put(shelf, 1)
-    shelf.abandon(shelf.begin(2))
-    put(shelf, 3)
-    assert [held.version for held in reader.held()] == [1, 3]
+def test_an_abandoned_version_is_never_seen(version_slots, reader):
+    put(version_slots, 1)
+    version_slots.abort(version_slots.begin(2))
+    put(version_slots, 3)
+    assert [held.version for held in reader.complete_versions()] == [1, 3]
 
 
-def test_an_older_version_that_completes_late_is_not_the_newest(shelf, reader):
-    put(shelf, 5)
-    put(shelf, 4)
+def test_an_older_version_that_completes_late_is_not_the_newest(version_slots, reader):
+    put(version_slots, 5)
+    put(version_slots, 4)
     assert taken(reader)[0] == 5
     assert taken(reader, 4)[0] == 4
 
 
-def test_a_leased_slot_is_not_chosen(shelf, reader):
-    put(shelf, 1)
-    put(shelf, 2)
+def test_a_leased_slot_is_not_chosen(version_slots, reader):
+    put(version_slots, 1)
+    put(version_slots, 2)
     old = reader.find(1)
-    assert reader.segment.take(old.slot, Hold.LEASE)
+    assert reader.segment.take(old.slot, Lock.SHARED)
     for version in range(3, 7):
-        put(shelf, version)
-    assert reader.is_still(old)
+        put(version_slots, version)
+    assert reader.is_valid(old)
     assert taken(reader, 1)[0] == 1
 
 
 def test_a_slot_that_is_taken_from_a_frozen_reader_shows_it_that_its_copy_is_torn(shelf, reader):
     for version in (1, 2, 3):
         put(shelf, version)
-    leased = [held for held in reader.held() if held.version < 3]
-    assert all(reader.segment.take(held.slot, Hold.LEASE) for held in leased)
+    leased = [held for held in reader.complete_versions() if held.version < 3]
+    assert all(reader.segment.take(held.slot, Lock.SHARED) for held in leased)
     assert shelf.begin(4) is None
     put(shelf, 4, force=True)
-    assert [reader.is_still(held) for held in leased] == [False, True]
+    assert [reader.is_valid(held) for held in leased] == [False, True]
     assert taken(reader)[0] == 4
 
 
-def test_slots_are_for_one_layout(shelf):
-    shelf.prepare(NUM_BYTES, fingerprint=11)
+def test_slots_are_for_one_layout(version_slots):
+    version_slots.prepare(NUM_BYTES, fingerprint=11)
     with pytest.raises(WrongDigest, match="model.dtype"):
-        shelf.prepare(NUM_BYTES, fingerprint=12)
+        version_slots.prepare(NUM_BYTES, fingerprint=12)
 
 
-def test_a_new_process_finds_the_versions_of_the_one_before(shelf):
-    put(shelf, 1)
-    put(shelf, 2)
-    shelf.begin(3)
-    heir = Shelf(Segment.open(shelf.segment.path))
-    shelf.segment.close()
+def test_a_new_process_finds_the_versions_of_the_one_before(version_slots):
+    put(version_slots, 1)
+    put(version_slots, 2)
+    version_slots.begin(3)
+    heir = VersionSlots(Segment.open(version_slots.segment.path))
+    version_slots.segment.close()
     heir.prepare(NUM_BYTES, fingerprint=11)
     put(heir, 3)
     assert taken(heir)[0] == 3
@@ -123,18 +123,18 @@ def test_a_new_process_finds_the_versions_of_the_one_before(shelf):
 
 
 def test_the_slot_chosen_is_empty_or_the_oldest_and_never_the_newest():
-    held = [Held(4, "", 0, 2), Held(6, "", 1, 2), Held(5, "", 2, 2)]
+    held = [StoredVersion(4, "", 0, 2), StoredVersion(6, "", 1, 2), StoredVersion(5, "", 2, 2)]
     assert choose_slot(held, 1, [False] * 3) == 0
     assert choose_slot(held, 1, [True, False, False]) == 2
     assert choose_slot(held, 1, [True, False, True]) is None
     assert choose_slot([held[0], None, held[2]], 2, [False] * 3) == 1
 
 
-def test_no_reading_is_ever_torn_while_versions_are_written_without_pause(shelf):
+def test_no_reading_is_ever_torn_while_versions_are_written_without_pause(version_slots):
     stop, seen, failures = threading.Event(), set(), []
 
     def read():
-        reader, into = Shelf(Segment.open(shelf.segment.path)), np.zeros(NUM_BYTES, np.uint8)
+        reader, into = VersionSlots(Segment.open(version_slots.segment.path)), np.zeros(NUM_BYTES, np.uint8)
         while not stop.is_set():
             held = reader.read(into)
             if not (into == held.version % 251).all() or digest(into) != held.digest:
@@ -142,7 +142,7 @@ def test_no_reading_is_ever_torn_while_versions_are_written_without_pause(shelf)
             seen.add(held.version)
         reader.segment.close()
 
-    put(shelf, 1)
+    put(version_slots, 1)
     with ThreadPoolExecutor(3) as pool, waiting("the readers", "versions", PATIENCE_S) as wait:
         reading = [pool.submit(read) for _ in range(3)]
         try:
@@ -150,7 +150,7 @@ def test_no_reading_is_ever_torn_while_versions_are_written_without_pause(shelf)
             while version < 1000 or len(seen) < 50:
                 wait.check()
                 version += 1
-                put(shelf, version, force=True)
+                put(version_slots, version, force=True)
         finally:
             stop.set()
         for done in reading:

@@ -7,7 +7,7 @@ from support.closing import at_end
 from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.fleet import Fleet, MemoryFleet, MemoryTown
+from headrace.comm.fleet import Fleet, MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings, RelaySettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store import StoreServer
@@ -18,7 +18,7 @@ from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.push import LinkPush, open_push, staging_of
 from headrace.relay.weights.reader import WeightReader
-from headrace.relay.weights.server import WeightKeeper
+from headrace.relay.weights.server import WeightServer
 
 
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
@@ -29,7 +29,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
         Fleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
         for role in ("relay", "actor", "rollout")
     ]
-    keeper = WeightKeeper(fleets[0], segment, settings)
+    keeper = WeightServer(fleets[0], segment, settings)
     tensors = {"w": torch.randn(5_000_003)}  # several buckets, and a rest
     layout = Layout.of(tensors, "float32")
     publisher, reader = WeightPublisher(fleets[1], layout, settings), WeightReader(fleets[2], layout, settings)
@@ -44,7 +44,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
             wait.until(lambda version=version: reader.newest() == version)
         assert reader.pull(into, 60).version == version
         assert torch.equal(layout.views(into)["w"], tensors["w"])
-    way = publisher._way
+    way = publisher._transport
     assert isinstance(way, LinkPush) and way._link.backend == "staged"
     with pytest.raises(LinkBroken):  # nobody sends: a broadcast that is waited for ends at its deadline
         way._link.receive(np.zeros(100_000, np.uint8), 0.2)
@@ -58,11 +58,11 @@ def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_an_actor_without_a_gpu_cannot_push_to_one():
-    town, settings = MemoryTown(), CommSettings(heartbeat_s=0.02)
-    relay = MemoryFleet.enter(town, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
-    actor = MemoryFleet.enter(town, "actor", 0, {}, settings)
+    town, settings = MemoryNetwork(), CommSettings(heartbeat_s=0.02)
+    relay = MemoryFleet.join_network(town, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
+    actor = MemoryFleet.join_network(town, "actor", 0, {}, settings)
     with pytest.raises(SettingError, match=r"relay\.staging_device: the actor has no GPU"):
-        open_push(relay.me, actor, actor.post.open("actor-0/weights"), settings)
+        open_push(relay.me, actor, actor.mailboxes.begin_receive("actor-0/weights"), settings)
 
 
 def test_nccl_links_without_a_gpu_for_the_relays_are_refused_by_name():

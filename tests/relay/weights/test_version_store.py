@@ -9,13 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.comm.errors import LinkBroken
 from headrace.comm.messages.offer import Offer
-from headrace.comm.shared_memory import Hold, Segment
+from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.digests import GRID_BYTES, digest, digest_of_ranges
 from headrace.relay.weights.frames import ranges_of
-from headrace.relay.weights.incoming import State, watermark
-from headrace.relay.weights.shards import Ranges
-from headrace.relay.weights.slots import Shelf
-from headrace.relay.weights.version_store import Desk
+from headrace.relay.weights.incoming import IncomingState, watermark
+from headrace.relay.weights.shards import ByteRanges
+from headrace.relay.weights.slots import VersionSlots
+from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096
 
@@ -34,39 +34,39 @@ class ARelayUnderFire(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.segment = Segment.create_anonymous()
-        self.desk = Desk(self.segment)
-        self.reader = Shelf(Segment.open(self.segment.path))
+        self.version_store = VersionStore(self.segment)
+        self.reader = VersionSlots(Segment.open(self.segment.path))
         self.version, self.seen, self.num_complete, self.bringing = 0, -1, 0, {}
 
     @rule(upstream=st.sampled_from("ab"), is_new=st.booleans())
     def offer(self, upstream, is_new):
         self.version += is_new
-        opened = self.desk.open(Offer(self.version, NUM_BYTES, 5), upstream)
+        opened = self.version_store.begin_receive(Offer(self.version, NUM_BYTES, 5), upstream)
         if opened is not None:
             self.bringing[upstream] = [*opened, self.version]
 
     @precondition(lambda self: self.bringing)
     @rule(data=st.data(), share=st.floats(0, 1))
     def bring(self, data, share):
-        arrival, at, version = self.bringing[upstream := data.draw(st.sampled_from(sorted(self.bringing)))]
+        arrival, at, version = self.bringing[upstream := data.sample(st.sampled_from(sorted(self.bringing)))]
         end = at + int(share * (NUM_BYTES - at))
-        if not arrival.is_brought_by(0, upstream) or arrival.state is not State.ARRIVING:
+        if not arrival.is_from(0, upstream) or arrival.state is not IncomingState.ARRIVING:
             self.leave(upstream)
             return
         arrival.buffer[at:end] = content(version)[at:end]
-        assert self.desk.advance(arrival, 0, upstream, end)
+        assert self.version_store.advance(arrival, 0, upstream, end)
         self.bringing[upstream][1] = end
 
     @precondition(lambda self: self.bringing)
     @rule(data=st.data(), is_liar=st.booleans())
     def finish(self, data, is_liar):
-        arrival, at, version = self.bringing[upstream := data.draw(st.sampled_from(sorted(self.bringing)))]
-        if not arrival.is_brought_by(0, upstream) or arrival.state is not State.ARRIVING:
+        arrival, at, version = self.bringing[upstream := data.sample(st.sampled_from(sorted(self.bringing)))]
+        if not arrival.is_from(0, upstream) or arrival.state is not IncomingState.ARRIVING:
             self.leave(upstream)
             return
         arrival.buffer[at:] = content(version)[at:]
-        self.desk.advance(arrival, 0, upstream, NUM_BYTES)
-        is_right = self.desk.finish(arrival, 0, digest(content(version + is_liar)))
+        self.version_store.advance(arrival, 0, upstream, NUM_BYTES)
+        is_right = self.version_store.finish(arrival, 0, digest(content(version + is_liar)))
         assert is_right is not is_liar
         self.num_complete += is_right
         self.leave(upstream)
@@ -74,8 +74,8 @@ class ARelayUnderFire(RuleBasedStateMachine):
     @precondition(lambda self: self.bringing)
     @rule(data=st.data())
     def give_up(self, data):
-        upstream = data.draw(st.sampled_from(sorted(self.bringing)))
-        self.desk.abandon(self.bringing[upstream][0], 0, upstream)
+        upstream = data.sample(st.sampled_from(sorted(self.bringing)))
+        self.version_store.abandon(self.bringing[upstream][0], 0, upstream)
         self.leave(upstream)
 
     def leave(self, upstream):
@@ -94,11 +94,11 @@ class ARelayUnderFire(RuleBasedStateMachine):
 
     @invariant()
     def two_versions_stay_readable(self):
-        assert len(self.reader.held()) >= min(2, self.num_complete)
+        assert len(self.reader.complete_versions()) >= min(2, self.num_complete)
 
     def teardown(self):
         self.bringing.clear()
-        self.desk.close()
+        self.version_store.close()
         self.reader.segment.close()
         self.segment.close()
 
@@ -110,57 +110,57 @@ TestARelayUnderFire.settings = settings(
 
 
 @pytest.fixture
-def desk():
+def version_store():
     segment = Segment.create_anonymous()
-    desk = Desk(segment)
+    desk = VersionStore(segment)
     yield desk
     desk.close()
     segment.close()
 
 
-def test_a_version_offered_again_goes_on_where_it_was(desk):
+def test_a_version_offered_again_goes_on_where_it_was(version_store):
     offer = Offer(1, NUM_BYTES, 5)
-    arrival, at = desk.open(offer, "relay-0")
-    assert at == 0 and desk.advance(arrival, 0, "relay-0", 1000)
-    assert desk.open(offer, "relay-1") == (arrival, 1000)
-    assert not desk.advance(arrival, 0, "relay-0", 2000)
-    assert desk.num_resumed == 1
+    arrival, at = version_store.open(offer, "relay-0")
+    assert at == 0 and version_store.advance(arrival, 0, "relay-0", 1000)
+    assert version_store.open(offer, "relay-1") == (arrival, 1000)
+    assert not version_store.advance(arrival, 0, "relay-0", 2000)
+    assert version_store.num_resumed == 1
 
 
-def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_is_not_wanted(desk):
-    old, _ = desk.open(Offer(1, NUM_BYTES, 5), "a")
-    desk.open(Offer(2, NUM_BYTES, 5), "b")
-    assert old.state is State.ABANDONED
-    assert desk.open(Offer(1, NUM_BYTES, 5), "a") is None
-    assert not desk.advance(old, 0, "a", 10)
+def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_is_not_wanted(version_store):
+    old, _ = version_store.open(Offer(1, NUM_BYTES, 5), "a")
+    version_store.open(Offer(2, NUM_BYTES, 5), "b")
+    assert old.state is IncomingState.ABANDONED
+    assert version_store.open(Offer(1, NUM_BYTES, 5), "a") is None
+    assert not version_store.advance(old, 0, "a", 10)
 
 
-def test_a_version_in_parts_is_complete_with_the_last_right_one(desk):
+def test_a_version_in_parts_is_complete_with_the_last_right_one(version_store):
     bytes_ = content(3)
     halves = [((0, 1000), (2000, 4096)), ((1000, 2000),)]
     for part, spans in enumerate(halves):
         offer = Offer(3, NUM_BYTES, 5, num_parts=2, part=part, spans=spans)
-        arrival, _ = desk.open(offer, f"actor-{part}")
+        arrival, _ = version_store.open(offer, f"actor-{part}")
         for start, end in spans:
             arrival.buffer[start:end] = bytes_[start:end]
-        assert desk.shelf.newest() is None
-        assert desk.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
-        assert not desk.finish(arrival, part, "0" * 32)
-        assert desk.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
-        assert desk.finish(arrival, part, digest_of_ranges(bytes_, spans))
-    assert desk.shelf.newest_held().digest == digest(bytes_)
+        assert version_store.slots.newest() is None
+        assert version_store.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
+        assert not version_store.finish(arrival, part, "0" * 32)
+        assert version_store.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
+        assert version_store.finish(arrival, part, digest_of_ranges(bytes_, spans))
+    assert version_store.slots.newest_stored().digest == digest(bytes_)
 
 
-def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(desk):
-    reserved = desk.reserve(Offer(-1, NUM_BYTES, 5))
-    assert desk.reserve(Offer(-1, NUM_BYTES, 5)) is reserved
+def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(version_store):
+    reserved = version_store.reserve_slot(Offer(-1, NUM_BYTES, 5))
+    assert version_store.reserve_slot(Offer(-1, NUM_BYTES, 5)) is reserved
     reserved.buffer[:] = content(7)
     offer = Offer(7, NUM_BYTES, 5)
-    assert desk.bind(offer, "actor", reserved.slot.generation + 2) is None
-    arrival = desk.bind(offer, "actor", reserved.slot.generation)
-    assert desk.advance(arrival, 0, "actor", NUM_BYTES)
-    assert desk.finish(arrival, 0, digest(content(7)))
-    assert desk.shelf.newest() == 7
+    assert version_store.bind(offer, "actor", reserved.slot.generation + 2) is None
+    arrival = version_store.bind(offer, "actor", reserved.slot.generation)
+    assert version_store.advance(arrival, 0, "actor", NUM_BYTES)
+    assert version_store.finish(arrival, 0, digest(content(7)))
+    assert version_store.slots.newest() == 7
 
 
 def brought(desk, version):
@@ -174,18 +174,20 @@ def brought(desk, version):
 def patient():
     """A desk whose readers hold every slot that may be written; it would wait for them for an hour."""
     segment = Segment.create_anonymous()
-    desk, reader = Desk(segment, lease_s=3600), Segment.open(segment.path)
+    desk, reader = VersionStore(segment, lease_s=3600), Segment.open(segment.path)
     for version in (1, 2, 3):
         brought(desk, version)
-    slots = [held.slot for held in desk.shelf.held() if held.version < 3]
-    assert all(reader.take(slot, Hold.LEASE) for slot in slots)
+    slots = [held.slot for held in desk.slots.complete_versions() if held.version < 3]
+    assert all(reader.try_lock(slot, Lock.SHARED) for slot in slots)
     yield desk, reader, slots
     desk.close()
     reader.close()
     segment.close()
 
 
-@pytest.mark.parametrize("begin", [lambda d, o: d.open(o, "a")[0], lambda d, o: d.reserve(o)], ids=["open", "reserve"])
+@pytest.mark.parametrize(
+    "begin", [lambda d, o: d.open(o, "a")[0], lambda d, o: d.reserve_slot(o)], ids=["open", "reserve"]
+)
 def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
     desk, reader, slots = patient
     with ThreadPoolExecutor(1) as pool:
@@ -195,7 +197,7 @@ def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
             assert desk.wait_newer(2, 0.0) == 3
             assert desk.delta_of(3) is None
         assert not beginning.done()
-        reader.give_back(slots[1], Hold.LEASE)
+        reader.unlock(slots[1], Lock.SHARED)
         assert beginning.result(10).slot.slot == slots[1]
 
 
@@ -213,28 +215,28 @@ def test_a_version_that_waited_for_readers_is_not_wanted_once_a_newer_one_arrive
     with ThreadPoolExecutor(2) as pool:
         newer = pool.submit(desk.open, Offer(5, NUM_BYTES, 5), "b")
         older = pool.submit(desk.open, Offer(4, NUM_BYTES, 5), "a")
-        reader.give_back(slots[0], Hold.LEASE)
+        reader.unlock(slots[0], Lock.SHARED)
         arrival, _ = newer.result(10)
-        assert arrival.state is State.ARRIVING and arrival.offer.version == 5
-        assert older.result(10) is None or older.result()[0].state is State.ABANDONED
+        assert arrival.state is IncomingState.ARRIVING and arrival.offer.version == 5
+        assert older.result(10) is None or older.result()[0].state is IncomingState.ABANDONED
 
 
-def test_what_arrives_can_leave_before_it_is_whole(desk):
-    segment = Segment.open(desk.shelf.segment.path)
-    arrival, _ = desk.open(Offer(1, NUM_BYTES, 5), "a")
-    cargo = desk.cargo(segment, above=0, timeout_s=1)
-    assert cargo.arrived(0, 0.01) == 0
-    threading.Timer(0.02, desk.advance, (arrival, 0, "a", 100)).start()
-    assert cargo.arrived(0, 5) == 100
-    assert cargo.digest(0.01) is None and cargo.is_still()
-    desk.abandon(arrival, 0, "a")
-    assert not cargo.is_still()
+def test_what_arrives_can_leave_before_it_is_whole(version_store):
+    segment = Segment.open(version_store.slots.segment.path)
+    arrival, _ = version_store.open(Offer(1, NUM_BYTES, 5), "a")
+    cargo = version_store.next_source(segment, above=0, timeout_s=1)
+    assert cargo.bytes_ready(0, 0.01) == 0
+    threading.Timer(0.02, version_store.advance, (arrival, 0, "a", 100)).start()
+    assert cargo.bytes_ready(0, 5) == 100
+    assert cargo.digest(0.01) is None and cargo.is_valid()
+    version_store.abandon(arrival, 0, "a")
+    assert not cargo.is_valid()
     cargo.close()
     segment.close()
 
 
 def test_the_watermark_is_the_first_byte_that_any_part_lacks():
-    ranges = {0: Ranges(((0, 100), (200, 300))), 1: Ranges(((100, 200), (300, 400)))}
+    ranges = {0: ByteRanges(((0, 100), (200, 300))), 1: ByteRanges(((100, 200), (300, 400)))}
     assert watermark(400, 2, {0: ranges[0]}, {0: 200}) == 0
     assert watermark(400, 2, ranges, {0: 200, 1: 0}) == 100
     assert watermark(400, 2, ranges, {0: 150, 1: 150}) == 250
@@ -244,8 +246,8 @@ def test_the_watermark_is_the_first_byte_that_any_part_lacks():
 
 def test_chunks_are_digested_as_they_arrive():
     segment = Segment.create_anonymous()
-    desk, num_bytes = Desk(segment), 2 * GRID_BYTES + 10
-    opened = desk.open(Offer(1, num_bytes, 5), "a")
+    desk, num_bytes = VersionStore(segment), 2 * GRID_BYTES + 10
+    opened = desk.begin_receive(Offer(1, num_bytes, 5), "a")
     assert opened is not None
     arrival, _ = opened
     for done in (GRID_BYTES - 1, GRID_BYTES, num_bytes):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
-from headrace.rollout.engine.memory import Memory, page_budget
+from headrace.rollout.engine.memory import AvailableMemory, plan_cache
 from headrace.trainer.policy.model import load_policy
 
 
@@ -169,7 +169,7 @@ def test_a_cancelled_trajectory_leaves_nothing_behind(llama):
     engine.step()
     assert engine.num_running == 2 and engine.num_waiting == 2
     assert engine.cancel(1) and engine.cancel(4) and not engine.cancel(9)
-    assert {live.trajectory_id for live in engine.live()} == {2, 3}
+    assert {live.trajectory_id for live in engine.unfinished()} == {2, 3}
     finished = []
     while not engine.idle:
         finished += [c.trajectory_id for c in engine.step()]
@@ -202,7 +202,7 @@ def test_a_trajectory_goes_on_under_weights_that_change_midway(llama, tmp_path):
         engine.add_group(prompt, params, [number])
     for _ in range(9):
         engine.step()
-    before = dict(engine.live())
+    before = dict(engine.unfinished())
     engine.recompute()
     assert (engine.num_running, engine.num_waiting) == (0, 6)
     weights = dict(second.named_parameters())
@@ -211,7 +211,7 @@ def test_a_trajectory_goes_on_under_weights_that_change_midway(llama, tmp_path):
             tensor.copy_(weights[name])
     engine.weights_changed()
     done = {c.trajectory_id: c for c in iter_until_idle(engine)}
-    assert dict(engine.live()) == {} and engine.pool.num_free == engine.pool.num_pages - 1
+    assert dict(engine.unfinished()) == {} and engine.pool.num_free == engine.pool.num_pages - 1
     for number, prompt in enumerate(prompts):
         kept = before[number] - len(prompt)
         assert len(done[number].token_ids) == 24 and 0 <= kept < 24
@@ -271,9 +271,9 @@ def test_a_trajectory_that_moves_goes_on_as_if_it_had_stayed(llama, with_cache):
         here.add_group(prompt, params, [index])
     for _ in range(30):
         here.step()
-    parcels = here.take_out([1, 3, 4], with_cache)
+    parcels = here.export_sequences([1, 3, 4], with_cache)
     assert all((p.cache is not None) == with_cache and len(p.token_ids) == 30 for p in parcels)
-    there.put_in(parcels)
+    there.import_sequences(parcels)
     moved = []
     while not (here.idle and there.idle):
         moved += [*here.step(), *there.step()]
@@ -313,16 +313,16 @@ def test_the_engine_says_what_it_chose(llama):
 def test_the_cache_is_what_the_sequences_need_as_far_as_the_memory_goes(llama):
     policy, gpu = load_policy(llama), "generator.gpu_share=0.5 of the GPU"
     page = 2 * 2 * 64 * 2 * 16 * 4
-    assert page_budget(policy, 64, 8, None, Memory(10**9, 10**9, gpu)).num_pages == 8 * 4 + 2
-    scarce = page_budget(policy, 64, 8, None, Memory(40 * page, 20 * page, gpu))
+    assert plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 10**9, gpu)).num_pages == 8 * 4 + 2
+    scarce = plan_cache(policy, 64, 8, None, AvailableMemory(40 * page, 20 * page, gpu))
     assert scarce.num_pages == 20 and str(scarce) == f"20 pages of 64 tokens, {20 * page / 1e9:.3g} GB of KV cache"
-    assert page_budget(policy, 64, 8, 50 * page / 1e9, Memory(60 * page, 9 * page, gpu)).num_pages == 50
+    assert plan_cache(policy, 64, 8, 50 * page / 1e9, AvailableMemory(60 * page, 9 * page, gpu)).num_pages == 50
     with pytest.raises(
         SettingError, match=r"kv_gb: generator\.gpu_share=0\.5 of the GPU does not hold one sequence of 256"
     ):
-        page_budget(policy, 64, 8, None, Memory(9 * page, 3 * page, gpu))
+        plan_cache(policy, 64, 8, None, AvailableMemory(9 * page, 3 * page, gpu))
     with pytest.raises(SettingError, match=r"kv_gb: 1 GB of KV cache, but generator\.gpu_share=0\.5 of the GPU leaves"):
-        page_budget(policy, 64, 8, 1, Memory(60 * page, 9 * page, gpu))
+        plan_cache(policy, 64, 8, 1, AvailableMemory(60 * page, 9 * page, gpu))
 
 
 def test_back_ends_agree(llama):
@@ -337,7 +337,7 @@ def test_reading_one_step_late_changes_nothing(llama):
     outcomes = []
     for is_lagging in (False, True):
         engine = Engine(llama, max_running=12, kv_gb=30 * 64 * 512 / 1e9)
-        engine._is_lagging = is_lagging
+        engine._is_async = is_lagging
         outcomes.append([(c.token_ids, c.logprobs) for c in engine.generate(prompts, params)])
         engine.check()
         assert engine.idle and engine.pool.num_free == engine.pool.num_pages - 1

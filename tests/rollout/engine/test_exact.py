@@ -96,7 +96,7 @@ def test_agreement_survives_migration(tmp_path, dtype, with_cache):
     completions = []
     for _ in range(25):
         completions += here.step()
-    there.put_in(here.take_out(range(0, 8, 2), with_cache))
+    there.import_sequences(here.export_sequences(range(0, 8, 2), with_cache))
     while not (here.idle and there.idle):
         completions += [*here.step(), *there.step()]
     assert len(completions) == 8

@@ -1,12 +1,12 @@
 import torch
 
-from headrace.rollout.engine.sampling import SamplingParams, SamplingRows, sample, stream_key, uniforms
+from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, stream_key, uniforms
 
 
 def drawn(logits, params, count):
     """Relative frequencies of `count` draws."""
     keys = [stream_key(3, i) for i in range(count)]
-    rows = SamplingRows([params] * count, keys)
+    rows = SamplingBatch([params] * count, keys)
     tokens, logprobs, _ = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
     return torch.bincount(tokens, minlength=logits.numel()) / count, tokens, logprobs
 
@@ -50,7 +50,7 @@ def test_top_k_top_p_and_min_p_drop_the_unlikely_and_renormalise():
 def test_greedy_and_random_rows_share_a_batch():
     logits = torch.randn(4, 50)
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0)]
-    rows = SamplingRows(params, [1, 2, 3, 4])
+    rows = SamplingBatch(params, [1, 2, 3, 4])
     tokens, logprobs, _ = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
     assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from headrace.rollout.engine.kv_cache import PagePool
 from headrace.rollout.engine.sampling import SamplingParams
 from headrace.rollout.engine.scheduler import Scheduler
-from headrace.rollout.engine.sequence import Group, Sequence
+from headrace.rollout.engine.sequence import Sequence, SequenceGroup
 
 CONTEXT, PAGE = 24, 4
 
@@ -12,7 +12,7 @@ CONTEXT, PAGE = 24, 4
 def group(first_id, num_samples, prompt_length, limit):
     prompt = list(range(prompt_length))
     limit = min(limit, CONTEXT - prompt_length)
-    return Group(
+    return SequenceGroup(
         [Sequence(first_id + i, 0, prompt, SamplingParams(), limit, frozenset()) for i in range(num_samples)], prompt
     )
 

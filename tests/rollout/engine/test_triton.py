@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from headrace.trainer.policy.attention import Rule, masked_attention
+from headrace.trainer.policy.attention import AttentionSpec, masked_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
@@ -47,7 +47,7 @@ def test_paged_decode_is_attention_over_the_pages_of_each_row(paged_decode, head
     query, keys, values, table, sizes, (all_keys, all_values) = a_cache(lengths, 64, heads, kv_heads, dim)
     age = sizes[:, None] - 1 - torch.arange(all_keys.shape[2])[None, :]
     sees = (age >= 0) & (age < (window or 10**6))
-    rule = Rule(0.3, window, softcap)
+    rule = AttentionSpec(0.3, window, softcap)
     expected = masked_attention(query[:, :, None], all_keys, all_values, sees[:, None, None, :], rule)[:, :, 0]
     found = paged_decode(*on_device(query, keys, values, table, sizes), 0.3, window, softcap)
     assert (found.cpu() - expected).abs().max() < 1e-5
