@@ -1,0 +1,5 @@
+"""Links: one interface for bytes between two processes, over TCP, NCCL through staging buffers, or memory.
+
+Invariant: both ends authenticate before the first byte, and every operation has a deadline.
+Start reading at `base.py` (the interface), then `opening.py` (which backend connects which pair).
+"""

@@ -1,7 +1,7 @@
-"""What processes say to each other: one small frozen struct per thing said, grouped by receiver.
+"""Control messages between processes, grouped by subject: run, leases, queue, weights, migration.
 
-What is said about moving trajectories stands in `move_messages`.
-Only the mailbox sees bytes. Decoding is strict: a body that is no message of this file is refused, never executed.
+Invariant: a message is a frozen struct; a malformed or foreign message is counted, logged and dropped.
+Start reading at `base.py` (the base class and ids), then `leases.py`. This module encodes and decodes.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,5 @@
+"""The hub: the one process that decides. It leases prompts, dispatches rows, plans repack and ends the run.
+
+Invariant: every change of state is an event in the journal first, and the first claim of an attempt wins.
+Start reading at `hub.py`; each handler (`leases.py`, `results.py`, `dispatch.py`, `repacking.py`) owns its messages.
+"""
