@@ -29,6 +29,7 @@ from headrace.comm.messages import (
     RowId,
     RowsNotFound,
     StepTrained,
+    TrainBatch,
     VersionReady,
 )
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
@@ -71,9 +72,7 @@ class World(RuleBasedStateMachine):
         self.path = Path(self.folder.name, "journal.jsonl")
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
         self.mailboxes = MemoryMailboxes()
-        self.boxes = {
-            name: self.mailboxes.begin_receive(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")
-        }
+        self.boxes = {name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
         self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
@@ -318,7 +317,7 @@ class World(RuleBasedStateMachine):
         self.request_id += 1
         self.say("actor-0", RequestRows(self.request_id, ["train"], step, len(self.received)))
         for message in self.heard("actor-0"):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
+            if isinstance(message, TrainBatch) and message.request_id == self.request_id:
                 self.received += message.groups
 
     @rule()

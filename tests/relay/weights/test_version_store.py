@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.comm.errors import LinkBroken
-from headrace.comm.messages.offer import Offer
+from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.digests import GRID_BYTES, digest, digest_of_ranges
 from headrace.relay.weights.frames import ranges_of
