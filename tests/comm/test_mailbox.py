@@ -102,7 +102,9 @@ def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(clust
     sealer = MessageSigner(SECRET)
     for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.sign("relay-1", "relay-0", 9, ListStoredRows())):
         raw.queue_push("inbox/hub", letter)
-    raw.queue_push("inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies"))
+    raw.queue_push(
+        "inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
+    )
     raw.add("confirmed", 1)
     relay.send("hub", ListStoredRows())
     letter = hub.receive(PATIENCE_S)

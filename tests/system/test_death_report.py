@@ -15,13 +15,12 @@ from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, Rel
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal.events import Event, Leased, Opened, Returned
 from headrace.relay.journal.journal import Journal, read_events
 from headrace.relay.journal.state import HubState
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 
 E = TypeVar("E", bound=Event)
