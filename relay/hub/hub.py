@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from ...comm.mailbox import Envelope, Mailbox
 from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
 from ...comm.recipe import QueueSettings, RepackSettings
+from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal
 from ..journal.state import HubState
-from ..prompts import PromptPool
 from ..queue.admission import Admission
 from ..queue.controller import Task
 from ..queue.tasks import TRAIN, controllers, open_sampler

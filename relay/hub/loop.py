@@ -15,11 +15,10 @@ from ...comm.errors import HeadraceError, SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
 from ...comm.recipe import Recipe
-from ..dataset import open_rows
+from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
 from ..journal.journal import Journal, cut_after_checkpoint, replay
 from ..journal.state import HubState, apply
-from ..prompts import PromptPool
 from ..queue.admission import Admission
 from ..queue.replicated_rows import storage_id_of
 from ..queue.schedules import SCHEDULES

@@ -26,12 +26,11 @@ from headrace.comm.messages.migration import (
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.trace import Trace
 from headrace.launch.report.timeline import Timeline
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState, RowStatus
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.weights.slots import Receipt
 from headrace.rollout import Engine, SamplingParams

@@ -12,12 +12,11 @@ from headrace.comm.messages import (
     RowDone,
 )
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.controller import Task
 

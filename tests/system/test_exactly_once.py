@@ -35,12 +35,11 @@ from headrace.comm.messages import (
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
 from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, replay
 from headrace.relay.journal.state import HubState, RowStatus
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.replicated_rows import relay_of
 from headrace.relay.queue.tasks import pipeline

@@ -22,12 +22,11 @@ from headrace.comm.messages import (
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.journal.state import RowStatus
-from headrace.relay.prompts import PromptPool
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_a_group_of_which_one_rank_misses_a_row_is_left_out_on_all_and_the_attem
     batches = s.batches()
     assert s.hear(RowsNotFound).attempts == [3]
     for batch in batches:
-        assert [group.group for group in batch.hand_out.groups] == [GroupId(0, 0)]
+        assert [group.group for group in batch.row_batch.groups] == [GroupId(0, 0)]
         assert {row.row.group for row in batch.rows} <= {GroupId(0, 0)}
     assert sum(len(batch) for batch in batches) == 2
     assert len({len(batch.micro_batches) for batch in batches}) == 1
