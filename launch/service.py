@@ -49,7 +49,7 @@ class TrainerService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
         self.version = 0
-        self._mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self._mailbox = fleet.open_mailbox(fleet.name)
         self._storage = ReplicatedRows(fleet)
         steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
         stream = ExperienceStream(self._mailbox, self._storage, [TRAIN], steps=steps, deadline_s=deadline_s)
@@ -98,7 +98,7 @@ class GeneratorService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self._deadline_s = recipe.comm.deadline_s
-        self._mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self._mailbox = fleet.open_mailbox(fleet.name)
         cycle = RolloutPacing.of(
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )

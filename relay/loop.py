@@ -18,7 +18,7 @@ REPORT_S = 1.0
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The relay's process, until the hub's `Stop`."""
-    mailbox = fleet.mailboxes.begin_receive(fleet.name)
+    mailbox = fleet.open_mailbox(fleet.name)
     unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
     segment = Segment.inherited()
     keeper = WeightServer(fleet, segment, recipe.comm)

@@ -43,7 +43,7 @@ class Rollout:
         )
         self.generator = open_generator(fleet, recipe)
         self.weights = self.generator.weights
-        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.mailbox = fleet.open_mailbox(fleet.name)
         self.pacing = RolloutPacing.of(
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )

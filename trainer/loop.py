@@ -37,7 +37,7 @@ class Trainer:
         self.step_log = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
-        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.mailbox = fleet.open_mailbox(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.stream = ExperienceStream(
             self.mailbox,

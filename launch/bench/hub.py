@@ -49,7 +49,7 @@ def hub_events(options: Options) -> list[Measurement]:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
         with Child(command("hub", folder, hosted.address)) as hub:
             fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
-            _play(fleet.mailboxes.begin_receive("rollout-0"), fleet.mailboxes.begin_receive("actor-0"))
+            _play(fleet.open_mailbox("rollout-0"), fleet.open_mailbox("actor-0"))
             assert hub.process.wait(_PATIENCE_S) == 0
             fleet.leave()
         journal = Path(folder) / "journal.jsonl"

@@ -37,7 +37,7 @@ ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The hub's process, from the first letter to the summary."""
     run_dir = Path(recipe.run.dir)
-    mailbox = fleet.mailboxes.begin_receive("hub")
+    mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(recipe.queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)

@@ -39,7 +39,7 @@ class WeightPublisher:
         self._part = part or WeightShard.whole(layout)
         self._fleet = fleet
         self._settings = settings
-        self._mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/weights")
+        self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._changed = threading.Condition()
         self._spare: list[np.ndarray] = []
         self._waiting: PendingVersion | None = None

@@ -187,7 +187,7 @@ class ManualRollout:
 
     def __init__(self, folder: Path, network: MemoryNetwork, index: int, path: Path, host: str, transfer: str) -> None:
         self.fleet = MemoryFleet.join_network(network, "rollout", index, host=host)
-        self.mailbox = self.fleet.mailboxes.begin_receive(self.fleet.name)
+        self.mailbox = self.fleet.open_mailbox(self.fleet.name)
         self.generator = EngineGenerator(path)
         self.leases = HeldLeases(
             self.mailbox, self.fleet.incarnation, SAMPLES, RolloutPacing.of("headrace", None, 8, 3)
@@ -236,7 +236,7 @@ class Play:
         admission = Admission(BatchSettings(prompts_per_step=8, samples_per_prompt=SAMPLES), queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
         self.hub = Hub(
-            self.network.mailboxes.begin_receive("hub"), HubState(), journal, pool, admission, queue, RepackSettings()
+            self.network.mailboxes.open("hub"), HubState(), journal, pool, admission, queue, RepackSettings()
         )
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
         self.actors = [

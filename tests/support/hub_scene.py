@@ -38,14 +38,14 @@ class Scene:
         self.path = folder / "journal.jsonl"
         self.town = MemoryNetwork()
         self.post = self.town.mailboxes
-        self.boxes = {name: self.post.begin_receive(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
+        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         admission = Admission(
             BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
         )
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(
-            self.post.begin_receive("hub"),
+            self.post.open("hub"),
             HubState(),
             Journal(self.path),
             pool,

@@ -59,7 +59,7 @@ class Town:
         (folder / "data.jsonl").write_text('{"prompt": "p"}\n' * 5)
         queue = QueueSettings()
         self.hub = Hub(
-            self.fleets["hub"].mailboxes.begin_receive("hub"),
+            self.fleets["hub"].open_mailbox("hub"),
             HubState(),
             Journal(folder / "journal.jsonl"),
             PromptPool(JsonLines(folder / "data.jsonl"), shuffle=False, seed=0),

@@ -72,7 +72,7 @@ class World(RuleBasedStateMachine):
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
         self.mailboxes = MemoryMailboxes()
         self.boxes = {
-            name: self.mailboxes.begin_receive(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")
+            name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")
         }
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}

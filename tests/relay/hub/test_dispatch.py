@@ -32,7 +32,7 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
     def make(**settings: object) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         s = scenes[-1]
-        s.boxes |= {name: s.post.begin_receive(name) for name in ("reference-0", "reference-1")}
+        s.boxes |= {name: s.post.open(name) for name in ("reference-0", "reference-1")}
         return s
 
     yield make

@@ -49,7 +49,7 @@ class Scene:
 
     def __init__(self, size: int, max_tokens: int = 10) -> None:
         town = MemoryNetwork()
-        self.post, self.hub = town.mailboxes, town.mailboxes.begin_receive("hub")
+        self.post, self.hub = town.mailboxes, town.mailboxes.open("hub")
         relay = MemoryFleet.join_network(town, "relay", 0)
         self.unit, self.name = relay.host_rows(), storage_id_of(relay.me)
         relay.announce(unit=self.unit.address)
@@ -59,7 +59,7 @@ class Scene:
         for rank in range(size):
             fleet = MemoryFleet.join_network(town, "actor", rank)
             self.units.append(ReplicatedRows(fleet))
-            wires = (fleet.mailboxes.begin_receive(fleet.name), self.units[-1], ["train"])
+            wires = (fleet.open_mailbox(fleet.name), self.units[-1], ["train"])
             team = ThreadRank(ranks, rank)
             stream = ExperienceStream(
                 *wires, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S

@@ -38,7 +38,7 @@ class WeightsScene:
         self.closing = []
         at_end(self.close)
         self.fleets = []
-        self.hub = self.join("hub").mailboxes.begin_receive("hub")
+        self.hub = self.join("hub").open_mailbox("hub")
         self.relays = [self.relay(index) for index in range(num_relays)]
 
     def join(self, role, index=0, info=None, host="here"):
@@ -317,7 +317,7 @@ def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dea
     town = WeightsScene(num_relays=0, expiry_s=10 * PATIENCE_S)
     frozen = Segment.create_anonymous()
     town.closing.append(frozen)
-    letters = town.join("relay", 0, {"segment": frozen.path}).mailboxes.begin_receive("relay-0/weights")
+    letters = town.join("relay", 0, {"segment": frozen.path}).open_mailbox("relay-0/weights")
     town.relays = [town.relay(1)]
     publisher = town.publisher()
     for version in (1, 2, 3):
