@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch.distributed import DistError
 
-from .errors import StoreGone
+from .errors import STORE_GONE_EXIT, StoreGone
 from .links.opening import Link, MemoryLink, open_link, throttled
 from .mailbox import Mailbox, Mailboxes, MemoryMailboxes, StoreMailboxes
 from .recipe import CommSettings
@@ -28,9 +28,6 @@ from .storage.client import StorageClient
 from .storage.server import StorageServer
 from .store import ROSTER, StoreClient, connect_store
 from .waits import waiting
-
-STORE_GONE_EXIT = 69
-"""Exit code of a process that its watchdog ended because the fleet's store was gone."""
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..comm.fleet import Fleet
-from ..comm.messages import HeldRows, LeaseGrant, RowId, StepTrained, Stop, TrainingDone, WeightsPulled
+from ..comm.messages import HeldRows, LeaseGrant, RowId, StepTrained, Stop, TrainBatch, TrainingDone, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
@@ -66,6 +66,7 @@ class TrainerService:
         received, total = 0, 1
         while received < total:
             batch = self._stream.next()
+            assert isinstance(batch.row_batch, TrainBatch)
             received, total = received + len(batch.row_batch.groups), batch.row_batch.total
             yield from _groups_of(batch)
 

@@ -1,6 +1,6 @@
 """The trainer's loop: take the groups of a step as they become ready, update, publish, go on.
 
-Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `RowBatch` letters. It
+Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `TrainBatch` messages. It
 never waits for a rollout, and publishing costs it one copy.
 """
 
@@ -12,7 +12,7 @@ import torch
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import CheckpointWritten, StepTrained, TrainingDone
+from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
@@ -72,11 +72,11 @@ class Trainer:
         fleet_metrics: dict[str, float] = {}
         while received < total:
             batch = self.take(step)
-            if batch.task != TRAIN:
+            hand_out = batch.row_batch
+            if not isinstance(hand_out, TrainBatch):
                 self.trace.enter(batch.task, step=step)
                 self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
-            hand_out = batch.row_batch
             received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
             if self.step_log is not None:
                 self.step_log.add(batch)

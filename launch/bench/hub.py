@@ -20,10 +20,10 @@ from ...comm.messages import (
     LeaseRequest,
     Message,
     RequestRows,
-    RowBatch,
     RowDone,
     StepTrained,
     Stop,
+    TrainBatch,
     TrainingDone,
 )
 from ...comm.recipe import BatchSettings, CommSettings, DataSettings, QueueSettings, Recipe, RunSettings
@@ -71,7 +71,7 @@ def _play(rollout: Mailbox, actor: Mailbox) -> None:
         received, total = 0, 1
         while received < total:
             actor.send("hub", RequestRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
-            answer = _expect(actor, RowBatch)
+            answer = _expect(actor, TrainBatch)
             assert answer is not None, "the hub ended the run"
             received, total = received + len(answer.groups), answer.total
         actor.send("hub", StepTrained(step[0]))

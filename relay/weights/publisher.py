@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
 from ...comm.fleet import Fleet, Member
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings
 from .chain import chain_order
 from .layout import Layout, host_buffer

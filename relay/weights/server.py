@@ -23,7 +23,7 @@ from ...comm.messages import (
     SubscribeVersions,
     VersionReady,
 )  # fmt: skip
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from .chain import Chain

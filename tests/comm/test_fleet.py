@@ -7,8 +7,8 @@ import threading
 import pytest
 from support.closing import at_end
 
-from headrace.comm.errors import WaitTimeout
-from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemberTable, MemoryFleet, MemoryNetwork, StoreFleet
+from headrace.comm.errors import STORE_GONE_EXIT, WaitTimeout
+from headrace.comm.fleet import Fleet, Member, MemberTable, MemoryFleet, MemoryNetwork, StoreFleet
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer

@@ -29,6 +29,7 @@ from headrace.comm.messages import (
     RowId,
     RowsNotFound,
     StepTrained,
+    TrainBatch,
     VersionReady,
 )
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
@@ -315,7 +316,7 @@ class World(RuleBasedStateMachine):
         self.request_id += 1
         self.say("actor-0", RequestRows(self.request_id, ["train"], step, len(self.received)))
         for message in self.heard("actor-0"):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
+            if isinstance(message, TrainBatch) and message.request_id == self.request_id:
                 self.received += message.groups
 
     @rule()

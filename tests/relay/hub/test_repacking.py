@@ -61,7 +61,8 @@ class Tail(Scene):
 
 
 def load(kv_used: int, version: int = 0, num_requests: int = 2) -> LoadReport:
-    return LoadReport(version, num_requests, 0, 0.5, 0, 0.0, 0.0, 0.0, kv_used=kv_used, kv_max=1000, batch_bound=16)
+    idle = {"num_waiting": 0, "kv_util": 0.5, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0, "pull_s": 0.0}
+    return LoadReport(version=version, num_running=num_requests, **idle, kv_used=kv_used, kv_max=1000, batch_bound=16)
 
 
 def rows_of(grant: LeaseGrant) -> list[RowId]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.comm.fleet import MemoryFleet, MemoryNetwork
-from headrace.comm.messages import GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop
+from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.replicated_rows import ReplicatedRows, storage_id_of
 from headrace.relay.queue.stream import Batch, ExperienceStream
@@ -76,7 +76,9 @@ class Scene:
 
     def hand_out(self, *groups: GroupRef, total: int) -> None:
         question = self.hear(RequestRows).request_id
-        self.hub_says("actor-0", RowBatch(0, 0, total, list(groups), {}, request_id=question))
+        self.hub_says(
+            "actor-0", TrainBatch(request_id=question, step=0, first=0, total=total, groups=list(groups), metrics={})
+        )
 
     def hub_says(self, name: str, message: Message) -> None:
         self.hub.send(name, message)
