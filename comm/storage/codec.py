@@ -2,14 +2,16 @@
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 
-from ..links.base import Link
 from .protocol import Column
+
+if TYPE_CHECKING:
+    from ..links.base import Link
 
 T = TypeVar("T")
 
@@ -19,13 +21,13 @@ _FRAME_LIMIT = 1 << 30
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def send_frame(link: Link, message: msgspec.Struct, deadline_s: float) -> None:
+def send_frame(link: "Link", message: msgspec.Struct, deadline_s: float) -> None:
     """Send a frame."""
     body = _ENCODER.encode(message)
     link.send(np.frombuffer(_LENGTH.pack(len(body)) + body, np.uint8), deadline_s)
 
 
-def receive_frame(link: Link, decoder: msgspec.msgpack.Decoder[T], deadline_s: float) -> T:
+def receive_frame(link: "Link", decoder: msgspec.msgpack.Decoder[T], deadline_s: float) -> T:
     """The next frame. Raises `LinkBroken`, or `msgspec.DecodeError` for bytes that `decoder` does not accept."""
     head = np.empty(_LENGTH.size, np.uint8)
     link.receive(head, deadline_s)

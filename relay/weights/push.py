@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ...comm.errors import PeerGone, SettingError
-from ...comm.fleet import Fleet, Member
+from ...comm.fleet import Fleet, Member, is_shared
+from ...comm.links.opening import remote_backend
 from ...comm.mailbox import Mailbox
 from ...comm.messages import PushResult, ReserveSlot, ShardWritten, SlotReserved
 from ...comm.messages.weights import Offer
@@ -233,19 +234,6 @@ def staging_of(settings: RelaySettings) -> str:
     """The back end over which a relay wants versions from actors; empty for whichever fits."""
     device = settings.staging_device
     return "" if device is None else "staged" if device == "cpu" else "nccl"
-
-
-def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
-    """Whether the relay's segment is to be used by a process of this host. Raises `SettingError`."""
-    is_here = relay.host == fleet.me.host
-    if settings.link == "shm" and not is_here:
-        raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host} from {fleet.me.host}; use auto")
-    return is_here and settings.link in ("auto", "shm")
-
-
-def remote_backend(settings: CommSettings) -> str:
-    """The back end of links between hosts under these settings."""
-    return "nccl" if settings.link == "nccl" else "tcp"
 
 
 def pin(slot: np.ndarray, pinned: set[int]) -> None:

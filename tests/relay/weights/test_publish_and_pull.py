@@ -7,7 +7,7 @@ import torch
 from support.closing import at_end
 
 from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import VersionReady
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment

@@ -7,7 +7,8 @@ from support.closing import at_end
 from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.fleet import Fleet, MemoryFleet, MemoryNetwork
+from headrace.comm.fleet import Fleet
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings, RelaySettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store import StoreServer
