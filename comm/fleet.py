@@ -91,7 +91,7 @@ class Fleet(ABC):
 
     def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> StorageServer:
         """A storage unit in this process, open to every process of the run."""
-        return StorageServer(self.settings.interface, self._secret, on_client_lost=on_client_lost)
+        return StorageServer(self.settings.interface, self._secret, on_client_lost=on_client_lost).start()
 
     def open_rows(self, address: str) -> StorageClient:
         """A client of the unit at an address; raises `PeerGone`."""
