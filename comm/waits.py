@@ -4,6 +4,7 @@ Waits for another process, which may hang, go through `waiting`. `Wait.until` an
 deadline that names both sides and carries the Python stacks of the process; `waited_seconds` adds up all waits.
 """
 
+import logging
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import TypeVar
 from .errors import WaitTimeout
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +90,14 @@ def waited_seconds() -> dict[str, float]:
         for wait in _current:
             seconds[wait.whom] = seconds.get(wait.whom, 0.0) + wait.elapsed_s
     return seconds
+
+
+def join_thread(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait for a thread to end, at most `timeout_s`; logs its name if it does not. A thread that never started has ended."""
+    if thread.ident is not None:
+        thread.join(timeout_s)
+    if thread.is_alive():
+        _log.error("thread %s has not ended within %.0f s of its close; it is left behind", thread.name, timeout_s)
 
 
 def stacks() -> str:

@@ -21,6 +21,7 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
+from ..recipe import CommSettings, RelaySettings
 from ..store import StoreClient, connect_store
 from ..waits import waiting
 from .base import Link
@@ -172,3 +173,21 @@ class ThrottledLink:
 def throttled(link: Link, bytes_per_s: float | None) -> Link:
     """The link, held to a pace if there is one."""
     return link if bytes_per_s is None else ThrottledLink(link, bytes_per_s)
+
+
+def is_shared(settings: CommSettings, peer: str, peer_host: str, own_host: str) -> bool:
+    """Whether a process on `own_host` uses the shared memory of `peer`. Raises `SettingError` if it must and cannot."""
+    if settings.link == "shm" and peer_host != own_host:
+        raise SettingError(f"comm.link: shm cannot reach {peer} on {peer_host} from {own_host}; use auto")
+    return peer_host == own_host and settings.link in ("auto", "shm")
+
+
+def remote_backend(settings: CommSettings) -> str:
+    """The back end of links between hosts under these settings."""
+    return "nccl" if settings.link == "nccl" else "tcp"
+
+
+def staging_of(settings: RelaySettings) -> str:
+    """The back end over which a relay receives versions from actors; empty if any will do."""
+    device = settings.staging_device
+    return "" if device is None else "staged" if device == "cpu" else "nccl"

@@ -16,9 +16,8 @@ import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone
 from ...comm.fleet import Fleet, Member
-from ...comm.links.opening import Link
+from ...comm.links.opening import Link, is_shared, remote_backend
 from ...comm.messages.migration import TransferOffered
-from ...relay.weights.push import is_shared, remote_backend
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class OutgoingTransfer:
         """What bringing it under way took; None until that is over."""
         self._fd = -1
         started = time.monotonic()
-        if is_shared(to, fleet, fleet.settings):
+        if is_shared(fleet.settings, to.name, to.host, fleet.me.host):
             self._fd = os.memfd_create("headrace freight")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
             for piece in pieces:
