@@ -7,7 +7,7 @@ from ...comm.recipe import Recipe
 from ...relay.weights.slots import Receipt
 from ...trainer.policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..engine.engine import Engine
-from ..engine.prompts import prompt_tokens
+from ..engine.text import prompt_tokens
 from ..tensor_parallel.lockstep import LeadEngine, close_together, run_follower, take_newest
 from ..tensor_parallel.replica import TensorParallelGroup
 from ..weights import RolloutWeights

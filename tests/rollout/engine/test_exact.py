@@ -130,5 +130,5 @@ def test_a_machine_whose_kernels_differ_is_told_so(tmp_path):
     with torch.no_grad():
         # The packed forward sees other weights than the head that the engine prepared.
         engine.runner.head._wide = policy.head.weight.t() * (1 + 1e-6)
-    with pytest.raises(SettingError, match=r"generator\.exact: this machine's kernels"):
+    with pytest.raises(SettingError, match=r"generator\.exact: the kernels of this machine"):
         engine.generate([[5, 6, 7]])

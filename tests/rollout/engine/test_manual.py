@@ -25,7 +25,18 @@ def test_the_example_of_the_manual_runs_as_printed(tmp_path, capsys):
 
 def test_the_manual_names_every_call_and_parameter_that_there_is():
     manual = MANUAL.read_text()
-    for call in ("generate", "stream", "add_group", "step", "cancel", "pause", "resume", "take_out", "put_in", "bind"):
+    for call in (
+        "generate",
+        "stream",
+        "add_group",
+        "step",
+        "cancel",
+        "pause",
+        "resume",
+        "export_sequences",
+        "import_sequences",
+        "bind",
+    ):
         assert hasattr(Engine, call) and f"`{call}" in manual or f", `{call}" in manual
     assert not [name for name in SamplingParams.__dataclass_fields__ if f"`{name}`" not in manual]
 
