@@ -1,4 +1,4 @@
-"""What rank 0 of a replica tells the other ranks to do, in this order: the calls of its engine, and what the rollout decides."""
+"""Messages from rank 0 of a replica to the other ranks: the calls of its engine and new weights, in order."""
 
 from collections.abc import Sequence
 from typing import Union
@@ -13,22 +13,21 @@ class Call(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_default
 
 
 class Add(Call, frozen=True):
-    """A prompt's samples: `params` of each, or of all; `streams` name their random numbers."""
+    """Queue samples of a prompt; one entry of `params` per sample."""
 
     prompt_ids: list[int]
     params: list[SamplingParams]
-    ids: list[int]
-    streams: list[int]
+    trajectory_ids: list[int]
 
 
 class Cancel(Call, frozen=True):
-    """Forget a trajectory."""
+    """Drop a trajectory."""
 
     trajectory_id: int
 
 
 class ImportSequence(Call, frozen=True):
-    """Go on with a trajectory of another engine, from its tokens."""
+    """Continue a trajectory of another engine, from its tokens."""
 
     trajectory_id: int
     key: int
@@ -44,14 +43,14 @@ class Pause(Call, frozen=True):
 
 
 class Resume(Call, frozen=True):
-    """Let a trajectory go on after these tokens."""
+    """Continue a trajectory after these tokens."""
 
     trajectory_id: int
     token_ids: list[int]
 
 
 class Recompute(Call, frozen=True):
-    """Forget all keys and values."""
+    """Drop all keys and values."""
 
 
 class Step(Call, frozen=True):
@@ -59,7 +58,7 @@ class Step(Call, frozen=True):
 
 
 class TakeWeights(Call, frozen=True):
-    """Switch to this version, and say whether it could be had."""
+    """Switch to this version, and answer whether it was available."""
 
     version: int
 
@@ -75,10 +74,10 @@ _decoder: msgspec.json.Decoder[list[Call]] = msgspec.json.Decoder(list[Union[tup
 
 
 def encode(calls: list[Call]) -> bytes:
-    """The JSON bytes of calls."""
+    """Calls as JSON."""
     return _encoder.encode(calls)
 
 
 def decode(body: bytes) -> list[Call]:
-    """The calls in `body`."""
+    """Calls from JSON."""
     return _decoder.decode(body)
