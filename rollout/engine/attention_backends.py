@@ -1,5 +1,6 @@
 """The attention back-ends of decoding, and the choice for a policy on this machine."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -8,15 +9,7 @@ from ...comm.errors import SettingError
 from ...trainer.policy.attention import Attention
 from ...trainer.policy.exact_attention import PAGE
 from .attention_cpu import GatherAttention, PoolAttention
-from .attention_cuda import (
-    FLASH_PAGE,
-    FlashAttention,
-    TritonAttention,
-    VarlenAttention,
-    has_flash,
-    has_triton,
-    has_varlen,
-)
+from .attention_cuda import FLASH_PAGE, FlashAttention, TritonAttention, VarlenAttention, has_varlen
 
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
@@ -63,8 +56,8 @@ def _abilities(policy: "Policy", cache: "KVCache") -> dict[str, bool]:
     takes_flash = is_cuda and is_half and policy.head_dim <= 256 and cache.page_size % FLASH_PAGE == 0
     return {
         "pool": policy.device.type == "cpu" and not has_softcap,
-        "flash": takes_flash and has_flash(),
-        "triton": is_cuda and has_triton(),
+        "flash": takes_flash and find_spec("flash_attn") is not None,
+        "triton": is_cuda and find_spec("triton") is not None,
         "varlen": takes_flash and not has_softcap and has_varlen(),
         "gather": True,
     }

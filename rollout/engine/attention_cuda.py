@@ -106,16 +106,6 @@ class VarlenAttention(TableAttention):
         )  # fmt: skip
 
 
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
-
-
-def has_flash() -> bool:
-    """Whether flash-attn is installed."""
-    return find_spec("flash_attn") is not None
-
-
 def has_varlen() -> bool:
     """Whether this PyTorch's `varlen_attn` takes block tables (2.12 and later)."""
     if find_spec("torch.nn.attention.varlen") is None:

@@ -63,30 +63,24 @@ class TensorParallelGroup:
         replica._is_over = is_over
         return replica
 
-    # ------------------------------------------------------------------------------------------------ rank 0
-
     def enqueue(self, call: Call) -> None:
-        """Keep a call for the next `flush`."""
+        """Rank 0: keep a call for the next `flush`."""
         if self.size > 1:
             self._queued.append(call)
 
     def flush(self) -> None:
-        """Send the queued calls to the other ranks."""
+        """Rank 0: send the queued calls to the other ranks."""
         if self.size > 1:
             calls, self._queued = self._queued, []
             self._broadcast(encode(calls))
 
-    # ---------------------------------------------------------------------------------------- the other ranks
-
     def receive(self) -> list[Call]:
-        """The calls of rank 0's next `flush`."""
+        """The other ranks: the calls of rank 0's next `flush`."""
         with waiting(self._names[0], "the next step", NO_TIMEOUT_S):
             return decode(self._broadcast())
 
-    # ---------------------------------------------------------------------------------------------- all ranks
-
     def all_agree(self, is_yes: bool) -> bool:
-        """Whether every rank answers yes."""
+        """All ranks: whether every rank answers yes."""
         with self.collective():
             return bool(self.tensor_parallel.all_reduce_min(int(is_yes), torch.device("cpu")))
 
@@ -119,11 +113,6 @@ class TensorParallelGroup:
         return tensor.numpy().tobytes()
 
 
-def shard_index(replica: int, rank: int, tp: int) -> int:
-    """The index among the fleet's shards of rank 1 or later of a replica."""
-    return replica * (tp - 1) + rank - 1
-
-
 def _meet(fleet: Fleet, tp: int, deadline_s: float) -> tuple[list[Member], str]:
     """The members of this replica, by rank, and the name of their meeting on the store.
 
@@ -135,7 +124,7 @@ def _meet(fleet: Fleet, tp: int, deadline_s: float) -> tuple[list[Member], str]:
 
     def announced() -> tuple[list[Member], str] | None:
         shards = fleet.members("shard")
-        wanted = range(shard_index(replica, 1, tp), shard_index(replica, tp, tp))
+        wanted = range(replica * (tp - 1), (replica + 1) * (tp - 1))
         found = [m for m in fleet.members("rollout") if m.index == replica] + [m for m in shards if m.index in wanted]
         if len(found) != tp or not all(m.is_alive and "device" in m.info for m in found):
             return None
