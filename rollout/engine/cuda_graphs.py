@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from .batch import DecodeBatch
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """The numbers of rows with a graph of their own."""
-    return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]
-
-
 class DecodeGraphs:
     """Decode steps by number of rows, captured when first needed. Unused rows decode token 0 into page 0."""
 
@@ -40,7 +35,8 @@ class DecodeGraphs:
         self._forward, self._head, self._attention = forward, head, attention
         self._logits, self._scratch = space
         device = self._logits.device
-        self._sizes = sizes_up_to(max_running)
+        self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
+        """Numbers of rows with a graph of their own."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._tokens, self._positions, self._num_drawn, self._keys = (
             torch.zeros(max_running, dtype=torch.long, device=device) for _ in range(4)

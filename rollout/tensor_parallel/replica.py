@@ -38,13 +38,15 @@ class TensorParallelGroup:
     group: of all ranks, for tensors on the host too. names: of the processes, by rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, names: Sequence[str]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, names: Sequence[str], is_over: threading.Event | None = None
+    ) -> None:
         self.group = group
         self.tensor_parallel = TensorParallel(group)
         self.size = self.tensor_parallel.size
         self._names = names
         self._queued: list[Call] = []
-        self._is_over = threading.Event()
+        self._is_over = is_over or threading.Event()
 
     @staticmethod
     def join(fleet: Fleet, tp: int, device: torch.device, deadline_s: float) -> "TensorParallelGroup":
@@ -59,9 +61,7 @@ class TensorParallelGroup:
         watch.start()
         with waiting(", ".join(names), "their process group", deadline_s), _naming(names):
             rank, backend = names.index(fleet.name), _backend([member.info["device"] for member in members])
-            replica = TensorParallelGroup(_open_group(fleet, meeting, rank, tp, backend, deadline_s), names)
-        replica._is_over = is_over
-        return replica
+            return TensorParallelGroup(_open_group(fleet, meeting, rank, tp, backend, deadline_s), names, is_over)
 
     def enqueue(self, call: Call) -> None:
         """Rank 0: keep a call for the next `flush`."""
