@@ -13,7 +13,6 @@ class Clock:
         self.speed = speed
 
     def now(self) -> float:
-        """The time, in seconds of this clock."""
         return time.monotonic() * self.speed
 
     def sleep_until(self, moment: float) -> float:

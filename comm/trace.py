@@ -32,7 +32,6 @@ class Trace:
         self._state, self._facts = state, facts
 
     def now(self) -> float:
-        """The time by the trace's clock."""
         return self._clock.now()
 
     def span(self, state: str, since: float, **facts: float | str) -> None:
@@ -40,7 +39,6 @@ class Trace:
         self._write({"state": state, "t": since, "d": self.now() - since, "lane": 1, **facts})
 
     def counters(self, **values: float) -> None:
-        """Write present values."""
         self._write({"t": self._clock.now(), "values": values})
 
     def close(self) -> None:

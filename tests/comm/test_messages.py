@@ -3,8 +3,9 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import GroupId, Offer, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
+from headrace.comm.messages import GroupId, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
 from headrace.comm.messages.base import trajectory_group
+from headrace.comm.messages.weights import Offer
 
 
 def test_a_message_is_decoded_as_it_was_encoded():
