@@ -1,4 +1,4 @@
-"""Trajectories as the trainer sees them, and their packing into micro-batches without padding."""
+"""Trajectories with the columns that training needs, packed into micro-batches without padding."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class Trajectory:
     version: int
     reward: float
     advantage: float | np.ndarray = 0.0
-    """Of the whole response, or [R] for each of its tokens."""
+    """One for the whole response, or [R], one for each token."""
     ref_logprobs: np.ndarray | None = None
-    """[R] float32 of the initial policy."""
+    """[R] float32, by the initial policy."""
 
     @classmethod
     def of(cls, row: RowRef, columns: dict[str, np.ndarray], advantage: float) -> "Trajectory":
-        """A row with its columns; a column `advantages` takes the place of `advantage`."""
+        """A row with its columns; a column `advantages` replaces `advantage`."""
         return cls(
             prompt_ids=columns["prompt_ids"],
             response_ids=columns["response_ids"],
@@ -56,15 +56,15 @@ PADDING_TRAJECTORY = Trajectory(
     version=-1,
     reward=0.0,
 )
-"""A trajectory without weight, for a rank that has to run a round and has nothing to train."""
+"""A trajectory without weight, for a rank that has an empty micro-batch and must take part in the collectives."""
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Trajectories one after the other, T tokens in all, R of them drawn by the policy.
+    """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
-    token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each drawn token;
-    targets, rollout_logprobs, advantages, mask, ref_logprobs (if there are any) [R]; is_fresh [R]: drawn by the very version in training.
+    token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
+    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training.
     """
 
     token_ids: Tensor
@@ -79,7 +79,7 @@ class PackedBatch:
 
 
 def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> PackedBatch:
-    """Lay trajectories end to end; `version` is the one in training."""
+    """Pack trajectories end to end; `version` is the one in training."""
     lengths = [t.num_tokens for t in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on.

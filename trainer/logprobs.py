@@ -1,28 +1,33 @@
-"""Log-probabilities of trajectories: packed, as training reads them, and by the row, for the task `reference`."""
+"""Log-probabilities of trajectories: of a packed batch, for training, and of each row, for the task `reference`."""
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.recipe import Recipe
-from ..relay.queue.stream import Batch
 from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack
 from .policy.model import Policy
 
+if TYPE_CHECKING:
+    from ..relay.queue.stream import Batch
+
 NEEDED = ("prompt_ids", "response_ids")
+"""The columns that `response_logprobs` reads."""
 
 
 def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Log-probability of each drawn token and the entropy it was drawn with, [R] each, tempered as in the loss."""
+    """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
     with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
 
 
-def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe: Recipe) -> list[np.ndarray]:
-    """[R] float32 for each row of this rank's, in the order of `batch.rows`, tempered as in the loss.
+def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:
+    """[R] float32 for each of this rank's rows, in the order of `batch.rows`, at the temperature of sampling.
 
-    A collective of the ranks over which the policy is sharded.
+    A collective of the ranks that share a sharded policy.
     """
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
@@ -36,6 +41,5 @@ def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe
 
 def _trajectory(columns: dict[str, np.ndarray]) -> Trajectory:
     length = len(columns["response_ids"])
-    nothing = np.zeros(length, np.float32)
-    mask = np.ones(length, np.uint8)
-    return Trajectory(columns["prompt_ids"], columns["response_ids"], nothing, mask, version=-1, reward=0.0)
+    zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
+    return Trajectory(columns["prompt_ids"], columns["response_ids"], zeros, mask, version=-1, reward=0.0)

@@ -89,7 +89,7 @@ def test_a_checkpoint_that_contradicts_its_configuration_is_refused(tmp_path):
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match=r"model\.path: no Hugging Face checkpoint"):
         load_policy(tmp_path)
-    with pytest.raises(SettingError, match=r"model\.dtype: 'floaty' is no floating-point type"):
+    with pytest.raises(SettingError, match=r"model\.dtype: 'floaty' is not a floating-point type"):
         load_policy(tmp_path, "floaty")
     with pytest.raises(SettingError, match=r"model\.path: no tokenizer"):
         load_tokenizer(tmp_path)
