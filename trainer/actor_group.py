@@ -59,7 +59,7 @@ class ActorGroup:
 
     def clone_for_thread(self) -> "ThreadGroup | None":
         """A second group of the same ranks, for the collectives of a thread of each; None for a single rank."""
-        return ThreadGroup(self.rank, self.size, self._deadline_s) if self.size > 1 else None
+        return ThreadGroup(self.rank, self.size, self._deadline_s + _SLACK_S) if self.size > 1 else None
 
     @property
     def is_lead(self) -> bool:
@@ -77,16 +77,16 @@ class ActorGroup:
         fully_shard(policy, mesh=mesh)
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
 
-    def _reduced(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -101,13 +101,13 @@ class ThreadGroup:
         self.rank = rank
         self.size = size
         self._deadline_s = deadline_s
-        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s + _SLACK_S))
+        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         assert isinstance(ranks, dist.ProcessGroup)
         self._ranks = ranks
 
     def broadcast(self, message: Message | None) -> Message:
         """Rank 0's message on all ranks; the others pass None and wait for it."""
-        with waiting("actor 0", "the next message", self._deadline_s + _SLACK_S):
+        with waiting("actor 0", "the next message", self._deadline_s):
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
             length = torch.tensor([len(body)])
             dist.broadcast(length, 0, group=self._ranks)

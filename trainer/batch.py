@@ -22,7 +22,6 @@ class Trajectory:
     rollout_logprobs: np.ndarray
     loss_mask: np.ndarray
     version: int
-    reward: float
     advantage: float | np.ndarray = 0.0
     """One for the whole response, or [R], one for each token."""
     ref_logprobs: np.ndarray | None = None
@@ -37,7 +36,6 @@ class Trajectory:
             rollout_logprobs=columns["rollout_logprobs"],
             loss_mask=columns["loss_mask"],
             version=row.version,
-            reward=row.reward,
             advantage=columns.get("advantages", advantage),
             ref_logprobs=columns.get("ref_logprobs"),
         )
@@ -54,7 +52,6 @@ PADDING_TRAJECTORY = Trajectory(
     rollout_logprobs=np.zeros(1, np.float32),
     loss_mask=np.zeros(1, np.uint8),
     version=-1,
-    reward=0.0,
 )
 """A trajectory without weight, for a rank that has an empty micro-batch and must take part in the collectives."""
 
@@ -86,7 +83,6 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
     predictors = [
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
-    repeats = [len(t.response_ids) for t in trajectories]
     refs = [t.ref_logprobs for t in trajectories if t.ref_logprobs is not None]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -98,14 +94,11 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
         predictors=joined(predictors, torch.long),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
-        advantages=joined(
-            (_per_token(t.advantage, n) for t, n in zip(trajectories, repeats, strict=True)), torch.float32
-        ),
+        advantages=joined((np.broadcast_to(t.advantage, len(t.response_ids)) for t in trajectories), torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
-        is_fresh=joined([np.repeat([t.version == version for t in trajectories], repeats)], torch.bool),
+        is_fresh=joined(
+            [np.repeat([t.version == version for t in trajectories], [len(t.response_ids) for t in trajectories])],
+            torch.bool,
+        ),
         ref_logprobs=None if len(refs) < len(trajectories) else joined(refs, torch.float32),
     )
-
-
-def _per_token(advantage: float | np.ndarray, num_tokens: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(advantage, dtype=np.float64), num_tokens)

@@ -38,12 +38,8 @@ class TrainingState(Stateful):
         return {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
+        model, optimizer = state_dict["model"], state_dict["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         torch.set_rng_state(state_dict["rng"]["cpu"])
         if "cuda" in state_dict["rng"]:
             torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
@@ -75,18 +71,15 @@ class Checkpoints:
             pointer = self.folder / "latest.new"
             pointer.write_text(path.name)
             os.replace(pointer, self.folder / "latest")
-            self._prune()
+            steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
+            for step in steps[: -self.keep]:
+                shutil.rmtree(self.path(step))
         return path
 
     def load(self, state: TrainingState, step: int) -> None:
         """Load the checkpoint of a step into `state`."""
         with _quiet():
             load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=self.group.size == 1)
-
-    def _prune(self) -> None:
-        steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
-        for step in steps[: -self.keep]:
-            shutil.rmtree(self.path(step))
 
 
 @contextmanager

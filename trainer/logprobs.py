@@ -31,15 +31,13 @@ def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, reci
     """
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
-        trajectories = [_trajectory(batch.columns[row.key]) for row in part]
+        tokens = [[batch.columns[row.key][name] for name in NEEDED] for row in part]
+        lengths = [len(response) for _, response in tokens]
+        trajectories = [
+            Trajectory(prompt, response, np.zeros(n, np.float32), np.ones(n, np.uint8), version=-1)
+            for (prompt, response), n in zip(tokens, lengths, strict=True)
+        ]
         with torch.no_grad():
             logprobs, _ = packed_logprobs(policy, pack(trajectories or [PADDING_TRAJECTORY], -1, device), recipe)
-        values = logprobs.float().cpu().numpy()
-        found += np.split(values, np.cumsum([len(t.response_ids) for t in trajectories])[:-1]) if trajectories else []
+        found += np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths)[:-1]) if part else []
     return found
-
-
-def _trajectory(columns: dict[str, np.ndarray]) -> Trajectory:
-    length = len(columns["response_ids"])
-    zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
-    return Trajectory(columns["prompt_ids"], columns["response_ids"], zeros, mask, version=-1, reward=0.0)

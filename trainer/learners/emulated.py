@@ -69,7 +69,6 @@ class EmulatedLearner:
         return ""
 
     def checkpoint(self) -> str:
-        """Writes nothing; returns the run folder."""
         return str(self._run_dir)
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class PackedAttention:
         classes: dict[int, list[int]] = {}
         for index, length in enumerate(lengths):
             classes.setdefault(max(length - 1, 0).bit_length(), []).append(index)
-        self._buckets: list[tuple[Tensor, Tensor]] = []
+        self._buckets: list[tuple[Tensor, tuple[int, int]]] = []
         inverse = torch.empty(self.num_tokens, dtype=torch.long)
         padded = 0
         for members in classes.values():
@@ -87,7 +87,7 @@ class PackedAttention:
             tokens = starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
             is_real = offsets[None, :] < sizes[:, None]
             inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
-            self._buckets.append((tokens.flatten().to(device), torch.tensor([len(members), longest])))
+            self._buckets.append((tokens.flatten().to(device), (len(members), longest)))
             padded += tokens.numel()
         self._inverse = inverse.to(device)
 
@@ -95,8 +95,7 @@ class PackedAttention:
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and spec.softcap is None:
             return self._varlen(query, key, value, spec)
         outputs = []
-        for tokens, shape in self._buckets:
-            size = tuple(shape.tolist())
+        for tokens, size in self._buckets:
             q, k, v = (x.index_select(0, tokens).unflatten(0, size).transpose(1, 2) for x in (query, key, value))
             outputs.append(causal_attention(q, k, v, spec).transpose(1, 2).flatten(0, 1))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -117,7 +117,8 @@ class ExactPackedAttention:
         self._tiles = TileAttention(runs, device)
         self._places = torch.tensor(places, device=device)
         self._num_pages = num_pages
-        self._plain = PackedAttention(lengths, device)
+        self.stock = PackedAttention(lengths, device)
+        """The same attention by the stock kernels, for the gradient."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         return _Exact.apply(query, key, value, spec, self)  # pyright: ignore[reportReturnType]
@@ -125,10 +126,6 @@ class ExactPackedAttention:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """The exact result, without an autograd graph."""
         return self._tiles(query, self._paged(key), self._paged(value), spec)
-
-    def recompute(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """The same attention by the stock kernels, for the gradient."""
-        return self._plain(0, query, key, value, spec)
 
     def _paged(self, x: Tensor) -> Tensor:
         pages = x.new_zeros(self._num_pages * PAGE, *x.shape[1:]).index_copy_(0, self._places, x)
@@ -148,6 +145,6 @@ class _Exact(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = ctx.attention.recompute(*inputs, ctx.spec)
+            out = ctx.attention.stock(0, *inputs, ctx.spec)
         query, key, value = torch.autograd.grad(out, inputs, grads[0])
         return query, key, value, None, None

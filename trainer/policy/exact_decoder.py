@@ -98,26 +98,17 @@ class _BlockLinear(torch.autograd.Function):
         return grad @ weight, grad.t() @ x, grad.sum(0) if ctx.has_bias else None
 
 
-class ExactLogits(torch.autograd.Function):
-    """Logits fp32 [T, vocab] of hidden states [T, hidden]: products in the weights' type, sums in fp32, block by block."""
+def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits fp32 [T, vocab] of hidden states [T, hidden]: products in the weights' type, sums in fp32, block by block.
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wide: Tensor) -> Tensor:
-        """`wide` is `weight` in fp32."""
-        ctx.save_for_backward(hidden, weight)
-        count = len(hidden)
-        padded = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK))
-        out = padded.new_empty(len(padded), len(weight))
-        with products_of(weight.dtype):
-            for block, rows in zip(padded.split(BLOCK), out.split(BLOCK), strict=True):
-                torch.mm(block, wide.t(), out=rows)
-        return out[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden, None
+    Without gradient.
+    """
+    padded, wide = F.pad(hidden.float(), (0, 0, 0, -len(hidden) % BLOCK)), weight.float()
+    out = padded.new_empty(len(padded), len(weight))
+    with products_of(weight.dtype):
+        for block, rows in zip(padded.split(BLOCK), out.split(BLOCK), strict=True):
+            torch.mm(block, wide.t(), out=rows)
+    return out[: len(hidden)]
 
 
 @contextmanager

@@ -5,7 +5,8 @@ that transformers gives them; a tied weight has one name.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
 from .exact_attention import ExactPackedAttention
-from .exact_decoder import ExactDecoder, ExactLogits
+from .exact_decoder import ExactDecoder, exact_logits
 from .families import check_exact_supported, check_splittable, check_supported
 from .tensor_parallel import TensorParallel, splits_for
 
@@ -130,9 +131,9 @@ class Policy(nn.Module):
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
         head = self.head
         if self.exact is not None:
-            return ExactLogits.apply(hidden, head.weight, head.weight.detach().float())  # pyright: ignore[reportReturnType]
+            return _Logits.apply(hidden, head.weight, exact_logits)  # pyright: ignore[reportReturnType]
         if head.weight.is_cuda and head.weight.dtype != torch.float32:
-            logits = _WideLogits.apply(hidden, head.weight)
+            logits = _Logits.apply(hidden, head.weight, _wide_logits)
             assert isinstance(logits, Tensor)
         else:
             logits = F.linear(hidden.float(), head.weight.float(), head.bias)
@@ -151,28 +152,31 @@ class Policy(nn.Module):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             return logprobs.gather(1, wanted[:, None])[:, 0], entropy
 
-        parts = []
-        for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True):
-            if torch.is_grad_enabled():
-                parts.append(checkpoint(chunk, rows, wanted, use_reentrant=False))
-            else:
-                parts.append(chunk(rows, wanted))
+        parts = [
+            checkpoint(chunk, rows, wanted, use_reentrant=False) if torch.is_grad_enabled() else chunk(rows, wanted)
+            for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
+        ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-class _WideLogits(torch.autograd.Function):
-    """fp32 logits of half-precision hidden states and weights on a GPU: sums in fp32, no fp32 copy of the weights."""
+class _Logits(torch.autograd.Function):
+    """fp32 logits by `compute(hidden, weight)`; the backward pass computes in the weights' type."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return compute(hidden, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight = ctx.saved_tensors
         grad = grads[0].to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden
+        return grad @ weight, grad.t() @ hidden, None
+
+
+def _wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Of half-precision hidden states and weights on a GPU: sums in fp32, without an fp32 copy of the weights."""
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
 def load_policy(
@@ -272,15 +276,9 @@ def _generation_config(path: str | Path, config: Any) -> GenerationConfig:
 
 
 def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
-    """Tokens that end a response: those of the generation configuration, else of the model's, and the tokenizer's."""
-    found: set[int] = set()
-    for ids in (_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)):
-        if isinstance(ids, int):
-            found.add(ids)
-        elif ids is not None:
-            found.update(ids)
-    try:
-        tokenizer_eos = AutoTokenizer.from_pretrained(path).eos_token_id
-    except (OSError, ValueError, KeyError):
-        tokenizer_eos = None
-    return frozenset(found if tokenizer_eos is None else found | {tokenizer_eos})
+    """Tokens that end a response: those of the generation configuration, of the model's configuration and of the tokenizer."""
+    settings: list[Any] = [_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)]
+    with suppress(OSError, ValueError, KeyError):
+        settings.append(AutoTokenizer.from_pretrained(path).eos_token_id)
+    lists = [[setting] if isinstance(setting, int) else setting or [] for setting in settings]
+    return frozenset(token for tokens in lists for token in tokens)
