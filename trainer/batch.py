@@ -46,13 +46,8 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-PADDING_TRAJECTORY = Trajectory(
-    prompt_ids=np.zeros(1, np.int32),
-    response_ids=np.zeros(1, np.int32),
-    rollout_logprobs=np.zeros(1, np.float32),
-    loss_mask=np.zeros(1, np.uint8),
-    version=-1,
-)
+_ZERO = np.zeros(1, np.int32)
+PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=_ZERO, version=-1)
 """A trajectory without weight, for a rank that has an empty micro-batch and must take part in the collectives."""
 
 

@@ -39,10 +39,13 @@ class Trainer:
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
+        tasks = [TRAIN]
+        if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
+            tasks.append(REFERENCE.name)
         self.stream = ExperienceStream(
             self.mailbox,
             self.storage,
-            [TRAIN, *_other_tasks(recipe)],
+            tasks,
             steps=range(self.learner.version, recipe.run.steps),
             max_tokens=recipe.optimizer.micro_tokens,
             thread_team=self.group.clone_for_thread(),
@@ -60,7 +63,9 @@ class Trainer:
                 self.train_step(step)
                 every = self.recipe.checkpoint.every
                 if every and (step + 1) % every == 0:
-                    self.checkpoint()
+                    path = self.learner.checkpoint()
+                    if self.recorder is not None:
+                        self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
         except RunStopped:
             self.learner.discard()
         self.finish()
@@ -106,12 +111,6 @@ class Trainer:
         self.learner.publish()
         return {"weights/push_s": self.clock.now() - started, "weights/bytes": self.learner.num_bytes}
 
-    def checkpoint(self) -> None:
-        """Write weights for users and the whole training state for `run.resume`."""
-        path = self.learner.checkpoint()
-        if self.recorder is not None:
-            self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
-
     def finish(self) -> None:
         """Export the last weights, send the hub the facts for the summary, and close everything."""
         self.stream.close()
@@ -136,7 +135,6 @@ class RunRecorder:
         self.num_tokens = 0
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
-        """Record one step."""
         tokens = sum(row.num_tokens for row in stats.rows)
         metrics |= {
             "timing_s/step": step_s,
@@ -166,11 +164,6 @@ class RunRecorder:
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The trainer's process."""
     Trainer(fleet, recipe).run()
-
-
-def _other_tasks(recipe: Recipe) -> list[str]:
-    """Tasks that the trainer's ranks do besides training."""
-    return [REFERENCE.name] if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference else []
 
 
 def _peak_memory_gb() -> float:

@@ -43,7 +43,6 @@ class StepStats:
 
     @property
     def mean_reward(self) -> float:
-        """The mean over the trajectories of the step."""
         return sum(row.reward for row in self.rows) / len(self.rows)
 
     def add(self, batch: "Batch") -> None:

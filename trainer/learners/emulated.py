@@ -56,7 +56,7 @@ class EmulatedLearner:
         return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "timing_s/update_actor": busy_s}
 
     def discard(self) -> None:
-        """Does nothing: the engine has no gradient."""
+        pass
 
     def publish(self) -> None:
         """Publish the small buffer; return when a real version would be copied."""

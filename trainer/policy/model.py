@@ -66,12 +66,10 @@ class Policy(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self.head.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.head.weight.device
 
     def make_exact(self) -> ExactDecoder:
@@ -121,11 +119,10 @@ class Policy(nn.Module):
 
         Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]].
         """
-        lengths = cu_seqlens.diff()
-        positions = torch.arange(len(token_ids), device=token_ids.device)
-        positions = positions - cu_seqlens[:-1].to(positions.device).repeat_interleave(lengths.to(positions.device))
+        lengths: list[int] = cu_seqlens.diff().tolist()
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(token_ids.device)
         attention = PackedAttention if self.exact is None else ExactPackedAttention
-        return (self.exact or self)(token_ids, positions, attention(lengths.tolist(), token_ids.device))
+        return (self.exact or self)(token_ids, positions, attention(lengths, token_ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""

@@ -38,11 +38,10 @@ class TensorParallel:
         self._group.allreduce([part]).wait()
         return part
 
-    def broadcast_tokens(self, tokens: Tensor) -> Tensor:
+    def broadcast_tokens(self, tokens: Tensor) -> None:
         """Rank 0's tokens on every rank, in place: a difference in the last bit must not make the ranks diverge."""
         if self._group is not None:
             self._group.broadcast([tokens], dist.BroadcastOptions()).wait()
-        return tokens
 
     def all_reduce_min(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values."""
