@@ -11,6 +11,9 @@ HeadraceError
 └── MessageRefused                a letter is malformed, foreign or forged
 """
 
+STORE_GONE_EXIT = 69
+"""Exit code of a process whose watchdog found the fleet's store gone."""
+
 
 class HeadraceError(Exception):
     """Base of all errors of the project."""

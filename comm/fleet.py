@@ -20,17 +20,14 @@ from dataclasses import dataclass, field
 import msgspec
 from torch.distributed import DistError
 
-from .errors import StoreGone
+from .errors import STORE_GONE_EXIT, StoreGone
 from .links.opening import Link, MemoryLink, open_link, throttled
-from .mailbox import Mailboxes, MemoryMailboxes, StoreMailboxes
+from .mailbox import Mailbox, Mailboxes, MemoryMailboxes, StoreMailboxes
 from .recipe import CommSettings
 from .storage.client import StorageClient
 from .storage.server import StorageServer
 from .store import ROSTER, StoreClient, connect_store
 from .waits import waiting
-
-STORE_GONE_EXIT = 69
-"""Exit code of a process that its watchdog ended because the fleet's store was gone."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -84,6 +81,10 @@ class Fleet(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
+
+    def open_mailbox(self, name: str) -> Mailbox:
+        """The inbox `name` of this process; one at a time may be open under a name."""
+        return self.mailboxes.open(name)
 
     def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> StorageServer:
         """A storage unit in this process, open to every process of the run."""

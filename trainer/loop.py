@@ -1,6 +1,6 @@
 """The trainer's loop: accumulate the groups of a step as they become ready, update the weights, publish them.
 
-It consumes groups from the experience queue. It waits for `RowBatch` messages of the hub (a named wait of rank 0), never for a
+It consumes groups from the experience queue. It waits for `TrainBatch` messages of the hub (a named wait of rank 0), never for a
 rollout. Publishing costs one copy of the weights.
 """
 
@@ -12,7 +12,7 @@ import torch
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import CheckpointWritten, StepTrained, TrainingDone
+from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
@@ -37,7 +37,7 @@ class Trainer:
         self.step_log = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
-        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.mailbox = fleet.open_mailbox(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         tasks = [TRAIN]
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
@@ -77,11 +77,11 @@ class Trainer:
         fleet_metrics: dict[str, float] = {}
         while received < total:
             batch = self.next_batch(step)
-            if batch.task != TRAIN:
+            taken = batch.row_batch
+            if not isinstance(taken, TrainBatch):
                 self.trace.enter(batch.task, step=step)
                 self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
-            taken = batch.row_batch
             received, total, fleet_metrics = received + len(taken.groups), taken.total, taken.metrics
             if self.step_log is not None:
                 self.step_log.add(batch)

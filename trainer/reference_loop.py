@@ -18,7 +18,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process of a reference rank, until the hub ends the run."""
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
-    mailbox, storage = fleet.mailboxes.begin_receive(fleet.name), ReplicatedRows(fleet)
+    mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
     max_tokens = recipe.optimizer.micro_tokens
     stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
     for batch in stream:

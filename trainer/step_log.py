@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
-from ..comm.messages import RowBatch, decode, encode
+from ..comm.messages import TrainBatch, decode, encode
 from ..relay.queue.stream import Batch
 
 _NUM_RANKS = "ranks"
@@ -73,7 +73,7 @@ class StepReplay:
                 columns.setdefault(key, {})[name] = file.get_tensor(tensor)
         for number in range((len(self._metadata) - 1) // 2):
             row_batch = decode(self._metadata[f"{number}"].encode())
-            assert isinstance(row_batch, RowBatch)
+            assert isinstance(row_batch, TrainBatch)
             rows = {row.key: row for row in row_batch.rows()}
             micro_batches = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
             yield Batch(row_batch, micro_batches, columns)

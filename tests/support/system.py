@@ -103,7 +103,7 @@ class System:
 
     def interrupt(self) -> None:
         """Tell the hub that the run is interrupted, as after Ctrl-C."""
-        mailbox = self.network.mailboxes.begin_receive("test")
+        mailbox = self.network.mailboxes.open("test")
         mailbox.send("hub", Interrupted(signal.SIGINT))
         mailbox.close()
 
@@ -112,7 +112,7 @@ class System:
         if not any(thread.is_alive() for thread in self.threads.values()):
             return
         self.interrupt()
-        mailbox = self.network.mailboxes.begin_receive("test")
+        mailbox = self.network.mailboxes.open("test")
         if "hub" in self.threads:
             self.threads["hub"].join(PATIENCE_S)
         for name in self.threads:

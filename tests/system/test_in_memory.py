@@ -146,7 +146,7 @@ def mortal_rollout(fleet: MemoryFleet, recipe: Recipe) -> None:
     link = TcpLink(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
     authenticate(link, LINK_NAME, 1, b"", PATIENCE_S)
     send_frame(link, Attach(fleet.name, fleet.incarnation), PATIENCE_S)
-    mailbox = fleet.mailboxes.begin_receive(fleet.name)
+    mailbox = fleet.open_mailbox(fleet.name)
     mailbox.send("hub", LeaseRequest(1, 0, 1))
     envelope = mailbox.receive(PATIENCE_S)
     assert envelope is not None and isinstance(envelope.message, LeaseGrant)
@@ -161,7 +161,7 @@ def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
     """A storage unit that crashes when its member's info says so, without a message."""
     unit = fleet.host_rows()
     fleet.announce(unit=unit.address)
-    mailbox = fleet.mailboxes.begin_receive(fleet.name)
+    mailbox = fleet.open_mailbox(fleet.name)
     while "die" not in fleet.me.info:
         envelope = mailbox.receive(0.01)
         if envelope is not None and isinstance(envelope.message, Stop):

@@ -25,30 +25,39 @@ class Learner(Protocol):
     @property
     def version(self) -> int:
         """The version in training: the number of updates of the weights so far."""
+        ...
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of this rank's micro-batches, and the batch to `stats`; a collective of all ranks."""
+        ...
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Of the initial policy, for the task `reference`: [R] for each of this rank's rows; a collective of all ranks."""
+        ...
 
     def step(self, stats: StepStats) -> dict[str, float]:
         """Update the weights by the accumulated gradient; returns the metrics of the update."""
+        ...
 
     def discard(self) -> None:
         """Discard the accumulated gradient: the run ends within a step."""
+        ...
 
     def publish(self) -> None:
         """Publish the present weights to the relays; returns when training may continue."""
+        ...
 
     def export(self) -> str:
         """Write the weights for users; returns the folder."""
+        ...
 
     def checkpoint(self) -> str:
         """Write the weights for users and the state that `run.resume` needs; returns the folder."""
+        ...
 
     def close(self) -> None:
         """Deliver the published weights, and close the group of ranks."""
+        ...
 
 
 def open_learner(fleet: Fleet, recipe: Recipe) -> Learner:

@@ -32,6 +32,7 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, /) -> Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d]."""
+        ...
 
 
 def _dispatch(
