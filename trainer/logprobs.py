@@ -11,7 +11,7 @@ from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack
 from .policy.model import Policy
 
 if TYPE_CHECKING:
-    from ..relay.queue.stream import Batch
+    from ..relay.queue.batch import Batch
 
 NEEDED = ("prompt_ids", "response_ids")
 """The columns that `response_logprobs` reads."""

@@ -16,9 +16,10 @@ from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, Training
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
+from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
-from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
-from ..relay.queue.tasks import REFERENCE, TRAIN
+from ..relay.queue.stream import ExperienceStream, RunStopped
+from ..relay.queue.tasks import REFERENCE
 from .learners.base import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .step_log import StepLog

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
 from ..comm.messages import TrainBatch, decode, encode
-from ..relay.queue.stream import Batch
+from ..relay.queue.batch import Batch
 
 _NUM_RANKS = "ranks"
 

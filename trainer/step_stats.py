@@ -11,7 +11,7 @@ from .batch import PackedBatch
 from .loss import LossTerms
 
 if TYPE_CHECKING:
-    from ..relay.queue.stream import Batch
+    from ..relay.queue.batch import Batch
     from .actor_group import ActorGroup
 
 _SUMS = (

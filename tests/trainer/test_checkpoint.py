@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
-from headrace.relay.queue.stream import Batch
+from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import Checkpoints
 from headrace.trainer.learners.actor import Actor

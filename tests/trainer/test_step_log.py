@@ -8,7 +8,7 @@ import pytest
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.relay.queue.stream import Batch
+from headrace.relay.queue.batch import Batch
 from headrace.trainer.step_log import StepLog, StepReplay
 
 

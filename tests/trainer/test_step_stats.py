@@ -9,7 +9,7 @@ import torch
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings
-from headrace.relay.queue.stream import Batch
+from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.batch import PADDING_TRAJECTORY, Trajectory, pack
 from headrace.trainer.loss import grpo_loss

@@ -15,7 +15,7 @@ from ..policy.model import Policy, load_policy
 from ..step_stats import StepStats
 
 if TYPE_CHECKING:
-    from ...relay.queue.stream import Batch
+    from ...relay.queue.batch import Batch
 
 
 class Actor:

@@ -7,7 +7,7 @@ import numpy as np
 from ...comm.fleet import Fleet
 from ...comm.plugins import adapter_class
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
+from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..step_stats import StepStats
 

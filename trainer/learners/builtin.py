@@ -7,7 +7,7 @@ import torch
 
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
+from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard

@@ -9,7 +9,7 @@ import torch
 from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
+from ...relay.queue.batch import Batch
 from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
