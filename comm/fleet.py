@@ -22,7 +22,7 @@ from torch.distributed import DistError
 
 from .errors import STORE_GONE_EXIT, StoreGone
 from .links.opening import Link, MemoryLink, open_link, throttled
-from .mailbox import Mailboxes, MemoryMailboxes, StoreMailboxes
+from .mailbox import Mailbox, Mailboxes, MemoryMailboxes, StoreMailboxes
 from .recipe import CommSettings
 from .storage.client import StorageClient
 from .storage.server import StorageServer
@@ -81,6 +81,10 @@ class Fleet(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
+
+    def open_mailbox(self, name: str) -> Mailbox:
+        """The inbox `name` of this process; one at a time may be open under a name."""
+        return self.mailboxes.open(name)
 
     def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> StorageServer:
         """A storage unit in this process, open to every process of the run."""

@@ -57,7 +57,7 @@ class Mailbox(Protocol):
 class Mailboxes(Protocol):
     """Where mailboxes are opened."""
 
-    def begin_receive(self, name: str) -> Mailbox:
+    def open(self, name: str) -> Mailbox:
         """Open the inbox `name`; one at a time may be open under a name."""
         ...
 
@@ -128,7 +128,7 @@ class StoreMailboxes:
         self.gone: DistError | None = None
         self._sender.start()
 
-    def begin_receive(self, name: str) -> "StoreMailbox":
+    def open(self, name: str) -> "StoreMailbox":
         """Open the inbox `name`; letters that arrived before it was opened are still there."""
         with self._lock:
             assert name not in self._open, f"the inbox {name} is open already"
@@ -260,7 +260,7 @@ class MemoryMailboxes:
         self._epochs: dict[str, int] = defaultdict(int)
         self._lock = threading.RLock()
 
-    def begin_receive(self, name: str) -> "MemoryMailbox":
+    def open(self, name: str) -> "MemoryMailbox":
         """Open the inbox `name`."""
         with self._lock:
             self._epochs[name] += 1

@@ -58,9 +58,9 @@ def open_link(
             store = connect_store(store_address, deadline_s)
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
             if backend == "tcp":
-                return TcpLink.begin_receive(store, name, end, deadline_s, secret, interface)
+                return TcpLink.open(store, name, end, deadline_s, secret, interface)
             group = open_group("nccl" if backend == "nccl" else "gloo", store, name, end, deadline_s, interface)
-            beside = TcpLink.begin_receive(store, f"{name}/beside", end, deadline_s, secret, interface)
+            beside = TcpLink.open(store, f"{name}/beside", end, deadline_s, secret, interface)
             return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), beside)
     except DistError as error:
         raise LinkBroken(f"link {name}: {error}") from error

@@ -31,9 +31,7 @@ class TcpLink:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @staticmethod
-    def begin_receive(
-        store: StoreClient, name: str, end: int, deadline_s: float, secret: bytes, interface: str
-    ) -> "TcpLink":
+    def open(store: StoreClient, name: str, end: int, deadline_s: float, secret: bytes, interface: str) -> "TcpLink":
         """End 0 listens and says where; end 1 connects. A stranger who connects first is turned away."""
         key = f"link/{name}"
         return _listen(store, key, name, deadline_s, secret, interface) if end == 0 else _connect(

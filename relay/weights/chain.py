@@ -52,7 +52,7 @@ class Chain:
         self._stop = threading.Event()
         self._sender = VersionSender(version_store, segment_path, self._stop, ChunkSizer(fleet.settings.chunk_bytes))
         self._suspected_until: dict[tuple[str, int], float] = {}
-        self._mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/chain")
+        self._mailbox = fleet.open_mailbox(f"{fleet.name}/chain")
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} chain", daemon=True)
         self._thread.start()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...comm.messages.offer import Delta, Offer
+from ...comm.messages.weights import Delta, Offer
 from .frames import ranges_of
 from .shards import ByteRanges
 from .slots import VersionNotAvailable, VersionSlots

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import msgspec
 
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from .shards import ByteRanges
 
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from .delta import DeltaCodec
 from .digests import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
 from .frames import ranges_of

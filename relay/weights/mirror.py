@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> str | None:
     """Bring one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its digest, or None."""
-    mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/fetch")
+    mailbox = fleet.open_mailbox(f"{fleet.name}/fetch")
     try:
         for relay in fleet.alive_members("relay", having="segment"):
             name = f"{relay.name}>{mailbox.name} {fleet.incarnation}.{time.monotonic_ns()}"
@@ -51,7 +51,7 @@ class WeightMirror:
         self._fleet = fleet
         self._settings = settings
         self._version_store = VersionStore(segment)
-        self._mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/weights")
+        self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._stop = threading.Event()
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} feed", daemon=True)

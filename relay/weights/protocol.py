@@ -18,7 +18,7 @@ import numpy as np
 
 from ...comm.errors import LinkBroken
 from ...comm.links.opening import Link
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from .delta import Difference
 from .frames import Accept, Frame, FrameKind, Trailer, TransferAck, ranges_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
 from ...comm.fleet import Fleet, Member
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings
 from .chain import chain_order
 from .layout import Layout, host_buffer
@@ -39,7 +39,7 @@ class WeightPublisher:
         self._part = part or WeightShard.whole(layout)
         self._fleet = fleet
         self._settings = settings
-        self._mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/weights")
+        self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._changed = threading.Condition()
         self._spare: list[np.ndarray] = []
         self._waiting: PendingVersion | None = None

@@ -17,7 +17,7 @@ from ...comm.errors import PeerGone, SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.mailbox import Mailbox
 from ...comm.messages import PushResult, ReserveSlot, ShardWritten, SlotReserved
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings, RelaySettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import waiting

@@ -23,7 +23,7 @@ from ...comm.messages import (
     SubscribeVersions,
     VersionReady,
 )  # fmt: skip
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from .chain import Chain
@@ -46,7 +46,7 @@ class WeightServer:
         self.version_store = VersionStore(segment)
         self._fleet = fleet
         self._segment = segment
-        self._mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/weights")
+        self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._stop = threading.Event()
         self._sender = VersionSender(self.version_store, segment.path, self._stop, ChunkSizer(settings.chunk_bytes))
         self._transfer_threads: list[threading.Thread] = []

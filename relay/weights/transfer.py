@@ -8,7 +8,7 @@ import numpy as np
 
 from ...comm.errors import LinkBroken
 from ...comm.links.opening import Link
-from ...comm.messages.offer import Delta, Offer
+from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
 from .chunks import ChunkSizer
 from .digests import digest

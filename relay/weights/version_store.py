@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from ...comm.errors import LinkBroken
-from ...comm.messages.offer import Offer
+from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Lock, Segment
 from .delta import DeltaCodec, Difference
 from .incoming import IncomingState, IncomingVersion

@@ -15,8 +15,12 @@ from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion, SequenceProgress, SequenceState
 from ..rewards.pool import RewardPool, ScoreRequest
 
-_ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated", "transformers": ".transformers"}
-"""Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
+_ADAPTERS = {
+    "builtin": ".builtin:BuiltinGenerator",
+    "emulated": ".emulated:EmulatedGenerator",
+    "transformers": ".transformers:TransformersGenerator",
+}
+"""Classes, called with (fleet, recipe)."""
 
 
 class Weights(Protocol):

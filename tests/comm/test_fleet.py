@@ -115,10 +115,10 @@ def test_a_member_that_joins_again_is_the_next_incarnation(cluster):
 
 def test_leaving_delivers_what_was_sent_and_leaves_no_thread():
     city = StoreCluster()
-    hub = city.join("hub").mailboxes.open("hub")
+    hub = city.join("hub").open_mailbox("hub")
     before = set(threading.enumerate())
     relay = city.join("relay")
-    mailbox = relay.mailboxes.open("relay-0")
+    mailbox = relay.open_mailbox("relay-0")
     for _ in range(100):
         mailbox.send("hub", ListStoredRows())
     relay.leave()

@@ -42,7 +42,7 @@ def mailboxes(request):
     if request.param == "memory":
         yield MemoryMailboxes(SECRET)
         return
-    town = request.getfixturevalue("town")
+    town = request.getfixturevalue("cluster")
     yield town.open_mailboxes()
 
 
@@ -102,7 +102,9 @@ def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(clust
     sealer = MessageSigner(SECRET)
     for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.sign("relay-1", "relay-0", 9, ListStoredRows())):
         raw.queue_push("inbox/hub", letter)
-    raw.queue_push("inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"CountRows", b"CountLies"))
+    raw.queue_push(
+        "inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
+    )
     raw.add("confirmed", 1)
     relay.send("hub", ListStoredRows())
     letter = hub.receive(PATIENCE_S)
@@ -135,7 +137,7 @@ def test_a_mailbox_whose_store_is_gone_says_so():
     assert store.stdout
     address = store.stdout.readline().split()[1]
     post = StoreMailboxes(address, SECRET)
-    hub = post.begin_receive("hub")
+    hub = post.open("hub")
     store.kill()
     store.wait()
     store.stdout.close()

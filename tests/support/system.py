@@ -107,7 +107,7 @@ class System:
         """End what still runs: the hub ends the run in order; a role that the hub leaves behind is told to stop."""
         if not any(thread.is_alive() for thread in self.threads.values()):
             return
-        mailbox = self.network.mailboxes.begin_receive("test")
+        mailbox = self.network.mailboxes.open("test")
         mailbox.send("hub", Interrupted(signal.SIGINT))
         if "hub" in self.threads:
             self.threads["hub"].join(PATIENCE_S)

@@ -176,7 +176,7 @@ class Relays:
     def arrived(self, index, version):
         """Bytes of a version that have reached a relay while it still arrives."""
         arrival = self.keepers[index].version_store._incoming
-        return arrival.arrived if arrival is not None and arrival.offer.version == version else 0
+        return arrival.bytes_ready if arrival is not None and arrival.offer.version == version else 0
 
     def wait_until_all_have(self, version, of):
         with waiting("the chain", f"version {version}", PATIENCE_S) as wait:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.closing import at_end
 
 from headrace.comm.fleet import MemoryFleet, MemoryNetwork
-from headrace.comm.messages.offer import Delta, Offer
+from headrace.comm.messages.weights import Delta, Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting

@@ -35,10 +35,10 @@ class WeightsScene:
         self.settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=PATIENCE_S, **settings)  # pyright: ignore[reportArgumentType]
         self.network = MemoryNetwork()
         self.layout = Layout.of(weights(0), dtype)
-        self.begin_receive = []
+        self.closing = []
         at_end(self.close)
         self.fleets = []
-        self.hub = self.join("hub").mailboxes.begin_receive("hub")
+        self.hub = self.join("hub").open_mailbox("hub")
         self.relays = [self.relay(index) for index in range(num_relays)]
 
     def join(self, role, index=0, info=None, host="here"):
@@ -48,21 +48,21 @@ class WeightsScene:
         segment = Segment.create_anonymous()
         fleet = self.join("relay", index, {"segment": segment.path}, host)
         keeper = WeightServer(fleet, segment, self.settings)
-        self.begin_receive += [segment, keeper]
+        self.closing += [segment, keeper]
         self.fleets.append(fleet)
         return keeper
 
     def publisher(self):
-        self.begin_receive.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
-        return self.begin_receive[-1]
+        self.closing.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
+        return self.closing[-1]
 
     def reader(self, index=0, layout=None):
-        self.begin_receive.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
-        return self.begin_receive[-1]
+        self.closing.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
+        return self.closing[-1]
 
     def close(self):
-        while self.begin_receive:
-            self.begin_receive.pop().close()
+        while self.closing:
+            self.closing.pop().close()
 
 
 @pytest.fixture(params=["auto", "tcp"])
@@ -266,7 +266,7 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
         WeightReader(reader, town.layout, town.settings)
     publisher = WeightPublisher(actor, town.layout, town.settings)
-    town.begin_receive.append(publisher)
+    town.closing.append(publisher)
     publisher.publish(1, weights(1))
     until(lambda: publisher._failure)
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
@@ -277,7 +277,7 @@ def test_a_reader_on_a_host_without_a_relay_is_fed():
     town = WeightsScene()
     publisher = town.publisher()
     reader = WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
-    town.begin_receive.append(reader)
+    town.closing.append(reader)
     publisher.publish(1, weights(1))
     until(lambda: reader.newest() == 1)
     assert_is(pulled(reader)[1], 1)
@@ -313,11 +313,11 @@ def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
 
 def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dead(monkeypatch):
     monkeypatch.setattr(push, "ANSWER_S", 0.5)
-    monkeypatch.setattr(push, "LEASE_S", 0.5)
+    monkeypatch.setattr(push, "READER_LOCK_S", 0.5)
     town = WeightsScene(num_relays=0, expiry_s=10 * PATIENCE_S)
     frozen = Segment.create_anonymous()
-    town.begin_receive.append(frozen)
-    letters = town.join("relay", 0, {"segment": frozen.path}).mailboxes.begin_receive("relay-0/weights")
+    town.closing.append(frozen)
+    letters = town.join("relay", 0, {"segment": frozen.path}).open_mailbox("relay-0/weights")
     town.relays = [town.relay(1)]
     publisher = town.publisher()
     for version in (1, 2, 3):

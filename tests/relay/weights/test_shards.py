@@ -61,7 +61,7 @@ from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import connect_store
 from headrace.relay.weights.layout import Layout
-from headrace.relay.weights.shards import Part
+from headrace.relay.weights.shards import WeightShard
 from headrace.relay.weights.publisher import WeightPublisher
 
 address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
@@ -76,7 +76,7 @@ fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
 fleet.wait_for("relay", 1, 240)
 tensors = dict(model.state_dict())
 layout = Layout.of(tensors, dtype, tp, CUTS)
-publisher = WeightPublisher(fleet, layout, settings, Part.of(layout, tensors, rank, size))
+publisher = WeightPublisher(fleet, layout, settings, WeightShard.of(layout, tensors, rank, size))
 for version in (1, 2):
     with torch.no_grad():
         for parameter in model.parameters():

@@ -62,7 +62,7 @@ def test_an_actor_without_a_gpu_cannot_push_to_one():
     relay = MemoryFleet.join_network(town, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
     actor = MemoryFleet.join_network(town, "actor", 0, {}, settings)
     with pytest.raises(SettingError, match=r"relay\.staging_device: the actor has no GPU"):
-        open_push(relay.me, actor, actor.mailboxes.begin_receive("actor-0/weights"), settings)
+        open_push(relay.me, actor, actor.open_mailbox("actor-0/weights"), settings)
 
 
 def test_nccl_links_without_a_gpu_for_the_relays_are_refused_by_name():
