@@ -1,4 +1,4 @@
-"""The end of a run as its user sees it: `summary.json` as a table."""
+"""The table that a run prints at its end, from `summary.json`."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ..processes.supervisor import SUMMARY_FILE
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """What the hub wrote when the run ended, None if it could not."""
+    """The summary that the hub wrote when the run ended, None without one."""
     try:
         return json.loads((run_dir / SUMMARY_FILE).read_text())
     except (OSError, ValueError):
