@@ -33,7 +33,7 @@ from ...relay.hub.loop import run
 from ...relay.journal import events as ev
 from ...relay.journal.journal import Journal, replay
 from ...relay.journal.state import HubState, apply
-from .harness import Child, Measurement, Options, command
+from .harness import BenchProcess, Measurement, Options, command
 
 M = TypeVar("M", bound=Message)
 
@@ -47,7 +47,7 @@ def hub_events(options: Options) -> list[Measurement]:
     hosted = StoreServer("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
-        with Child(command("hub", folder, hosted.address)) as hub:
+        with BenchProcess(command("hub", folder, hosted.address)) as hub:
             fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
             _play(fleet.open_mailbox("rollout-0"), fleet.open_mailbox("actor-0"))
             assert hub.process.wait(_PATIENCE_S) == 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...comm.links.opening import open_link
 from ...comm.store import StoreServer
-from .harness import Child, Measurement, Options, best_seconds, command
+from .harness import BenchProcess, Measurement, Options, best_seconds, command
 
 _PIECE = 1 << 20
 _REPEATS = 12
@@ -23,7 +23,7 @@ def tcp_link(options: Options) -> list[Measurement]:
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = command("links", hosted.address, f"127.0.0.1:{listener.getsockname()[1]}", num_bytes)
-        with Child(words):
+        with BenchProcess(words):
             listener.settimeout(_DEADLINE_S)
             connection = listener.accept()[0]
             link = open_link("tcp", hosted.address, "bench", 0, _DEADLINE_S)

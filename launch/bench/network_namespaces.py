@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm.store import StoreServer, connect_store
-from .harness import Child, best_seconds, command
+from .harness import BenchProcess, best_seconds, command
 from .relay_cluster import RelayCluster
 
 _REPEATS = 2
@@ -63,7 +63,9 @@ class Network:
 
     def _slowest(self, commands: list[tuple[int, list[str]]]) -> float:
         with ExitStack() as stack:
-            children = [stack.enter_context(Child([*_enter(self._prefix, host), *words])) for host, words in commands]
+            children = [
+                stack.enter_context(BenchProcess([*_enter(self._prefix, host), *words])) for host, words in commands
+            ]
             return max(float(child.line("seconds").split()[1]) for child in children)
 
     def _add(self, host: int | str, stack: ExitStack) -> str:

@@ -23,7 +23,7 @@ from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.reader import WeightReader
 from ...relay.weights.server import WeightServer
-from .harness import Child, command
+from .harness import BenchProcess, command
 
 _SECRET = b"bench"
 
@@ -107,10 +107,10 @@ class RelayCluster:
         stack.callback(fleet.leave)
         return fleet
 
-    def _start(self, index: int) -> Child:
+    def _start(self, index: int) -> BenchProcess:
         enter, interface = self._places[index]
         settings = msgspec.json.encode({**msgspec.to_builtins(self._settings), "interface": interface}).decode()
-        return Child([*enter, *command("relay_cluster", self._hosted.address, index, settings)])
+        return BenchProcess([*enter, *command("relay_cluster", self._hosted.address, index, settings)])
 
 
 def _relay(address: str, index: int, settings: CommSettings) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from ...comm.storage.client import StorageClient
 from ...comm.storage.server import StorageServer
 from ...comm.waits import waiting
-from .harness import Child, Measurement, Options, command
+from .harness import BenchProcess, Measurement, Options, command
 
 _NUM_WRITERS, _NUM_PROCESSES, _NUM_READERS = 64, 4, 8
 _NUM_TOKENS = 8192
@@ -34,14 +34,16 @@ def load(options: Options) -> list[Measurement]:
     """
     per_process = _NUM_WRITERS // _NUM_PROCESSES
     with ExitStack() as stack:
-        unit = stack.enter_context(Child(command("storage_load", "unit")))
+        unit = stack.enter_context(BenchProcess(command("storage_load", "unit")))
         address, ended = unit.line(), threading.Event()
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="reader"))
         stack.callback(ended.set)
         reading = [pool.submit(_read, address, reader, ended) for reader in range(_NUM_READERS)]
         started = time.monotonic()
         writers = [
-            stack.enter_context(Child(command("storage_load", "writers", address, first, per_process, options.seconds)))
+            stack.enter_context(
+                BenchProcess(command("storage_load", "writers", address, first, per_process, options.seconds))
+            )
             for first in range(0, _NUM_WRITERS, per_process)
         ]
         time.sleep(options.seconds / 4)

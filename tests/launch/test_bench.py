@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headrace.launch.bench.__main__ import CATALOGUE, choose, main
-from headrace.launch.bench.harness import Child, Measurement, Options, best_seconds, line, medians
+from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, line, medians
 from headrace.launch.bench.relay_cluster import RelayCluster
 from headrace.launch.bench.storage_load import load
 
@@ -60,7 +60,7 @@ def test_the_best_of_several_timings_counts_and_works_take_turns():
 
 def test_a_child_that_ends_before_it_answers_is_named():
     with (
-        Child([sys.executable, "-c", "print('noise', flush=True)"]) as child,
+        BenchProcess([sys.executable, "-c", "print('noise', flush=True)"]) as child,
         pytest.raises(RuntimeError, match="noise"),
     ):
         child.line("ready")
