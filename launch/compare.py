@@ -51,12 +51,10 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """Its folder under `run.dir`."""
         return f"{self.name}-{self.num_gpus}gpus-{self.rollouts}rollouts"
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that it changes in the recipe."""
         is_colocated, is_repack = self.name == "sync-colocated", self.name in REPACK
         num_train = self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.rollouts
         return {
