@@ -51,7 +51,7 @@ class RelayCluster:
             self.relays = [stack.enter_context(self._start(index)) for index in range(len(self._places))]
             self._actor = self._join("actor", stack)
             self._actor.wait_for("relay", len(self.relays), 120, having="segment")
-            self.publisher = WeightPublisher(self._actor, self.layout, self._settings)
+            self.publisher = WeightPublisher.open(self._actor, self.layout, self._settings)
             stack.callback(self.publisher.close)
             self._stack = stack.pop_all()
         return self
@@ -60,7 +60,7 @@ class RelayCluster:
         self._stack.__exit__(*error)  # pyright: ignore[reportArgumentType]
 
     def reader(self) -> WeightReader:
-        reader = WeightReader(self._join("rollout", self._stack), self.layout, self._settings)
+        reader = WeightReader.open(self._join("rollout", self._stack), self.layout, self._settings)
         self._stack.callback(reader.close)
         return reader
 
@@ -102,7 +102,7 @@ def _relay(address: str, index: int, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
-    server = WeightServer(fleet, segment, settings)
+    server = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         if (newest := server.version_store.wait_newer(version, 0.2)) is not None:

@@ -142,8 +142,10 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
 
 def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
     from ...comm.mailbox import StoreMailboxes
+    from ...comm.store import connect_store
 
-    mailboxes = StoreMailboxes(address, read_secret(Path(recipe.run.dir)))
+    store = connect_store(address, recipe.comm.deadline_s)
+    mailboxes = StoreMailboxes(store, read_secret(Path(recipe.run.dir))).start()
     report(mailboxes.open(name), recipe, role, error, exit_code=1)
     mailboxes.close()
     return 0
