@@ -102,13 +102,10 @@ def _expect(mailbox: Mailbox, kind: type[M]) -> M | None:
         while True:
             envelope = mailbox.receive(1.0)
             wait.check()
-            match envelope.message if envelope else None:
-                case Stop():
-                    return None
-                case kind() as message:
-                    return message
-                case _:
-                    pass
+            if envelope is not None and isinstance(envelope.message, Stop):
+                return None
+            if envelope is not None and isinstance(envelope.message, kind):
+                return envelope.message
 
 
 def journal_replay(options: Options) -> list[Measurement]:
