@@ -33,6 +33,11 @@ class LeaseRequest(Message, frozen=True):
     version: int
     num_groups: int
 
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the process that asks: it numbers its requests from `incarnation << 32` on."""
+        return self.request_id >> 32
+
 
 class LeaseReturn(Message, frozen=True):
     """A rollout gives back leases that it will not generate: it moved to another version meanwhile."""

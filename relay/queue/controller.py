@@ -4,8 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ...comm.messages.queue import GroupRef
-from ..journal.state import Group, HubState, RowStatus, TaskRecord
+from ..journal.records import Group, RowStatus, TaskRecord
+from ..journal.state import HubState
 from .samplers import Budget, Candidate, Fifo, Sampler
+
+TRAIN = "train"
+"""The name of the task that consumes whole groups, and with which a row leaves the queue."""
 
 
 @dataclass(frozen=True, slots=True)
