@@ -23,7 +23,6 @@ class AuditReport:
         self.reasons: Counter[str] = Counter()
 
     def note(self, event: Event) -> None:
-        """Count one event."""
         self.counts[type(event).__name__] += 1
         match event:
             case Leased(holder=holder, samples=samples):
@@ -36,7 +35,6 @@ class AuditReport:
                 pass
 
     def lines(self) -> Iterator[str]:
-        """The report, line by line."""
         yield f"events {dict(sorted(self.counts.items()))}"
         yield f"trajectories leased, repeated leases included, to {dict(sorted(self.leased_to.items()))}"
         for reason, count in self.reasons.most_common(_MAX_REASONS):

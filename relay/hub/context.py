@@ -18,7 +18,10 @@ Routes = dict[type, Callable[[str, Any], None]]
 
 
 class HubContext:
-    """The hub's state, which changes through `commit` alone; `relays` are those heard of so far."""
+    """The hub's state, which changes through `commit` alone.
+
+    `relays` are those heard of so far; leases are granted and moves are planned while `is_leasing`.
+    """
 
     def __init__(self, mailbox: "Mailbox", state: HubState, journal: "Journal") -> None:
         self.mailbox = mailbox
@@ -26,7 +29,6 @@ class HubContext:
         self.journal = journal
         self.relays: set[str] = set()
         self.is_leasing = True
-        """False once the run ends: leases are not granted and moves are not planned any more."""
 
     def commit(self, event: ev.Event) -> None:
         """Write an event to the journal, then apply it."""
@@ -37,7 +39,7 @@ class HubContext:
         """Tell the relays that store these rows, or all relays, to drop them."""
         for_relay: dict[str, list[str]] = {}
         for row_id in rows:
-            row = self.state.group_of(row_id).rows[row_id.sample]
+            row = self.state.groups[row_id.group].rows[row_id.sample]
             for relay in self.relays if everywhere else map(process_of, row.storage_ids):
                 for_relay.setdefault(relay, []).append(row_id.key(row.attempt))
         for relay, keys in for_relay.items():

@@ -90,14 +90,17 @@ class Dispatcher(Handler):
         for number, batch in record.open_batches.items():
             if batch.consumer == consumer and number not in request.open_batches:
                 groups = self._still_queued(batch.attempts)
-                return RowBatch(-1, 0, len(groups), groups, {}, task, number, request.request_id)
-        groups = self.controllers[task].next(self.state, request.max_tokens, len(self._consumers[task]))
-        if not groups:
-            return None
-        rows = [group.row(index) for group in groups for index in range(len(group.samples))]
-        attempts = [attempt for group in groups for attempt in group.attempts]
-        number = record.num_batches + 1
-        self.context.commit(ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts))
+                break
+        else:
+            groups = self.controllers[task].next(self.state, request.max_tokens, len(self._consumers[task]))
+            if not groups:
+                return None
+            number = record.num_batches + 1
+            refs = [ref for group in groups for ref in group.rows()]
+            rows, attempts = [ref.row for ref in refs], [ref.attempt for ref in refs]
+            self.context.commit(
+                ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts)
+            )
         return RowBatch(-1, 0, len(groups), groups, {}, task, number, request.request_id)
 
     def _still_queued(self, attempts: Mapping[RowId, int]) -> list[GroupRef]:
@@ -125,16 +128,15 @@ class Dispatcher(Handler):
         for row_id, units in zip(done.rows, done.storage_ids, strict=True):
             if not state.has_attempt(row_id, batch.attempts[row_id]):
                 continue
-            held = state.group_of(row_id).rows[row_id.sample].storage_ids
+            held = state.groups[row_id.group].rows[row_id.sample].storage_ids
             key = row_id.key(batch.attempts[row_id])
             if still := [unit for unit in held if unit in units]:
                 rows.append(row_id)
                 kept.append(still)
                 for unit in set(held) - set(still):  # this copy lacks the columns
                     self.context.mailbox.send(process_of(unit), DropRows([key]))
-        columns = list(done.columns)
         self.context.commit(
-            ev.ColumnsReady(task=done.task, number=done.batch_id, columns=columns, rows=rows, units=kept)
+            ev.ColumnsReady(task=done.task, number=done.batch_id, columns=done.columns, rows=rows, units=kept)
         )
 
     def _drop_leftovers(self, record: TaskRecord, number: int) -> None:

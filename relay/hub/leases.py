@@ -25,7 +25,6 @@ class Leases(Handler):
         self.routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return}
 
     def advance(self) -> None:
-        """Grant the requests that admission allows now."""
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
         for holder, request in list(self._requests.items()) if self.context.is_leasing else ():
             if request.version not in refused and not self._grant(holder, request):
@@ -35,7 +34,7 @@ class Leases(Handler):
         """The rows leased to a process are wanted again."""
         self._requests.pop(process, None)
         self._granted.pop(process, None)
-        leased = [(row_id, row) for row_id, row in self.state.leased() if row.holder == process]
+        leased = [(row_id, row) for row_id, row in self.state.rows(RowStatus.LEASED) if row.holder == process]
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
             self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
         # The process may have died between writing a row and reporting it: those bytes have no reader.
@@ -43,7 +42,7 @@ class Leases(Handler):
 
     def holders(self) -> set[str]:
         """The processes that hold a lease."""
-        return {row.holder for _, row in self.state.leased()}
+        return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
 
     def _on_request(self, sender: str, request: LeaseRequest) -> None:
         """Note a request, or repeat the grant whose message was lost or crossed the repeated request.

@@ -24,8 +24,7 @@ MOVE_TIMEOUT_S = 30.0
 
 
 class _OpenMove(NamedTuple):
-    rollouts: tuple[str, str]
-    """Source and destination."""
+    rollouts: tuple[str, str]  # source and destination
     ordered_at: float
 
 
@@ -55,7 +54,6 @@ class Repacking(Handler):
             self._reports[sender] = load
 
     def advance(self) -> None:
-        """Order moves if a plan is due."""
         now = self._clock()
         is_due = self.is_due or now - self._planned_at >= self.settings.period_s
         if is_due and self.settings.enabled and self.context.is_leasing:
@@ -113,7 +111,7 @@ class Repacking(Handler):
             if row is not None and row.attempt == attempt:
                 claimed.setdefault(row.holder, {})[row_id] = attempt
         for source, rows in claimed.items():
-            attempts = [self.state.group_of(row_id).next_attempt for row_id in rows]
+            attempts = [self.state.groups[row_id.group].next_attempt for row_id in rows]
             self.context.commit(ev.Moved(rows=list(rows), attempts=attempts, source=source, holder=sender))
             if source != sender:
                 self.fleet_stats.count("repack/trajectories", len(rows))

@@ -96,24 +96,20 @@ class Shutdown:
     def _give_up(self, relays: Iterable[str]) -> None:
         """These relays did not answer: rows that they alone stored are lost, even if they were handed out."""
         state = self.hub.state
-        stored = {unit for group in state.groups.values() for row in group.rows for unit in row.storage_ids}
+        stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
         for unit in sorted(unit for unit in stored if process_of(unit) in relays):
             self.hub.on_storage_lost(unit, "gone when the run ended")
-        for group in list(state.groups.values()):
-            samples = [sample for sample in group.samples(RowStatus.READY) if not group.rows[sample].storage_ids]
-            if samples:
-                rows = [group.row_id(sample) for sample in samples]
-                attempts = [group.rows[sample].attempt for sample in samples]
-                reason = "no copy left when the run ended"
-                self.hub.context.commit(ev.RowsLost(rows=rows, attempts=attempts, reason=reason))
+        lost = {row_id: row.attempt for row_id, row in state.rows(RowStatus.READY) if not row.storage_ids}
+        if lost:
+            reason = "no copy left when the run ended"
+            self.hub.context.commit(ev.RowsLost(rows=list(lost), attempts=list(lost.values()), reason=reason))
 
     def _num_ready(self, keys: set[str]) -> int:
         """Of the rows that are ready, how many are in a storage unit; two copies are one row.
 
         Units may hold other rows too: of a writer that counted as dead, woke up, wrote, and died before it reported.
         """
-        groups = self.hub.state.groups.values()
-        expected = {g.row_id(s).key(g.rows[s].attempt) for g in groups for s in g.samples(RowStatus.READY)}
+        expected = {row_id.key(row.attempt) for row_id, row in self.hub.state.rows(RowStatus.READY)}
         if keys - expected:
             log.warning(
                 "the storage units hold %d rows that are not in the queue; they are not counted", len(keys - expected)

@@ -5,7 +5,6 @@ Hub state is the fold of these events alone, so they hold everything that recove
 """
 
 import time
-from collections.abc import Sequence
 from typing import Union
 
 import msgspec
@@ -169,17 +168,12 @@ class Ended(Event, frozen=True, kw_only=True):
     reason: str
 
 
-EVENTS: Sequence[type[Event]] = (
-    Opened, Leased, Returned, Moved, RowReady, RowFailed, RowsLost, UnitLost, TaskHanded, ColumnsReady, TaskReturned, Evicted, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
-)  # fmt: skip
-
-
 def stamped(event: Event) -> Event:
     """The event with the present time."""
     return msgspec.structs.replace(event, t=round(time.time(), 3))
 
 
-_decoder = msgspec.json.Decoder(Union[tuple(EVENTS)])  # noqa: UP007 - built from the list
+_decoder = msgspec.json.Decoder(Union[tuple(Event.__subclasses__())])  # noqa: UP007 - built from a list
 
 
 def decode_event(line: bytes) -> Event:

@@ -35,10 +35,6 @@ class Row:
     reward: float = 0.0
     num_versions: int = 1
 
-    def is_ready(self, attempt: int) -> bool:
-        """Whether this attempt is in the queue."""
-        return self.status is RowStatus.READY and self.attempt == attempt
-
     def reset(self) -> None:
         """The row has to be generated again; its next lease gives it another attempt."""
         self.status, self.storage_ids, self.columns = RowStatus.WANTED, [], set()

@@ -70,9 +70,9 @@ class HubState:
         """Groups that take a place in the queue: leased or ready, and not handed out for training."""
         return [group for group in self.groups.values() if group.step is None]
 
-    def leased(self) -> list[tuple[RowId, Row]]:
-        """The rows that are leased, with their names."""
-        return [(group.row_id(s), group.rows[s]) for group in self.queued() for s in group.samples(RowStatus.LEASED)]
+    def rows(self, *statuses: RowStatus) -> list[tuple[RowId, Row]]:
+        """The rows with one of these statuses, and their names."""
+        return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
 
     def row(self, row_id: RowId) -> Row | None:
         """A trajectory, or None if it has met its end."""
@@ -82,7 +82,7 @@ class HubState:
     def has_attempt(self, row_id: RowId, attempt: int) -> bool:
         """Whether this attempt of a row is in the queue."""
         row = self.row(row_id)
-        return row is not None and row.is_ready(attempt)
+        return row is not None and row.status is RowStatus.READY and row.attempt == attempt
 
     def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
         """Those of these attempts that are not in the queue any more."""
@@ -93,10 +93,6 @@ class HubState:
         gone = list(rows)
         for record in self.tasks.values():
             record.assigned.difference_update(gone)
-
-    def group_of(self, row_id: RowId) -> Group:
-        """The group of a trajectory that has not met its end."""
-        return self.groups[row_id.group]
 
 
 @singledispatch
@@ -187,7 +183,7 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
         assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
         state.regenerated += row.status is RowStatus.READY
-        group = state.group_of(row_id)
+        group = state.groups[row_id.group]
         row.reset()
         state.release([row_id])
         state.unassigned[group.id] = None
@@ -199,17 +195,15 @@ def _(event: ev.RowsLost, state: HubState) -> None:
 @apply.register
 def _(event: ev.UnitLost, state: HubState) -> None:
     state.lost_storage_ids.add(event.unit)
-    for group in state.groups.values():
-        for sample in group.samples(RowStatus.READY):
-            row = group.rows[sample]
-            if event.unit not in row.storage_ids:
-                continue
-            row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
-            if not row.storage_ids and group.step is None:
-                state.regenerated += 1
-                row.reset()
-                state.release([group.row_id(sample)])
-                state.unassigned[group.id] = None
+    for row_id, row in state.rows(RowStatus.READY):
+        if event.unit not in row.storage_ids:
+            continue
+        row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
+        if not row.storage_ids and state.groups[row_id.group].step is None:
+            state.regenerated += 1
+            row.reset()
+            state.release([row_id])
+            state.unassigned[row_id.group] = None
 
 
 @apply.register
@@ -217,7 +211,7 @@ def _(event: ev.TaskHanded, state: HubState) -> None:
     attempts = dict(zip(event.rows, event.attempts, strict=True))
     for row_id, attempt in attempts.items():
         assert state.has_attempt(row_id, attempt), f"row {row_id} has no attempt {attempt} in the queue"
-        assert state.group_of(row_id).step is None, f"row {row_id} is handed out for training"
+        assert state.groups[row_id.group].step is None, f"row {row_id} is handed out for training"
     state.tasks.setdefault(event.task, TaskRecord()).open_batch(event.number, event.consumer, attempts)
 
 
@@ -227,7 +221,7 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
     attempts = record.open_batches[event.number].attempts
     for row_id, units in zip(event.rows, event.units, strict=True):
         assert state.has_attempt(row_id, attempts[row_id]), f"row {row_id} is not in the queue any more"
-        row = state.group_of(row_id).rows[row_id.sample]
+        row = state.groups[row_id.group].rows[row_id.sample]
         assert units and set(units) <= set(row.storage_ids), f"row {row_id} is in {row.storage_ids}, not in {units}"
         row.storage_ids = list(units)
         row.columns |= set(event.columns)

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ...comm.messages import GroupId
+from ...comm.messages.base import GroupId
 
 
 class Candidate(NamedTuple):

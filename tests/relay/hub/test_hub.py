@@ -246,7 +246,7 @@ def test_leases_of_a_dead_process_whose_request_came_late_return_when_the_next_i
     assert returned(s)[1:] == ["incarnation 1 is gone"]
     (grant,) = s.heard("rollout-0")
     assert isinstance(grant, LeaseGrant) and grant.request_id == request(2).request_id
-    assert {row.attempt for _, row in s.hub.state.leased()} == {grant.leases[0].attempt}
+    assert {row.attempt for _, row in s.hub.state.rows(RowStatus.LEASED)} == {grant.leases[0].attempt}
 
 
 def test_a_request_of_an_earlier_incarnation_is_ignored(scene: MakeScene):
