@@ -69,14 +69,15 @@ def resolve_engine(setting: str, engine: str) -> Builtin | AdapterClass | Proces
     return AdapterClass(found) if isinstance(found, type) else ProcessFunction(found)
 
 
-def adapter_class(setting: str, engine: str, modules: Mapping[str, str], package: str | None) -> Callable[..., Any]:
-    """The adapter that an engine's setting names; `modules` of `package` have the classes `Adapter` of the project's words.
+def adapter_class(setting: str, engine: str, own: Mapping[str, str], package: str | None) -> Callable[..., Any]:
+    """The adapter that an engine's setting names; `own` maps each of the project's words to `.module:CLASS` in `package`.
 
     A module is imported when it is chosen, so that an emulated engine loads no library of models.
     """
     engine_found = resolve_engine(setting, engine)
     if isinstance(engine_found, Builtin):
-        return import_module(modules[engine_found.word], package).Adapter
+        module, _, name = own[engine_found.word].partition(":")
+        return getattr(import_module(module, package), name)
     assert isinstance(engine_found, AdapterClass), f"{setting}: a function is a process of its own"
     return engine_found.open
 

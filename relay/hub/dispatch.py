@@ -6,7 +6,7 @@ An answer can be repeated from the state alone, so the loss of an answer or of t
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...comm.messages import ColumnsAdded, DropRows, RequestRows, RowBatch, RowId, StepTrained
+from ...comm.messages import ColumnsAdded, DropRows, RequestRows, RowBatch, RowId, StepTrained, TrainBatch
 from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
 from ..journal import events as ev
@@ -62,14 +62,14 @@ class Dispatcher(Handler):
                 self._drop_leftovers(record, number)
                 self.context.commit(ev.TaskReturned(task=task, number=number, reason=reason))
 
-    def _answer(self, consumer: str, request: RequestRows) -> RowBatch | None:
+    def _answer(self, consumer: str, request: RequestRows) -> RowBatch | TrainBatch | None:
         for task in request.tasks:
             answer = self._train(request) if task == TRAIN else self._rows(task, consumer, request)
             if answer is not None:
                 return answer
         return None
 
-    def _train(self, request: RequestRows) -> RowBatch | None:
+    def _train(self, request: RequestRows) -> TrainBatch | None:
         """The groups of the step in progress beyond those received; None for a request of the next step."""
         state = self.state
         if request.step != state.step:
@@ -81,8 +81,10 @@ class Dispatcher(Handler):
             return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
         self._reported = self.fleet_stats.snapshot(state)
-        total, metrics = self.admission.per_step, self._reported.metrics
-        return RowBatch(request.step, request.received, total, groups, metrics, request_id=request.request_id)
+        return TrainBatch(
+            request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
+            groups=groups, metrics=self._reported.metrics,
+        )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
         """A batch that this consumer was given and has not received, or a new one."""
@@ -101,7 +103,7 @@ class Dispatcher(Handler):
             self.context.commit(
                 ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts)
             )
-        return RowBatch(-1, 0, len(groups), groups, {}, task, number, request.request_id)
+        return RowBatch(request_id=request.request_id, task=task, batch_id=number, groups=groups)
 
     def _still_queued(self, attempts: Mapping[RowId, int]) -> list[GroupRef]:
         samples: dict[GroupId, list[int]] = {}

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ...comm.mailbox import Envelope, Mailbox
-from ...comm.messages import CheckpointWritten, LoadReport, VersionReady, WeightsPulled
+from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
 from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
+from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal
 from ..journal.state import HubState
-from ..prompts import PromptPool
 from ..queue.controller import Task
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
@@ -57,6 +57,7 @@ class Hub:
             WeightsPulled: self._on_pulled,
             CheckpointWritten: self._on_checkpoint,
             LoadReport: self._on_load,
+            BusyReport: self.fleet_stats.add,
         }
         for handler in self.handlers:
             self.routes |= handler.routes

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
+from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.records import RowStatus
-from ..prompts import PromptPool
 from .context import Handler, HubContext
 
 if TYPE_CHECKING:

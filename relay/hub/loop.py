@@ -16,11 +16,10 @@ from ...comm.fleet import Fleet, Member
 from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
-from ..dataset import open_rows
+from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
 from ..journal.journal import Journal, cut_after_checkpoint, replay
 from ..journal.state import HubState, apply
-from ..prompts import PromptPool
 from ..queue.admission import Admission
 from ..queue.controller import TRAIN
 from ..queue.schedules import SCHEDULES
@@ -38,7 +37,7 @@ SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The hub's process, from the first message to the summary."""
     run_dir, queue = Path(recipe.run.dir), recipe.queue
-    mailbox = fleet.mailboxes.begin_receive("hub")
+    mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)

@@ -4,15 +4,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...comm.messages import LoadReport
+from ...comm.messages import BusyReport, LoadReport
 from ...comm.messages.base import role_of
 from ..journal.state import HubState
 
 
 @dataclass(slots=True)
 class _Meter:
-    before: LoadReport
-    now: LoadReport
+    before: LoadReport | BusyReport
+    now: LoadReport | BusyReport
 
 
 class Snapshot(NamedTuple):
@@ -20,7 +20,7 @@ class Snapshot(NamedTuple):
 
     metrics: dict[str, float]
     sums: dict[str, float]
-    reports: list[tuple[_Meter, LoadReport]]
+    reports: list[tuple[_Meter, LoadReport | BusyReport]]
 
 
 class FleetStats:
@@ -34,7 +34,7 @@ class FleetStats:
         self._meters: dict[str, _Meter] = {}
         self._sums: dict[str, float] = defaultdict(float)
 
-    def add(self, sender: str, load: LoadReport) -> None:
+    def add(self, sender: str, load: LoadReport | BusyReport) -> None:
         """Take in a report. The counters of a process that was restarted begin at 0."""
         meter = self._meters.get(sender)
         if meter is None or _seconds(load) < _seconds(meter.now):
@@ -68,14 +68,15 @@ class FleetStats:
             if busy + idle <= 0:
                 continue
             out[f"idle/{role}"] = idle / (busy + idle)
-            if role == "rollout":
-                tokens = sum(meter.now.tokens - meter.before.tokens for meter in meters)
-                out["rollout/tok_per_s"] = tokens * len(meters) / (busy + idle)
-                out["rollout/kv_util"] = sum(meter.now.kv_util for meter in meters) / len(meters)
-                out["weights/pull_s"] = max(meter.now.pull_s for meter in meters)
+            if loads := [meter.now for meter in meters if isinstance(meter.now, LoadReport)]:
+                before = [meter.before.tokens for meter in meters if isinstance(meter.before, LoadReport)]
+                tokens = sum(load.tokens for load in loads) - sum(before)
+                out["rollout/tok_per_s"] = tokens * len(loads) / (busy + idle)
+                out["rollout/kv_util"] = sum(load.kv_util for load in loads) / len(loads)
+                out["weights/pull_s"] = max(load.pull_s for load in loads)
         return Snapshot(out, sums, [(meter, meter.now) for meter in self._meters.values()])
 
 
-def _seconds(load: LoadReport) -> float:
+def _seconds(load: LoadReport | BusyReport) -> float:
     """Seconds since the process started."""
     return load.busy_s + load.idle_s

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.comm.fleet import MemoryNetwork
+from headrace.comm.in_memory import MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.controller import TRAIN, Task
 from headrace.relay.queue.tasks import open_sampler
@@ -37,13 +36,13 @@ class Scene:
         self.network = MemoryNetwork()
         self.mailboxes = self.network.mailboxes
         names = ("rollout-0", "rollout-1", "actor-0", "relay-0")
-        self.boxes = {name: self.mailboxes.begin_receive(name) for name in names}
+        self.boxes = {name: self.mailboxes.open(name) for name in names}
         self.now = 0.0
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples)
         needs = tasks[TRAIN].needs if tasks else frozenset[str]()
         self.hub = Hub(
-            self.mailboxes.begin_receive("hub"),
+            self.mailboxes.open("hub"),
             HubState(),
             self.journal,
             PromptPool(JsonLines(data), shuffle=True, seed=3),

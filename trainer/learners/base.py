@@ -11,8 +11,8 @@ from ...relay.queue.stream import Batch
 from ..actor_group import ActorGroup
 from ..step_stats import StepStats
 
-_ADAPTERS = {"builtin": ".builtin", "emulated": ".emulated"}
-"""Modules with a class `Adapter`, called as Adapter(fleet, recipe)."""
+_LEARNERS = {"builtin": ".builtin:ActorLearner", "emulated": ".emulated:EmulatedLearner"}
+"""Classes, called with (fleet, recipe)."""
 
 
 class Learner(Protocol):
@@ -63,4 +63,4 @@ class Learner(Protocol):
 
 def open_learner(fleet: Fleet, recipe: Recipe) -> Learner:
     """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
-    return adapter_class("trainer.engine", recipe.trainer.engine, _ADAPTERS, __package__)(fleet, recipe)
+    return adapter_class("trainer.engine", recipe.trainer.engine, _LEARNERS, __package__)(fleet, recipe)

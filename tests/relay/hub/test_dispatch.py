@@ -16,6 +16,7 @@ from headrace.comm.messages import (
     RowDone,
     RowId,
     StepTrained,
+    TrainBatch,
 )
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.journal.journal import replay
@@ -32,7 +33,7 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
     def make(**settings: object) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         s = scenes[-1]
-        s.boxes |= {name: s.mailboxes.begin_receive(name) for name in ("reference-0", "reference-1")}
+        s.boxes |= {name: s.mailboxes.open(name) for name in ("reference-0", "reference-1")}
         return s
 
     yield make
@@ -65,9 +66,9 @@ def ready(s: Scene, num_groups: int = 2) -> LeaseGrant:
     return grant
 
 
-def train(s: Scene) -> list[RowBatch]:
+def train(s: Scene) -> list[TrainBatch]:
     s.say("actor-0", RequestRows(1, ["train"], s.hub.state.step))
-    return [message for message in s.heard("actor-0") if isinstance(message, RowBatch)]
+    return [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
 
 
 def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
@@ -80,7 +81,7 @@ def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     second = take(s, "reference-0", request_id=2)
     assert second is not None and not rows_of(second) & rows_of(first)
     s.say("reference-0", done(second))
-    handed = [message for message in s.heard("actor-0") if isinstance(message, RowBatch)]
+    handed = [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
     assert sum(len(batch.groups) for batch in handed) >= 1
     assert replay(s.path) == s.hub.state
 

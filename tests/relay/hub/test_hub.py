@@ -6,28 +6,27 @@ from pathlib import Path
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.fleet import MemoryFleet
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import (
+    BusyReport,
     ConnectionLost,
     DropRows,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
-    LoadReport,
     RequestRows,
-    RowBatch,
     RowDone,
     RowsNotFound,
     StepTrained,
+    TrainBatch,
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, read_events, replay
 from headrace.relay.journal.records import RowStatus
-from headrace.relay.prompts import PromptPool
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     for _ in range(2):
         s.say("actor-0", RequestRows(1, ["train"], 0))
         (answer,) = s.heard("actor-0")
-        assert isinstance(answer, RowBatch)
+        assert isinstance(answer, TrainBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (0, 2, 2)
     assert sum(isinstance(event, ev.Handed) for _, event in read_events(s.path)) == 2
 
@@ -82,7 +81,7 @@ def test_groups_that_are_ready_together_are_handed_out_in_pieces(scene: MakeScen
     for request_id, received in enumerate((0, 1), start=1):
         s.say("actor-0", RequestRows(request_id, ["train"], 0, received, max_tokens=1))
         (answer,) = s.heard("actor-0")
-        assert isinstance(answer, RowBatch)
+        assert isinstance(answer, TrainBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
 
 
@@ -147,16 +146,12 @@ def test_a_storage_unit_is_lost_once(scene: MakeScene):
     assert [type(event) for _, event in read_events(s.path)] == [ev.Opened, ev.UnitLost]
 
 
-def relay_load(busy_s: float, idle_s: float) -> LoadReport:
-    return LoadReport(-1, 0, 0, 0.0, 0, busy_s, idle_s, 0.0)
-
-
 def test_a_restarted_relay_is_idle_for_its_own_time_only(scene: MakeScene):
     s = scene()
     loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
     MemoryFleet.join_network(s.network, "relay")
     loop.step()
-    for report in (relay_load(0.0, 1.0), relay_load(60.0, 41.0)):
+    for report in (BusyReport(0.0, 1.0), BusyReport(60.0, 41.0)):
         s.boxes["relay-0"].send("hub", report)
         loop.step()
     s.hub.fleet_stats.finish_step(s.hub.fleet_stats.snapshot(s.hub.state))
@@ -164,7 +159,7 @@ def test_a_restarted_relay_is_idle_for_its_own_time_only(scene: MakeScene):
     loop.step()
     assert s.hub.state.lost_storage_ids == {"relay-0#1"}
     assert "idle/relay" not in s.hub.fleet_stats.snapshot(s.hub.state).metrics, "the dead process is forgotten"
-    for report in (relay_load(0.5, 0.5), relay_load(1.0, 3.0), relay_load(2.0, 5.0)):
+    for report in (BusyReport(0.5, 0.5), BusyReport(1.0, 3.0), BusyReport(2.0, 5.0)):
         s.boxes["relay-0"].send("hub", report)
         loop.step()
         assert 0 <= s.hub.fleet_stats.snapshot(s.hub.state).metrics.get("idle/relay", 0) <= 1
