@@ -19,7 +19,7 @@ from ..comm.fleet import Fleet, StoreFleet
 from ..comm.messages import Message, decode, encode
 from ..comm.store import connect_store
 from ..comm.waits import waiting
-from ..relay.queue.stream import SingleRank, ThreadTeam
+from ..relay.queue.teams import SingleRank, ThreadTeam
 
 if TYPE_CHECKING:
     from .policy.model import Policy
