@@ -202,7 +202,9 @@ class StoreFleet(Fleet):
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         options = {"secret": self._secret, "interface": self.settings.interface}
-        return throttled(open_link(backend, self._store, name, end, deadline_s, **options), self.settings.pace)
+        return throttled(
+            open_link(backend, self._store, name, end, deadline_s, **options), self.settings.max_bytes_per_s
+        )
 
     def leave(self) -> None:
         if self._leaving.is_set():

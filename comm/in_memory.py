@@ -169,7 +169,7 @@ class MemoryFleet(Fleet):
             while f"{name}/{1 - end}/taken" not in ends:
                 wait.check()
                 self.network.lock.wait(wait.remaining_s)
-            return throttled(ends[mine], self.settings.pace)
+            return throttled(ends[mine], self.settings.max_bytes_per_s)
 
     def crash(self) -> None:
         """Simulate a crash: the member counts as dead without having left."""

@@ -93,11 +93,12 @@ def waited_seconds() -> dict[str, float]:
     return seconds
 
 
-def join_thread(thread: threading.Thread, deadline_s: float) -> None:
-    """Wait for a thread that was told to end; logs an error that names it if it runs on past the deadline."""
-    thread.join(deadline_s)
+def join_thread(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait for a thread to end, at most `timeout_s`; logs its name if it does not. A thread that never started has ended."""
+    if thread.ident is not None:
+        thread.join(timeout_s)
     if thread.is_alive():
-        _log.error("the thread %s has not ended within %.0f s; it is left running", thread.name, deadline_s)
+        _log.error("thread %s has not ended within %.0f s of its close; it is left behind", thread.name, timeout_s)
 
 
 def stacks() -> str:

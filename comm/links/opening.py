@@ -20,6 +20,7 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
+from ..recipe import RelaySettings
 from ..waits import Wait, waiting
 from .base import Link, authenticate
 from .process_group import open_group
@@ -135,3 +136,9 @@ class ThrottledLink:
 def throttled(link: Link, bytes_per_s: float | None) -> Link:
     """The link, with a limit if there is one."""
     return link if bytes_per_s is None else ThrottledLink(link, bytes_per_s)
+
+
+def staging_of(settings: RelaySettings) -> str:
+    """The back end over which a relay receives versions from actors; empty if any will do."""
+    device = settings.staging_device
+    return "" if device is None else "staged" if device == "cpu" else "nccl"

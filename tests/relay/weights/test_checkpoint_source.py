@@ -73,7 +73,7 @@ def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_pa
     run, town, settings = Run(tmp_path), MemoryNetwork(), CommSettings(heartbeat_s=0.02, deadline_s=60)
     segment = Segment.create_anonymous()
     relay = MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings)
-    keeper = WeightServer(relay, segment, settings)
+    keeper = WeightServer(relay, segment, settings).start()
     policy = load_policy(run.start, "bfloat16")
     weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
     for thing in (segment, keeper, weights):
