@@ -1,7 +1,5 @@
 """Messages between the consumers of the experience queue, the relays that store it, and the hub."""
 
-from typing import ClassVar
-
 import msgspec
 
 from .base import GroupId, Message, RowId
@@ -70,7 +68,6 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     `metrics` are the fleet's figures at this moment.
     """
 
-    task: ClassVar[str] = "train"
     request_id: int = 0
     step: int
     first: int
