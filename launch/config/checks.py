@@ -55,7 +55,7 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
         raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
     from transformers import AutoConfig
 
-    from ...trainer.policy.tensor_parallel import check_splittable
+    from ...trainer.policy.families import check_splittable
 
     check_splittable(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
 

@@ -11,7 +11,8 @@ from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
 from ..journal import events as ev
 from ..journal.records import RowStatus, TaskRecord
-from ..queue.controller import TRAIN, Controller, Task, group_ref_of
+from ..queue.batch import TRAIN
+from ..queue.controller import Controller, Task, group_ref_of
 from ..queue.samplers import TokenBalanced
 from .context import Handler, HubContext
 from .telemetry import FleetStats, Snapshot

@@ -21,7 +21,7 @@ from ..journal import events as ev
 from ..journal.journal import Journal, cut_after_checkpoint, replay
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
-from ..queue.controller import TRAIN
+from ..queue.batch import TRAIN
 from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
 from .hub import Hub

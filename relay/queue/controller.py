@@ -8,9 +8,6 @@ from ..journal.records import Group, RowStatus, TaskRecord
 from ..journal.state import HubState
 from .samplers import Budget, Candidate, Fifo, Sampler
 
-TRAIN = "train"
-"""The name of the task that consumes whole groups, and with which a row leaves the queue."""
-
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -7,7 +7,8 @@ leaves the queue with it, so it waits for every column that any other task yield
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
-from .controller import TRAIN, Task
+from .batch import TRAIN
+from .controller import Task
 from .samplers import Sampler
 
 REFERENCE = Task("reference", yields=("ref_logprobs",))

@@ -13,7 +13,8 @@ from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
-from headrace.relay.queue.controller import TRAIN, Task
+from headrace.relay.queue.batch import TRAIN
+from headrace.relay.queue.controller import Task
 from headrace.relay.queue.tasks import open_sampler
 
 

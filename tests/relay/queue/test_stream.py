@@ -11,8 +11,9 @@ from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.base import storage_id_of
 from headrace.comm.messages.queue import GroupRef
+from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.replicated_rows import ReplicatedRows
-from headrace.relay.queue.stream import Batch, ExperienceStream
+from headrace.relay.queue.stream import ExperienceStream
 
 PATIENCE_S = 30.0
 
