@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone, StorageFull, WrongDigest
+from ...comm.messages.base import storage_id_of
 from ...comm.waits import waiting
 
 if TYPE_CHECKING:
-    from ...comm.fleet import Fleet, Member
+    from ...comm.fleet import Fleet
     from ...comm.storage.client import Columns, StorageClient
 
 log = logging.getLogger(__name__)
@@ -26,16 +27,6 @@ RETRY_S = 0.05
 
 class RowNotFound(HeadraceError):
     """None of a row's units can return it; the message gives the reason for each."""
-
-
-def storage_id_of(relay: "Member") -> str:
-    """The name of the unit in a relay's present process."""
-    return f"{relay.name}#{relay.incarnation}"
-
-
-def relay_of(storage_id: str) -> str:
-    """The name of the relay that hosts a unit."""
-    return storage_id.partition("#")[0]
 
 
 class ReplicatedRows:
@@ -129,7 +120,7 @@ class ReplicatedRows:
         relays = self._fleet.alive_members("relay", having="unit")
         near = self._fleet.nearest("relay", having="unit").name
         start = next((place for place, relay in enumerate(relays) if relay.name == near), 0)
-        return [storage_id_of(relay) for relay in relays[start:] + relays[:start]]
+        return [storage_id_of(relay.name, relay.incarnation) for relay in relays[start:] + relays[:start]]
 
     def _client(self, storage_id: str) -> "StorageClient":
         with self._lock:
@@ -141,7 +132,7 @@ class ReplicatedRows:
 
     def _address(self, storage_id: str) -> str:
         for relay in self._fleet.alive_members("relay", having="unit"):
-            if storage_id_of(relay) == storage_id:
+            if storage_id_of(relay.name, relay.incarnation) == storage_id:
                 return relay.info["unit"]
         raise PeerGone(f"unit {storage_id} is gone")
 
