@@ -9,7 +9,7 @@ The price is that a step may wait for an unfinished group that is due (`queue.on
 import math
 from collections.abc import Iterable
 
-from ...comm.messages import GroupId
+from ...comm.messages.base import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
 from ..journal.records import Group, RowStatus
 from ..journal.state import HubState
