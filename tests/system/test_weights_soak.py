@@ -36,7 +36,7 @@ class Cluster:
         self.keepers = [self.server(index) for index in range(2)]
         self.publisher = WeightPublisher.open(self.join("actor", 0), self.layout, self.settings)
         self.readers = [
-            WeightReader.open(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
+            WeightReader(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
         ]
         self.closing += [*self.readers, self.publisher]
 

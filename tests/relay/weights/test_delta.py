@@ -86,7 +86,7 @@ class Trained:
         self.segments = [Segment.create_anonymous() for _ in range(2)]
         self.keepers = [self.server(index, segment) for index, segment in enumerate(self.segments)]
         self.publisher = WeightPublisher.open(self.join("actor", 0, {}), self.layout, self.settings)
-        self.reader = WeightReader.open(self.join("rollout", 1, {}), self.layout, self.settings)
+        self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
         at_end(self.close)
 
     def join(self, role, index, info):
@@ -121,11 +121,11 @@ def test_deltas_of_a_real_run_are_small_and_lossless_down_the_chain():
     sent = [run.layout.num_bytes] * len(run.keepers)
     for version in range(2, 51):
         run.step(version)
-        deltas = [keeper.version_store.delta_of(version) for keeper in run.keepers]
+        deltas = [keeper.version_store.differences.get(version) for keeper in run.keepers]
         sent = [
             total + (run.layout.num_bytes if d is None else d[1].nbytes) for total, d in zip(sent, deltas, strict=True)
         ]
-    assert all(keeper.version_store.delta_of(50) is not None for keeper in run.keepers)
+    assert all(keeper.version_store.differences.get(50) is not None for keeper in run.keepers)
     assert max(sent) <= 0.25 * 50 * run.layout.num_bytes
 
 
@@ -139,11 +139,11 @@ def test_a_relay_without_the_base_is_sent_everything():
     at_end(keeper.close)
     with waiting("the late relay", "version 2", 60) as wait:
         wait.until(lambda: keeper.newest == 2)
-    assert keeper.version_store.delta_of(2) is None
+    assert keeper.version_store.differences.get(2) is None
     run.step(3)
     with waiting("the late relay", "version 3", 60) as wait:
         wait.until(lambda: keeper.newest == 3)
-    assert keeper.version_store.delta_of(3) is not None
+    assert keeper.version_store.differences.get(3) is not None
 
 
 class Sharded:
@@ -204,9 +204,9 @@ def test_deltas_of_several_ranks_become_one_down_the_chain():
         run.tensors["w"][0, 5] = version
         run.publish(version)
         for keeper in run.keepers:
-            delta = keeper.version_store.delta_of(version)
+            delta = keeper.version_store.differences.get(version)
             assert delta is not None and delta[0].base == version - 1
             assert delta[1].nbytes < 0.1 * run.layout.num_bytes
     run.tensors["w"][:4] += 1  # one rank's rows change everywhere: it sends them whole, and so do the relays
     run.publish(4)
-    assert all(keeper.version_store.delta_of(4) is None for keeper in run.keepers)
+    assert all(keeper.version_store.differences.get(4) is None for keeper in run.keepers)

@@ -57,7 +57,7 @@ class WeightsScene:
         return self.closing[-1]
 
     def reader(self, index=0, layout=None):
-        self.closing.append(WeightReader.open(self.join("rollout", index), layout or self.layout, self.settings))
+        self.closing.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
         return self.closing[-1]
 
     def close(self):
@@ -264,7 +264,7 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
     town = WeightsScene(link="shm")
     reader, actor = town.join("rollout", 7, host="elsewhere"), town.join("actor", 7, host="elsewhere")
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
-        WeightReader.open(reader, town.layout, town.settings)
+        WeightReader(reader, town.layout, town.settings)
     publisher = WeightPublisher.open(actor, town.layout, town.settings)
     town.closing.append(publisher)
     publisher.publish(1, weights(1))
@@ -276,7 +276,7 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
 def test_a_reader_on_a_host_without_a_relay_is_fed():
     town = WeightsScene()
     publisher = town.publisher()
-    reader = WeightReader.open(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
+    reader = WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
     town.closing.append(reader)
     publisher.publish(1, weights(1))
     until(lambda: reader.newest() == 1)

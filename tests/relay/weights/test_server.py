@@ -71,7 +71,7 @@ class Processes:
         return publisher
 
     def reader(self, index=0):
-        reader = WeightReader.open(self.join("rollout", index), self.layout, self.settings)
+        reader = WeightReader(self.join("rollout", index), self.layout, self.settings)
         self.closing.append(reader.close)
         return reader
 

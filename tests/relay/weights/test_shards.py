@@ -102,7 +102,7 @@ def published_by(num_ranks, link, dtype, tp):
     for close in (relay.leave, rollout.leave, segment.close, keeper.close):
         at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
-    readers = [WeightReader.open(rollout, layout, settings, tp_rank=0)]
+    readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
     here = str(Path(sharded_model.__file__).parents[1])
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
@@ -110,7 +110,7 @@ def published_by(num_ranks, link, dtype, tp):
         with waiting("the actors", "version 2", 240) as wait:
             wait.until(lambda: readers[0].newest() == 2 or any(actor.poll() for actor in actors))
         if link == "auto":
-            readers += [WeightReader.open(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
+            readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
         taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
         receipts = {reader.pull(into, 60) for reader, into in zip(readers, taken, strict=True)}
         assert len(receipts) == 1

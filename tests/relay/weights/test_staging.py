@@ -35,7 +35,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     layout = Layout.of(tensors, "float32")
     publisher, reader = (
         WeightPublisher.open(fleets[1], layout, settings),
-        WeightReader.open(fleets[2], layout, settings),
+        WeightReader(fleets[2], layout, settings),
     )
     at_end(lambda: hosted)  # holds the store until its members have left
     for close in (*(fleet.leave for fleet in fleets), segment.close, keeper.close, publisher.close, reader.close):

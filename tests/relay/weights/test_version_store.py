@@ -193,7 +193,7 @@ def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
         for _ in range(100):  # some of these come while it waits
             assert desk.wait_newer(3, 0.002) is None
             assert desk.wait_newer(2, 0.0) == 3
-            assert desk.delta_of(3) is None
+            assert desk.differences.get(3) is None
         assert not beginning.done()
         reader.unlock(slots[1], Lock.SHARED)
         assert beginning.result(10).slot.slot == slots[1]
