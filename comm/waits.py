@@ -1,7 +1,8 @@
-"""Named waits: who waits, for whom, for what, since when, and until when at most.
+"""Named waits for another process or thread: the two sides, the thing waited for, the start and the deadline.
 
-Waits for another process, which may hang, go through `waiting`. `Wait.until` and `Wait.check` raise an error past the
-deadline that names both sides and carries the Python stacks of the process; `waited_seconds` adds up all waits.
+`waiting` registers a wait and bounds nothing by itself: its body calls `Wait.until` or `Wait.check`, which raise an error past
+the deadline that names both sides and carries the Python stacks, or passes `Wait.remaining_s` on. `waited_seconds` adds up
+the registered waits. `join_thread` waits for a thread that was told to end.
 """
 
 import logging
@@ -84,7 +85,7 @@ def waiting(whom: str, what: str, deadline_s: float) -> Iterator[Wait]:
 
 
 def waited_seconds() -> dict[str, float]:
-    """Seconds waited so far, by whom was waited for, waits under way included."""
+    """Seconds waited so far, by the side waited for, waits under way included."""
     with _lock:
         seconds = dict(_waited)
         for wait in _current:

@@ -49,7 +49,7 @@ class RelayCluster:
             heartbeat_s=0.3,
             expiry_s=30.0,
             deadline_s=60.0,
-            pace=pace,
+            max_bytes_per_s=pace,
             chunk_bytes=chunk_bytes,
         )
         self._places = places or [([], interface)] * num_relays

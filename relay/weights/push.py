@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ...comm.errors import PeerGone, SettingError
-from ...comm.fleet import Fleet, Member
-from ...comm.links.opening import is_shared, remote_backend
+from ...comm.fleet import Fleet, Member, is_shared
+from ...comm.links.opening import remote_backend
 from ...comm.mailbox import Mailbox
 from ...comm.messages.weights import Offer, PushResult, ReserveSlot, ShardWritten, SlotReserved
 from ...comm.recipe import CommSettings
@@ -191,6 +191,6 @@ def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSetti
     staging = relay.info.get("staging", "")
     if staging == "nccl" and not torch.cuda.is_available():
         raise SettingError("relay.staging_device: the actor has no GPU to broadcast from; leave the setting out")
-    if not staging and is_shared(settings, relay.name, relay.host, fleet.me.host):
+    if not staging and is_shared(relay, fleet, settings):
         return SharedMemoryPush(relay, fleet, mailbox)
     return LinkPush(relay, fleet, mailbox, settings, staging or remote_backend(settings))

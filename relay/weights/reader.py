@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...comm.errors import HeadraceError, LinkBroken, WrongDigest
-from ...comm.fleet import Fleet
+from ...comm.fleet import Fleet, is_shared
 from ...comm.links.base import Link
-from ...comm.links.opening import is_shared, remote_backend
+from ...comm.links.opening import remote_backend
 from ...comm.mailbox import Mailbox
 from ...comm.messages.base import Message
 from ...comm.messages.weights import FetchVersion, SubscribeVersions
@@ -60,7 +60,7 @@ class WeightReader:
         self._settings = settings
         self._checkpoint_source = checkpoint_source
         self._mirror: WeightMirror | None = None
-        if is_shared(settings, relay.name, relay.host, fleet.me.host):
+        if is_shared(relay, fleet, settings):
             segment = Segment.open(relay.info["segment"])
         else:
             segment = Segment.create_anonymous(f"{fleet.name} weights")

@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone
-from ...comm.fleet import Fleet, Member
-from ...comm.links.opening import Link, is_shared, remote_backend
+from ...comm.fleet import Fleet, Member, is_shared
+from ...comm.links.opening import Link, remote_backend
 from ...comm.messages.migration import TransferOffered
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class OutgoingTransfer:
         """What bringing it under way took; None until that is over."""
         self._fd = -1
         started = time.monotonic()
-        if is_shared(fleet.settings, to.name, to.host, fleet.me.host):
+        if is_shared(to, fleet, fleet.settings):
             self._fd = os.memfd_create("headrace freight")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
             for piece in pieces:
