@@ -35,7 +35,7 @@ _MAX_ATTEMPTS = 3
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """The content of a frame."""
 
     IDLE = 0
     STRUCT = 1
@@ -75,15 +75,18 @@ class VersionSource(Protocol):
 
     def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
         """The bytes from `at` of the part on, which are those of [start, end) of the layout."""
+        ...
 
     def bytes_ready(self, beyond: int, timeout_s: float) -> int:
         """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
+        ...
 
     def digest(self, timeout_s: float) -> str | None:
         """The digest, or None if it was not known within `timeout_s`."""
 
     def is_valid(self) -> bool:
         """False once the version was abandoned or its bytes were overwritten."""
+        ...
 
 
 def send_version(link: Link, source: VersionSource, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:

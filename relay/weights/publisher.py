@@ -93,21 +93,11 @@ class _Handover:
         self._writing: PendingVersion | None = None
         self._waiting: PendingVersion | None = None
         self._sending: PendingVersion | None = None
-        self._transport: SharedMemoryPush | LinkPush | None = None
+        self.transport: SharedMemoryPush | LinkPush | None = None
         self._reservation: SlotReserved | None = None
         self._spare: list[np.ndarray] = []
         self._closed = False
-        self._failure: Exception | None = None
-
-    @property
-    def transport(self) -> SharedMemoryPush | LinkPush | None:
-        return self._transport
-
-    @property
-    def failure(self) -> Exception | None:
-        return self._failure
-
-    # ------------------------------------------------------------------------------------------------- the trainer's side
+        self.failure: Exception | None = None
 
     def begin(self, version: int) -> PendingVersion:
         """A buffer to write the next version into: the slot reserved for it, else memory of this process."""
@@ -115,8 +105,8 @@ class _Handover:
         spans = () if part.num_parts == 1 else part.ranges.spans
         offer = Offer(version, layout.num_bytes, layout.fingerprint, part.num_parts, part.index, spans)
         with self._changed:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             assert not self._closed, "the publisher is closed"
             superseded, self._waiting = self._waiting, None
             if superseded is not None and superseded.use is SlotUse.WRITTEN:
@@ -146,8 +136,6 @@ class _Handover:
             self._closed = True
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------------- the sender's side
-
     def take(self) -> tuple[PendingVersion | None, bool]:
         """The version to send, waited for a while, and whether there will be another."""
         with self._changed:
@@ -170,7 +158,7 @@ class _Handover:
 
     def fail(self, error: Exception) -> None:
         with self._changed:
-            self._failure, self._waiting, self._sending = error, None, None
+            self.failure, self._waiting, self._sending = error, None, None
             self._changed.notify_all()
 
     def is_obsolete(self, timeout_s: float = 0.0) -> bool:
@@ -186,7 +174,7 @@ class _Handover:
     def set_transport(self, transport: SharedMemoryPush | LinkPush | None) -> None:
         """Replace the transport; the one before it is closed, and its reservation is void."""
         with self._changed:
-            previous, self._transport, self._reservation = self._transport, transport, None
+            previous, self.transport, self._reservation = self.transport, transport, None
         if previous is not None:
             previous.close()
 
@@ -203,7 +191,7 @@ class _Handover:
 
     def _take_reservation(self) -> tuple[SlotReserved | None, np.ndarray | None]:
         taken, self._reservation = self._reservation, None
-        transport = self._transport
+        transport = self.transport
         if taken is None or not isinstance(transport, SharedMemoryPush) or not transport.is_reserved(taken):
             return None, None
         return taken, transport.slot(taken)

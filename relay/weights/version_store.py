@@ -55,8 +55,6 @@ class VersionStore:
             self._abandon()
             self._notify()
 
-    # ------------------------------------------------------------------------------------------------- coming in
-
     def begin_receive(self, offer: "Offer", upstream: str) -> tuple[IncomingVersion, int] | None:
         """The place for an offered version and the offset to continue at, also after another upstream; None if not wanted.
 
@@ -172,8 +170,6 @@ class VersionStore:
     def _notify(self) -> None:
         self._changed.notify_all()
         self._advanced.notify_all()
-
-    # ------------------------------------------------------------------------------------------------- going out
 
     def next_source(self, slots: VersionSlots, above: int, timeout_s: float) -> SlotSource | None:
         """The newest version above `above`, arriving or complete; None if there is none within `timeout_s`.

@@ -276,6 +276,7 @@ def test_a_version_leaves_its_slot_whole_or_not_at_all(is_overwritten):
         assert detached is None
     else:
         slot.fill(0)
+        assert detached is not None
         assert detached.use is push.SlotUse.NONE and layout.digest(detached.buffer) == digest
 
 
