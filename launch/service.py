@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..comm.fleet import Fleet
-from ..comm.messages import HeldRows, LeaseGrant, RowId, StepTrained, Stop, TrainingDone, WeightsPulled
+from ..comm.messages import HeldRows, LeaseGrant, RowId, StepTrained, Stop, TrainBatch, TrainingDone, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
@@ -49,13 +49,13 @@ class TrainerService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
         self.version = 0
-        self._mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self._mailbox = fleet.open_mailbox(fleet.name)
         self._storage = ReplicatedRows(fleet)
         steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
         stream = ExperienceStream(self._mailbox, self._storage, [TRAIN], steps=steps, deadline_s=deadline_s)
         self._stream = stream.start()
         self._structure = _structure(recipe)
-        self._publisher = WeightPublisher(fleet, _layout(self._structure, recipe), recipe.comm)
+        self._publisher = WeightPublisher.open(fleet, _layout(self._structure, recipe), recipe.comm)
         self._publish(weights)
 
     def experience(self) -> Iterator[list[Experience]]:
@@ -66,6 +66,7 @@ class TrainerService:
         received, total = 0, 1
         while received < total:
             batch = self._stream.next()
+            assert isinstance(batch.row_batch, TrainBatch)
             received, total = received + len(batch.row_batch.groups), batch.row_batch.total
             yield from _groups_of(batch)
 
@@ -98,7 +99,7 @@ class GeneratorService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self._deadline_s = recipe.comm.deadline_s
-        self._mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self._mailbox = fleet.open_mailbox(fleet.name)
         cycle = RolloutPacing.of(
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
@@ -107,7 +108,7 @@ class GeneratorService:
         self._row_writer = RowWriter(self._mailbox, self._rows)
         self._layout = _layout(_structure(recipe), recipe)
         self._buffer = host_buffer(self._layout.num_bytes)
-        self._reader = WeightReader(fleet, self._layout, recipe.comm)
+        self._reader = WeightReader.open(fleet, self._layout, recipe.comm)
         self.version = -1
 
     @property

@@ -1,6 +1,7 @@
-"""Rows of a user's data as JSON objects: a JSONL file, a parquet file, or a Hugging Face data set.
+"""Rows of a user's data as JSON objects, and the order in which groups take them.
 
-JSONL needs nothing else. For the other forms the `datasets` library reads, caches and memory-maps.
+Rows come from a JSONL file, a parquet file or a Hugging Face data set. JSONL needs no extra package. For the other forms the
+`datasets` library reads, caches and memory-maps.
 """
 
 import json
@@ -8,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+
 from ..comm.errors import SettingError
+from ..comm.messages.base import GroupId
 from ..comm.recipe import DataSettings
 
 
@@ -52,6 +57,33 @@ class TableRows:
 
     def __getitem__(self, index: int, /) -> bytes:
         return json.dumps(self._table[index], default=str).encode()
+
+
+class PromptPool:
+    """Deals out rows by a cursor: the position in the data is one integer.
+
+    The order of an epoch is a permutation drawn from (seed, epoch), so cursor and seed alone determine what comes next.
+    """
+
+    def __init__(self, rows: DatasetRows, *, shuffle: bool, seed: int) -> None:
+        self._rows = rows
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(len(rows)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def group_at(self, cursor: int) -> GroupId:
+        """The group that the `cursor`-th first lease starts."""
+        epoch, index = divmod(cursor, len(self._rows))
+        if self._shuffle and self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
+        return GroupId(epoch, int(self._order[1][index]))
+
+    def row(self, group: GroupId) -> msgspec.Raw:
+        """The row of a group, as JSON."""
+        return msgspec.Raw(self._rows[group.prompt])
 
 
 def open_rows(settings: DataSettings) -> DatasetRows:

@@ -7,10 +7,10 @@ come and go on threads and a store of their own, never through this loop.
 import time
 
 from ..comm.fleet import Fleet
-from ..comm.messages import ConnectionLost, DropRows, ListStoredRows, LoadReport, Stop, StoredRows
+from ..comm.links.opening import staging_of
+from ..comm.messages import BusyReport, ConnectionLost, DropRows, ListStoredRows, Stop, StoredRows
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
-from .weights.push import staging_of
 from .weights.server import WeightServer
 
 REPORT_S = 1.0
@@ -18,10 +18,10 @@ REPORT_S = 1.0
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The relay's process, until the hub's `Stop`."""
-    mailbox = fleet.mailboxes.begin_receive(fleet.name)
+    mailbox = fleet.open_mailbox(fleet.name)
     unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
     segment = Segment.inherited()
-    keeper = WeightServer(fleet, segment, recipe.comm)
+    keeper = WeightServer(fleet, segment, recipe.comm).start()
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
     started, reported = time.monotonic(), 0.0
     while True:
@@ -42,7 +42,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     mailbox.close()
 
 
-def busy_report(elapsed_s: float) -> LoadReport:
+def busy_report(elapsed_s: float) -> BusyReport:
     """A relay is busy while its process computes or copies: CPU seconds against seconds passed."""
     busy_s = min(time.process_time(), elapsed_s)
-    return LoadReport(-1, 0, 0, 0.0, 0, busy_s, elapsed_s - busy_s, 0.0)
+    return BusyReport(busy_s, elapsed_s - busy_s)

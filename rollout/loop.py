@@ -44,7 +44,7 @@ class Rollout:
         )
         self.generator = open_generator(fleet, recipe)
         self.weights = self.generator.weights
-        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.mailbox = fleet.open_mailbox(fleet.name)
         self.pacing = RolloutPacing.of(
             recipe.run.schedule, recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas
         )
@@ -199,8 +199,9 @@ class Rollout:
         m, g = self.meter, self.generator
         kv_util = g.kv_load / g.kv_capacity
         load = LoadReport(
-            self.weights.version, g.num_running, g.num_waiting, kv_util, m.tokens, m.busy_s, m.idle_s, m.pull_s,
-            self.migration.kv_used, g.kv_capacity, self.migration.batch_bound,
+            version=self.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
+            tokens=m.tokens, busy_s=m.busy_s, idle_s=m.idle_s, pull_s=m.pull_s, kv_used=self.migration.kv_used,
+            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound,
         )  # fmt: skip
         self.mailbox.send("hub", load)
         self.trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)

@@ -1,6 +1,6 @@
 """The trainer's loop: take the groups of a step as they become ready, update, publish, go on.
 
-Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `RowBatch` letters. It
+Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `TrainBatch` messages. It
 never waits for a rollout, and publishing costs it one copy.
 """
 
@@ -12,7 +12,7 @@ import torch
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
 from ..comm.mailbox import Mailbox
-from ..comm.messages import CheckpointWritten, StepTrained, TrainingDone
+from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
@@ -37,7 +37,7 @@ class Trainer:
         self.step_log = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
-        self.mailbox = fleet.mailboxes.begin_receive(fleet.name)
+        self.mailbox = fleet.open_mailbox(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.stream = ExperienceStream(
             self.mailbox,
@@ -72,11 +72,11 @@ class Trainer:
         fleet_metrics: dict[str, float] = {}
         while received < total:
             batch = self.take(step)
-            if batch.task != TRAIN:
+            hand_out = batch.row_batch
+            if not isinstance(hand_out, TrainBatch):
                 self.trace.enter(batch.task, step=step)
                 self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
-            hand_out = batch.row_batch
             received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
             if self.step_log is not None:
                 self.step_log.add(batch)

@@ -18,7 +18,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     """The reference's process, until the hub ends the run."""
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
-    mailbox, units = fleet.mailboxes.begin_receive(fleet.name), ReplicatedRows(fleet)
+    mailbox, units = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
     max_tokens = recipe.optimizer.micro_tokens
     stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
     for batch in stream:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
-from ..comm.messages import RowBatch, decode, encode
+from ..comm.messages import TrainBatch, decode, encode
 from ..relay.queue.stream import Batch
 
 _NUM_RANKS = "ranks"
@@ -74,7 +74,7 @@ class StepReplay:
                 columns.setdefault(key, {})[name] = file.get_tensor(place)
         for number in range((len(self._metadata) - 1) // 2):
             hand_out = decode(self._metadata[f"{number}"].encode())
-            assert isinstance(hand_out, RowBatch)
+            assert isinstance(hand_out, TrainBatch)
             rows = {row.key: row for row in hand_out.rows()}
             parts = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
             yield Batch(hand_out, parts, columns)

@@ -1,4 +1,4 @@
-"""What every message is, and the names of rows and groups that messages speak of."""
+"""The base class of messages, and the names of rows and groups that they mention."""
 
 import msgspec
 
@@ -46,7 +46,7 @@ class RowId(msgspec.Struct, frozen=True, order=True):
         return (self.epoch << _PROMPT_BITS | self.prompt) << _SAMPLE_BITS | self.sample
 
     def key(self, attempt: int) -> str:
-        """Where its bytes lie in a unit: those of another attempt can neither be read nor overwritten by mistake."""
+        """The key of its bytes in a storage unit; it names the attempt, so that no attempt overwrites another's bytes."""
         return f"{self}@{attempt}"
 
     def __str__(self) -> str:

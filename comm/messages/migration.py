@@ -1,10 +1,10 @@
-"""What is said when trajectories move: hub to source, source to destination, both to the hub."""
+"""Messages that move trajectories: hub to source, source to destination, both to the hub."""
 
 from .base import Message, RowId
 
 
 class MigrateOrder(Message, frozen=True):
-    """The hub asks a rollout to give all unfinished trajectories to another one, if both still run on `version`."""
+    """The hub orders a rollout to move its unfinished trajectories to another one, if both still run on `version`."""
 
     request_id: int
     version: int
@@ -12,7 +12,7 @@ class MigrateOrder(Message, frozen=True):
 
 
 class TransferOffered(Message, frozen=True):
-    """A rollout offers trajectories to another: `num_bytes` that lie at `path`, or come over `link`, made by `version`."""
+    """A rollout offers trajectories of `version` to another: `num_bytes` in the file at `path`, or over `link`."""
 
     request_id: int
     version: int
@@ -24,16 +24,16 @@ class TransferOffered(Message, frozen=True):
 
 
 class TransferRefused(Message, frozen=True):
-    """The rollout that a parcel was offered to has not taken it, and will never claim what is in it."""
+    """The destination has not taken the trajectories offered, and will never claim them."""
 
     request_id: int
     reason: str
 
 
 class ClaimRows(Message, frozen=True):
-    """A rollout has these trajectories of another's (or its own back), which had these attempts: may it have the leases?
+    """A rollout has these trajectories of another, or its own back, and asks the hub for their leases.
 
-    Who claims a row's present attempt first has it. Repeated with the same question until answered.
+    The first claim of a row's present attempt gets the lease. Repeated with the same id until answered.
     """
 
     request_id: int
@@ -42,21 +42,21 @@ class ClaimRows(Message, frozen=True):
 
 
 class ClaimResult(Message, frozen=True):
-    """The hub's answer to `ClaimRows`: the attempt of each row from now on, or 0 if it is somebody else's."""
+    """The hub's answer to `ClaimRows`: the new attempt of each row, or 0 where another rollout has the lease."""
 
     request_id: int
     attempts: list[int]
 
 
 class RowsReassigned(Message, frozen=True):
-    """The hub tells who held these attempts of rows that somebody else has them now."""
+    """The hub to the earlier holder of these attempts: another rollout has the rows now."""
 
     rows: list[RowId]
     attempts: list[int]
 
 
 class MigrateResult(Message, frozen=True):
-    """The source's answer to `MigrateOrder`: this many trajectories went over; else why none did."""
+    """The source's answer to `MigrateOrder`: the number of trajectories that moved, or the reason why none did."""
 
     request_id: int
     num_rows: int = 0

@@ -1,4 +1,4 @@
-"""What the consumers of the experience queue and the hub say to each other."""
+"""Messages between the consumers of the experience queue, the relays that store it, and the hub."""
 
 import msgspec
 
@@ -6,10 +6,10 @@ from .base import GroupId, Message, RowId
 
 
 class RequestRows(Message, frozen=True):
-    """A consumer asks for rows of the first of `tasks` that has some; repeated with the same question until answered.
+    """A consumer asks for rows of the first of `tasks` that has some. Repeated with the same id until answered.
 
-    Of `train` it gets groups of `step` beyond the `received` first. Of another task it gets rows of up to `max_tokens`, which is a
-    micro-batch for each of its ranks; it names the hand-outs that it is `open_batches`, so that one whose letter was lost comes again.
+    Of `train` it gets groups of `step` beyond the first `received`. Of another task it gets rows of up to `max_tokens`, which
+    is a micro-batch for each of its ranks. It lists its `open_batches`; the hub repeats one that is not among them.
     """
 
     request_id: int
@@ -18,24 +18,6 @@ class RequestRows(Message, frozen=True):
     received: int = 0
     open_batches: tuple[int, ...] = ()
     max_tokens: int = 1 << 14
-
-
-class ColumnsAdded(Message, frozen=True):
-    """A consumer has done all of a hand-out: for each row the units that have the new columns; none for a row it gave up."""
-
-    task: str
-    batch_id: int
-    columns: list[str]
-    rows: list[RowId]
-    storage_ids: list[list[str]]
-
-
-class RowsNotFound(Message, frozen=True):
-    """A consumer found rows, as they were named to it, in no unit."""
-
-    rows: list[RowId]
-    attempts: list[int]
-    reason: str
 
 
 class RowRef(msgspec.Struct, frozen=True):
@@ -55,7 +37,7 @@ class RowRef(msgspec.Struct, frozen=True):
 
 
 class GroupRef(msgspec.Struct, frozen=True):
-    """Metadata of samples of a group: for each, which units have the bytes."""
+    """Metadata of samples of a group, one entry of each list for a sample."""
 
     group: GroupId
     samples: list[int]
@@ -70,7 +52,7 @@ class GroupRef(msgspec.Struct, frozen=True):
         return self.group.row(self.samples[index])
 
     def key(self, index: int) -> str:
-        """Where the bytes of its `index`-th row lie in each of their units."""
+        """The key of its `index`-th row's bytes in each of their units."""
         return self.row(index).key(self.attempts[index])
 
     def rows(self) -> list[RowRef]:
@@ -80,21 +62,66 @@ class GroupRef(msgspec.Struct, frozen=True):
         return [RowRef(*values) for values in zip(*columns, strict=True)]
 
 
-class RowBatch(Message, frozen=True):
-    """The answer to `RequestRows`: for `train`, groups from number `first` of `total` on; for another task, its hand-out `batch_id`.
+class TrainBatch(Message, frozen=True, kw_only=True):
+    """The answer to `RequestRows` for `train`: groups of `step` from number `first` of `total` on.
 
     `metrics` are the fleet's figures at this moment.
     """
 
+    request_id: int = 0
     step: int
     first: int
     total: int
     groups: list[GroupRef]
     metrics: dict[str, float]
-    task: str = "train"
-    batch_id: int = 0
-    request_id: int = 0
 
     def rows(self) -> list[RowRef]:
         """The rows of all its groups."""
         return [row for group in self.groups for row in group.rows()]
+
+
+class RowBatch(Message, frozen=True, kw_only=True):
+    """The answer to `RequestRows` for another task: rows to add columns to, until `ColumnsAdded` with the same `batch_id`."""
+
+    request_id: int = 0
+    task: str
+    batch_id: int
+    groups: list[GroupRef]
+
+    def rows(self) -> list[RowRef]:
+        """The rows of all its groups."""
+        return [row for group in self.groups for row in group.rows()]
+
+
+class ColumnsAdded(Message, frozen=True):
+    """A consumer has done a `RowBatch`: for each row the units that have its new columns, none for a row given up."""
+
+    task: str
+    batch_id: int
+    columns: list[str]
+    rows: list[RowId]
+    storage_ids: list[list[str]]
+
+
+class RowsNotFound(Message, frozen=True):
+    """A consumer found these attempts of rows in none of their units."""
+
+    rows: list[RowId]
+    attempts: list[int]
+    reason: str
+
+
+class DropRows(Message, frozen=True):
+    """The hub to a relay: no task needs these rows any more."""
+
+    keys: list[str]
+
+
+class ListStoredRows(Message, frozen=True):
+    """The hub asks a relay for the rows in its unit."""
+
+
+class StoredRows(Message, frozen=True):
+    """A relay's answer to `ListStoredRows`: keys of the rows in its unit."""
+
+    keys: list[str]

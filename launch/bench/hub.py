@@ -20,10 +20,10 @@ from ...comm.messages import (
     LeaseRequest,
     Message,
     RequestRows,
-    RowBatch,
     RowDone,
     StepTrained,
     Stop,
+    TrainBatch,
     TrainingDone,
 )
 from ...comm.recipe import BatchSettings, CommSettings, DataSettings, QueueSettings, Recipe, RunSettings
@@ -49,7 +49,7 @@ def hub_events(options: Options) -> list[Measurement]:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
         with Child(command("hub", folder, hosted.address)) as hub:
             fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
-            _play(fleet.mailboxes.begin_receive("rollout-0"), fleet.mailboxes.begin_receive("actor-0"))
+            _play(fleet.open_mailbox("rollout-0"), fleet.open_mailbox("actor-0"))
             assert hub.process.wait(_PATIENCE_S) == 0
             fleet.leave()
         journal = Path(folder) / "journal.jsonl"
@@ -71,7 +71,7 @@ def _play(rollout: Mailbox, actor: Mailbox) -> None:
         received, total = 0, 1
         while received < total:
             actor.send("hub", RequestRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
-            answer = _expect(actor, RowBatch)
+            answer = _expect(actor, TrainBatch)
             assert answer is not None, "the hub ended the run"
             received, total = received + len(answer.groups), answer.total
         actor.send("hub", StepTrained(step[0]))

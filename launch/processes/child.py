@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their parent, and how their ends are told to a user."""
+"""Child processes that cannot outlive their parent, and the messages about them on the console."""
 
 import ctypes
 import os
@@ -12,11 +12,11 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
-"""What a parent sleeps on: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
+"""The signals that a parent waits for: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
 
 
 class Child:
-    """One child process: `name` in messages, `log` its file where it has one of its own."""
+    """One child process: `name` in messages, `log` its log file, if it has one."""
 
     def __init__(
         self,
@@ -29,9 +29,10 @@ class Child:
         pass_fds: Sequence[int] = (),
         death_signal: signal.Signals = signal.SIGKILL,
     ) -> None:
-        """Start `command`. With `log`, its errors go there, and its output too unless `console`.
+        """Start `command`. With `log`, stderr goes to that file. Without `console`, stdout follows it, or is discarded.
 
-        The child gets a session of its own, so that a terminal's Ctrl-C reaches it once, through its parent.
+        The child gets a session of its own, so that a terminal's Ctrl-C reaches it once, through its parent. The kernel
+        sends it `death_signal` if the parent ends first.
         """
         self.name = name
         self.log = log
@@ -50,7 +51,7 @@ class Child:
                 command,
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=None if console else stream,
+                stdout=None if console else stream or subprocess.DEVNULL,
                 stderr=stream,
                 pass_fds=pass_fds,
                 start_new_session=True,
@@ -62,19 +63,18 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code, minus the signal's number if a signal ended it, None while it runs."""
+        """The exit code, or minus the number of the signal that ended the process; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Send a signal; no error if it has ended."""
+        """Send a signal; a process that has ended is no error."""
         self._process.send_signal(number)
 
     def log_tail(self, num_lines: int = 12) -> str:
-        """Where its log is and how that ends, as a sentence to append to a message; empty if it has none."""
+        """The path of the log and its last lines, as a sentence to append to a message; empty without a log."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as stream:
@@ -84,25 +84,25 @@ class Child:
 
 
 def end_with_parent(number: int, parent: int) -> None:
-    """Have the kernel send this process `number` when `parent` ends; ends it now if that has happened already."""
+    """Have the kernel send `number` to this process when `parent` ends; end it now if `parent` has ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def block_signals() -> None:
-    """From now on the signals of `WATCHED` wait until they are asked for."""
+    """Block the signals of `WATCHED`: they stay pending until `sigtimedwait` takes them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
 def describe_exit(name: str, code: int) -> str:
-    """One line on how a child ended, such as `rollout-1 was ended by SIGKILL`."""
+    """How a child ended, such as `rollout-1 was ended by SIGKILL`."""
     if code < 0:
         return f"{name} was ended by {signal.Signals(-code).name}"
     return f"{name} ended with exit code {code}"
 
 
 def print_message(text: str) -> None:
-    """One message of the launcher or a seat on the console."""
+    """Print a message of the launcher or of a supervisor on the console."""
     sys.stderr.write(f"headrace: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The run's secret, which keys the seals of letters and hand-shakes: `HEADRACE_SECRET`, or a file of the run folder."""
+"""The run's secret, the key of the seals of messages and handshakes: `HEADRACE_SECRET`, or a file of the run folder."""
 
 import os
 import secrets

@@ -1,8 +1,8 @@
-"""A seat: one rank as torchrun started it. It starts its role's process as a child, watches it, and sees it to its end.
+"""The supervisor: one rank as torchrun started it. It starts its role's process as a child and watches it to its end.
 
-A seat never imports torch and does no work of its own, so nothing that a role does can take it down; torchrun, which
-would end the whole run for one dead rank, never hears of a rollout that died and came back. The first seat also starts
-the fleet's store, the lead relay's seat also the hub.
+A supervisor never imports torch and does no work of its own, so no fault of a role can end it. torchrun would end the
+whole run for one dead rank; it does not see that a rollout died and was started again. The supervisor of rank 0 also
+starts the fleet's store, and the supervisor of relay-0 also starts the hub.
 """
 
 import os
@@ -15,34 +15,34 @@ from enum import Enum, auto
 from pathlib import Path
 
 from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV
+from ...comm.errors import STORE_GONE_EXIT
 from ...comm.recipe import Recipe
 from ..placement import Placement, check_staging, count_gpus, place_ranks, restartable_roles, visible_devices
 from .child import WATCHED, Child, block_signals, describe_exit, end_with_parent, print_message
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
-LEAVE_S, LOOK_S = 5.0, 0.2
-"""Seconds from the run's summary until the store ends whoever has not left; and how often the summary is looked for."""
+LEAVE_S, POLL_S = 5.0, 0.2
+"""Seconds from the run's summary until the store is ended although members have not left; seconds between two looks for
+the summary."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
-STORE_GONE_EXIT = 69
-"""Exit code of a child whose watchdog found the fleet's store gone, as `comm.fleet` has it (which loads torch)."""
 SUMMARY_FILE = "summary.json"
-"""What the hub writes into the run folder when the run has ended."""
+"""File of the run folder that the hub writes when the run has ended."""
 LAUNCHER = "HEADRACE_LAUNCHER"
-"""Set in the environment by the launcher, which reads the run's summary and tells the user itself."""
+"""Set in the environment by the launcher, which prints the run's summary itself."""
 
 
 class ExitKind(Enum):
-    """What a seat makes of a child's end."""
+    """The meaning of a child's exit."""
 
     DONE = auto()
     RESTART = auto()
     FAILED_REPORTED = auto()
-    """The run fails, and the child itself told the hub why."""
+    """The run fails, and the child has reported the reason to the hub."""
     FAILED_UNREPORTED = auto()
-    """The run fails, and the hub has yet to be told."""
+    """The run fails, and the hub does not know it yet."""
 
 
 def classify_exit(
@@ -54,14 +54,12 @@ def classify_exit(
     is_ending: bool,
     restartable: Collection[str] = ("rollout",),
 ) -> ExitKind:
-    """What the end of a `role`'s child with `code` means; `restarts` are the times of its earlier restarts, `restartable` the roles
-    that may have any.
+    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts; only the
+    `restartable` roles may have any.
     """
     if code == 0:
         return ExitKind.DONE
-    if is_ending:
-        return ExitKind.FAILED_REPORTED
-    if code == STORE_GONE_EXIT:
+    if is_ending or code == STORE_GONE_EXIT:
         return ExitKind.FAILED_REPORTED
     if role in restartable and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
@@ -73,7 +71,7 @@ def classify_exit(
 
 @dataclass(frozen=True, slots=True)
 class ChildCommands:
-    """The commands of a seat's children; the seat adds the arguments that depend on the role."""
+    """The commands of a supervisor's children; the supervisor adds the arguments that depend on the role."""
 
     worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.worker")
     store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
@@ -81,7 +79,7 @@ class ChildCommands:
 
 @dataclass(slots=True)
 class Supervisor:
-    """The parent of one role's child, and of the store or the hub where they live here."""
+    """The parent of one role's process, and on some ranks of the store or the hub."""
 
     recipe: Recipe
     placement: Placement
@@ -100,9 +98,9 @@ class Supervisor:
     segment: int | None = None
 
     def run(self) -> int:
-        """Start the children and return the seat's exit code once all have ended.
+        """Start the children and return the supervisor's exit code once all have ended.
 
-        Waits for signals alone: SIGCHLD when a child ended, SIGINT or SIGTERM to pass on; woken by the deadline too.
+        It waits for signals, at most until the deadline: SIGCHLD when a child has ended, SIGINT or SIGTERM to pass on.
         """
         end_with_parent(signal.SIGTERM, os.getppid())
         block_signals()
@@ -143,9 +141,9 @@ class Supervisor:
         pass_fds = ()
         if name == self.placement.name:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
-        if name == self.placement.name and self.segment is not None:
-            environment[SEGMENT_FD] = str(self.segment)
-            pass_fds = (self.segment,)
+            if self.segment is not None:
+                environment[SEGMENT_FD] = str(self.segment)
+                pass_fds = (self.segment,)
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
         self.children[name] = Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
 
@@ -153,20 +151,23 @@ class Supervisor:
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
-        is_ending = bool(self.stopped_by or self.exit_code)
-        again = restartable_roles(self.recipe.roles)
-        if self.is_over() and (role in again or code == STORE_GONE_EXIT):
-            return  # nobody misses it any more
-        verdict = classify_exit(role, code, self.restarts, time.monotonic(), is_ending=is_ending, restartable=again)
-        if verdict is ExitKind.RESTART:
-            self.restarts.append(time.monotonic())
+        restartable, now = restartable_roles(self.recipe.roles), time.monotonic()
+        if self.is_over() and (role in restartable or code == STORE_GONE_EXIT):
+            return  # the run does not need it any more
+        kind = classify_exit(role, code, self.restarts, now, is_ending=self._is_ending, restartable=restartable)
+        if kind is ExitKind.RESTART:
+            self.restarts.append(now)
             print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
             self._start_worker(self.placement.name)
-        elif verdict in (ExitKind.FAILED_REPORTED, ExitKind.FAILED_UNREPORTED):
-            self._fail(child, code, is_reported=verdict is ExitKind.FAILED_REPORTED)
+        elif kind is not ExitKind.DONE:
+            self._fail(child, code, is_reported=kind is ExitKind.FAILED_REPORTED)
+
+    @property
+    def _is_ending(self) -> bool:
+        return bool(self.stopped_by or self.exit_code)
 
     def _fail(self, child: Child, code: int, *, is_reported: bool) -> None:
-        is_first = not (self.stopped_by or self.exit_code)
+        is_first = not self._is_ending
         self.exit_code = self.exit_code or (2 if code == 2 else 1)
         self._set_deadline(self.shutdown_s)
         if not is_first:
@@ -180,10 +181,10 @@ class Supervisor:
             error += f", after {len(self.restarts)} restarts"
         print_message(f"{error}; the run ends{child.log_tail()}")
         if not is_reported and child.name != "store":
-            self._start("messenger", [*self._worker_command(child.name), "--failed", error], console=False)
+            self._start("failure-report", [*self._worker_command(child.name), "--failed", error], console=False)
 
     def _pass_on(self, number: int) -> None:
-        """Hand the first SIGINT or SIGTERM to the roles; the store stays until they have left."""
+        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left."""
         if not self.stopped_by:
             self.stopped_by = number
             self._set_deadline(self.shutdown_s)
@@ -200,11 +201,11 @@ class Supervisor:
         return (Path(self.recipe.run.dir) / SUMMARY_FILE).exists()
 
     def _patience_s(self) -> float:
-        """How long to sleep: to the deadline, but where only the store is left, the run's end is looked for."""
+        """Seconds to sleep: until the deadline, or a short time while only the store is left, to see the run's end."""
         if self.children.keys() == {"store"}:
             if self.is_over():
                 self._set_deadline(LEAVE_S)
-            return LOOK_S
+            return POLL_S
         return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def _hold_to_deadline(self) -> None:
@@ -221,17 +222,17 @@ class Supervisor:
 
 
 def supervise(recipe: Recipe) -> int:
-    """Be the seat that torchrun's environment says, and return its exit code; raises `SettingError` before any start.
+    """Supervise the rank of torchrun's environment; returns its exit code. Raises `SettingError` before any start.
 
-    Under the launcher (its variable is set) a run that was ended in order, for whatever reason, ends the seat with 0:
-    torchrun, which knows only failure and success, would print a traceback, and the launcher knows better how it ended.
+    A run under the launcher that ended in order, for whatever reason, returns 0: torchrun knows only success and failure
+    and would print a traceback. The launcher reads from the summary how the run ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    places = place_ranks(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
-    place, num_gpus, staging = places[rank], count_gpus(), recipe.relay.staging_device
-    check_staging(places, place.host, num_gpus, staging)
-    device = visible_devices(place, num_gpus, staging)
-    seat = Supervisor(recipe, place, world_size, hosts_store=rank == 0, device=device)
-    exit_code = seat.run()
-    is_told = LAUNCHER in os.environ and (seat.stopped_by or exit_code == 2 or seat.is_over())
-    return 0 if is_told else exit_code
+    placements = place_ranks(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
+    placement, num_gpus, staging = placements[rank], count_gpus(), recipe.relay.staging_device
+    check_staging(placements, placement.host, num_gpus, staging)
+    device = visible_devices(placement, num_gpus, staging)
+    supervisor = Supervisor(recipe, placement, world_size, hosts_store=rank == 0, device=device)
+    exit_code = supervisor.run()
+    is_in_order = supervisor.stopped_by or exit_code == 2 or supervisor.is_over()
+    return 0 if LAUNCHER in os.environ and is_in_order else exit_code

@@ -80,7 +80,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     from ...comm.fleet import Fleet
 
     fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
-    mailbox = fleet.mailboxes.begin_receive(f"{fleet.name}/worker")
+    mailbox = fleet.open_mailbox(f"{fleet.name}/worker")
     signals.report_by(mailbox)
 
     def on_thread_death(death: threading.ExceptHookArgs) -> None:
@@ -146,10 +146,12 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
 
 def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
     from ...comm.mailbox import StoreMailboxes
+    from ...comm.store import connect_store
 
-    post = StoreMailboxes(address, read_secret(Path(recipe.run.dir)))
-    report(post.begin_receive(name), recipe, role, error, exit_code=1)
-    post.close()
+    store = connect_store(address, recipe.comm.deadline_s)
+    mailboxes = StoreMailboxes(store, read_secret(Path(recipe.run.dir))).start()
+    report(mailboxes.open(name), recipe, role, error, exit_code=1)
+    mailboxes.close()
     return 0
 
 

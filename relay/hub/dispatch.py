@@ -5,7 +5,7 @@ Whatever an answer says can be said again from the state alone, so an answer tha
 
 from collections.abc import Iterable, Mapping
 
-from ...comm.messages import ColumnsAdded, DropRows, RequestRows, RowBatch, RowId, StepTrained
+from ...comm.messages import ColumnsAdded, DropRows, RequestRows, RowBatch, RowId, StepTrained, TrainBatch
 from ...comm.messages.queue import GroupRef
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
@@ -58,14 +58,14 @@ class Dispatcher:
                 self._drop_leftovers(record, number)
                 self.context.commit(ev.TaskReturned(task=task, number=number, reason=reason))
 
-    def _answer(self, consumer: str, request: RequestRows) -> RowBatch | None:
+    def _answer(self, consumer: str, request: RequestRows) -> RowBatch | TrainBatch | None:
         for task in request.tasks:
             answer = self._train(request) if task == TRAIN else self._rows(task, consumer, request)
             if answer is not None:
                 return answer
         return None
 
-    def _train(self, request: RequestRows) -> RowBatch | None:
+    def _train(self, request: RequestRows) -> TrainBatch | None:
         """The groups of a step beyond those received."""
         state = self.context.state
         if request.step != state.step:
@@ -76,9 +76,10 @@ class Dispatcher:
         if not given:
             return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
-        metrics = self.fleet_stats.snapshot(state)
-        total = self.admission.per_step
-        return RowBatch(request.step, request.received, total, groups, metrics, request_id=request.request_id)
+        return TrainBatch(
+            request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
+            groups=groups, metrics=self.fleet_stats.snapshot(state),
+        )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
         """A hand-out of this consumer's that it has not received, or a new one."""
@@ -87,7 +88,7 @@ class Dispatcher:
         for number, hand_out in record.begin_receive.items():
             if hand_out.consumer == consumer and number not in request.open_batches:
                 groups = self._still_there(hand_out.attempts)
-                return RowBatch(-1, 0, len(groups), groups, {}, task, number, request.request_id)
+                return RowBatch(request_id=request.request_id, task=task, batch_id=number, groups=groups)
         groups = controller.next(state, request.max_tokens, len(self._consumers[task]))
         if not groups:
             return None
@@ -95,7 +96,7 @@ class Dispatcher:
         attempts = [attempt for group in groups for attempt in group.attempts]
         number = record.num_batches + 1
         self.context.commit(ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts))
-        return RowBatch(-1, 0, len(groups), groups, {}, task, number, request.request_id)
+        return RowBatch(request_id=request.request_id, task=task, batch_id=number, groups=groups)
 
     def _still_there(self, attempts: Mapping[RowId, int]) -> list[GroupRef]:
         state = self.context.state

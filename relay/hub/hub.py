@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from ...comm.mailbox import Envelope, Mailbox
-from ...comm.messages import CheckpointWritten, LoadReport, VersionReady, WeightsPulled
+from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
 from ...comm.recipe import QueueSettings, RepackSettings
+from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal
 from ..journal.state import HubState
-from ..prompts import PromptPool
 from ..queue.admission import Admission
 from ..queue.controller import Task
 from ..queue.tasks import TRAIN, controllers, open_sampler
@@ -64,6 +64,7 @@ class Hub:
             WeightsPulled: self._on_pulled,
             CheckpointWritten: self._on_checkpoint,
             LoadReport: self._on_load,
+            BusyReport: self.fleet_stats.add,
         }
         for office in self.handlers:
             self.routes |= office.routes

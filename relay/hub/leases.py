@@ -1,9 +1,9 @@
 """The hub's office for leases: rollouts ask for groups, and get what admission allows."""
 
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
+from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.state import Group, RowStatus
-from ..prompts import PromptPool
 from ..queue.admission import Admission
 from .context import HubContext, Routes
 

@@ -15,11 +15,10 @@ from ...comm.errors import HeadraceError, SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
 from ...comm.recipe import Recipe
-from ..dataset import open_rows
+from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
 from ..journal.journal import Journal, cut_after_checkpoint, replay
 from ..journal.state import HubState, apply
-from ..prompts import PromptPool
 from ..queue.admission import Admission
 from ..queue.replicated_rows import storage_id_of
 from ..queue.schedules import SCHEDULES
@@ -37,7 +36,7 @@ ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The hub's process, from the first letter to the summary."""
     run_dir = Path(recipe.run.dir)
-    mailbox = fleet.mailboxes.begin_receive("hub")
+    mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(recipe.queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)

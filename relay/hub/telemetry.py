@@ -3,15 +3,15 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ...comm.messages import LoadReport
+from ...comm.messages import BusyReport, LoadReport
 from ..journal.state import HubState
 
 
 @dataclass(slots=True)
 class _Meter:
-    before: LoadReport
-    now: LoadReport
-    reported: LoadReport
+    before: LoadReport | BusyReport
+    now: LoadReport | BusyReport
+    reported: LoadReport | BusyReport
     """What the last call of `metrics` went by."""
 
 
@@ -26,7 +26,7 @@ class FleetStats:
         self._sums: dict[str, float] = defaultdict(float)
         self._reported: dict[str, float] = {}
 
-    def add(self, sender: str, load: LoadReport) -> None:
+    def add(self, sender: str, load: LoadReport | BusyReport) -> None:
         meter = self._meters.get(sender)
         if meter is None or _seconds(load) < _seconds(meter.now):  # a process that was started again counts from 0
             meter = self._meters[sender] = _Meter(load, load, load)
@@ -61,16 +61,17 @@ class FleetStats:
             if busy + idle <= 0:
                 continue
             out[f"idle/{role}"] = idle / (busy + idle)
-            if role == "rollout":
-                tokens = sum(meter.now.tokens - meter.before.tokens for meter in meters)
-                out["rollout/tok_per_s"] = tokens * len(meters) / (busy + idle)
-                out["rollout/kv_util"] = sum(meter.now.kv_util for meter in meters) / len(meters)
-                out["weights/pull_s"] = max(meter.now.pull_s for meter in meters)
+            if loads := [meter.now for meter in meters if isinstance(meter.now, LoadReport)]:
+                before = [meter.before.tokens for meter in meters if isinstance(meter.before, LoadReport)]
+                tokens = sum(load.tokens for load in loads) - sum(before)
+                out["rollout/tok_per_s"] = tokens * len(loads) / (busy + idle)
+                out["rollout/kv_util"] = sum(load.kv_util for load in loads) / len(loads)
+                out["weights/pull_s"] = max(load.pull_s for load in loads)
             for meter in meters:
                 meter.reported = meter.now
         return out
 
 
-def _seconds(load: LoadReport) -> float:
+def _seconds(load: LoadReport | BusyReport) -> float:
     """Seconds since the process started."""
     return load.busy_s + load.idle_s

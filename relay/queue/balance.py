@@ -1,38 +1,49 @@
-"""Who of a task's ranks gets what: rounds of one micro-batch per rank, since sharded ranks must run equally many."""
+"""Shares of rows for the ranks of a task, in rounds of one micro-batch per rank: sharded ranks must run equally many."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from .samplers import balanced
-
 
 class Sized(Protocol):
-    """Something with tokens."""
+    """An item with `num_tokens` of prompt and response."""
 
     @property
-    def num_tokens(self) -> int:
-        """Of prompt and response."""
-        ...
+    def num_tokens(self) -> int: ...
 
 
 S = TypeVar("S", bound=Sized)
 
 
-def rounds(items: Sequence[S], num_ranks: int, max_tokens: int) -> list[list[list[S]]]:
-    """By round and rank: shares of nearly equal tokens, each in parts of at most `max_tokens` (a longer item stays whole).
+def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices of `sizes` in parts of nearly equal sums: the largest first, each to the lightest part so far (Graham, 1969).
 
-    Alike in length within a part, the longest first. A rank without a part in the last rounds has an empty one.
+    The heaviest part is at most 4/3 of the best possible one. With 16 or more trajectories a part, it is typically within 1 % of it.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    sums = [0] * num_parts
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        part = sums.index(min(sums))
+        parts[part].append(index)
+        sums[part] += sizes[index]
+    return parts
+
+
+def rounds(items: Sequence[S], num_ranks: int, max_tokens: int) -> list[list[list[S]]]:
+    """By round and rank: shares of nearly equal tokens, in micro-batches of at most `max_tokens` (a longer item stays whole).
+
+    The longest items come first, so that lengths within a micro-batch are alike. A rank without a micro-batch in the last
+    rounds has an empty one.
     """
     if not items:
         return []
     shares = balanced([item.num_tokens for item in items], num_ranks)
     longest_first = [[items[i] for i in sorted(share, key=lambda i: (-items[i].num_tokens, i))] for share in shares]
-    parts = [list(micro_batches(share, max_tokens)) for share in longest_first]
+    parts = [list(_micro_batches(share, max_tokens)) for share in longest_first]
     return [[part[i] if i < len(part) else [] for part in parts] for i in range(max(map(len, parts)))]
 
 
-def micro_batches(items: Sequence[S], max_tokens: int) -> Iterator[list[S]]:
-    """Split into parts of at most `max_tokens` tokens each, keeping the order."""
+def _micro_batches(items: Sequence[S], max_tokens: int) -> Iterator[list[S]]:
+    """Parts of at most `max_tokens` tokens each, in the same order."""
     part: list[S] = []
     size = 0
     for item in items:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...comm.errors import HeadraceError
 from ...comm.mailbox import Mailbox
-from ...comm.messages import ColumnsAdded, GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop
+from ...comm.messages import ColumnsAdded, GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop, TrainBatch
 from ...comm.messages.queue import RowRef
 from ...comm.waits import waiting
 from .balance import rounds
@@ -98,14 +98,14 @@ class Batch:
     micro-batches, some of them empty, since ranks that share one policy run together.
     """
 
-    row_batch: RowBatch
+    row_batch: RowBatch | TrainBatch
     micro_batches: list[list[RowRef]]
     columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @property
     def task(self) -> str:
         """The task that it is for."""
-        return self.row_batch.task
+        return self.row_batch.task if isinstance(self.row_batch, RowBatch) else TRAIN
 
     @property
     def rows(self) -> list[RowRef]:
@@ -148,7 +148,7 @@ class RowRequester:
         """Let the present and every later request end with `Stop`; the mailbox stays open."""
         self._is_closing.set()
 
-    def request(self, step: int, received: int) -> RowBatch | Stop:
+    def request(self, step: int, received: int) -> RowBatch | TrainBatch | Stop:
         """The next hand-out, or the reason why there is none: `step` is in training, with `received` groups so far."""
         self._question += 1
         holding = tuple(sorted(self._holding))
@@ -162,10 +162,10 @@ class RowRequester:
             match letter.message if letter else None:
                 case Stop() as stop:
                     return stop
-                case RowBatch(request_id=question) as hand_out if question == self._question:
-                    if hand_out.task != TRAIN:
-                        self._holding.add(hand_out.batch_id)
-                    return hand_out
+                case RowBatch() | TrainBatch() as batch if batch.request_id == self._question:
+                    if isinstance(batch, RowBatch):
+                        self._holding.add(batch.batch_id)
+                    return batch
         return Stop("closed")
 
     def acknowledge(self, hand_out: RowBatch, names: Sequence[str], units: Mapping[str, list[str]]) -> None:
@@ -242,9 +242,9 @@ class RowFetcher:
             message = self._team.broadcast(self._take(step, received) if self._team.rank == 0 else None)
             if isinstance(message, Stop):
                 raise RunStopped(message.reason)
-            assert isinstance(message, RowBatch)
+            assert isinstance(message, RowBatch | TrainBatch)
             batch = self._fetch(message)
-            if message.task == TRAIN:
+            if isinstance(message, TrainBatch):
                 received += len(batch.row_batch.groups)
                 if received == message.total:
                     step, received = step + 1, 0
@@ -252,17 +252,17 @@ class RowFetcher:
                 self._ahead.put(batch)
                 continue
             self._places.release()
-            if message.task != TRAIN and self._team.rank == 0:
+            if isinstance(batch.row_batch, RowBatch) and self._team.rank == 0:
                 self._requester.acknowledge(batch.row_batch, [], {})
 
-    def _take(self, step: int, received: int) -> RowBatch | Stop:
+    def _take(self, step: int, received: int) -> RowBatch | TrainBatch | Stop:
         """The next hand-out, once there is a place for it."""
         while not self._places.acquire(timeout=POLL_S):
             if self._requester.is_closing:
                 break
         return self._requester.request(step, received)
 
-    def _fetch(self, hand_out: RowBatch) -> Batch:
+    def _fetch(self, hand_out: RowBatch | TrainBatch) -> Batch:
         """Plan the micro-batches of all ranks and fetch this rank's; if any rank misses a row, all leave out its group."""
         planned = rounds(hand_out.rows(), self._team.size, self._max_tokens)
         batch = Batch(hand_out, [parts[self._team.rank] for parts in planned])
@@ -337,6 +337,7 @@ class ExperienceStream:
 
         With several ranks a collective of `caller_team`.
         """
+        assert isinstance(batch.row_batch, RowBatch), f"{batch.task} adds no columns"
         held = {
             row.key: self._storage.add_columns(
                 row.key, row.storage_ids, {name: column[i] for name, column in columns.items()}

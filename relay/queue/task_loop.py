@@ -22,7 +22,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process, until the hub ends the run."""
     tasks = {task.name: task for task in recipe.queue.tasks}
     functions = {name: load_object("queue.tasks", task.function) for name, task in tasks.items()}
-    mailbox, units = fleet.mailboxes.begin_receive(fleet.name), ReplicatedRows(fleet)
+    mailbox, units = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
     stream = ExperienceStream(mailbox, units, list(tasks)).start()
     for batch in stream:
         stream.put(batch, apply_task(tasks[batch.task], functions[batch.task], batch))

@@ -7,8 +7,9 @@ import threading
 import pytest
 from support.closing import at_end
 
-from headrace.comm.errors import WaitTimeout
-from headrace.comm.fleet import STORE_GONE_EXIT, Fleet, Member, MemberTable, MemoryFleet, MemoryNetwork, StoreFleet
+from headrace.comm.errors import STORE_GONE_EXIT, WaitTimeout
+from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
@@ -115,10 +116,10 @@ def test_a_member_that_joins_again_is_the_next_incarnation(cluster):
 
 def test_leaving_delivers_what_was_sent_and_leaves_no_thread():
     city = StoreCluster()
-    hub = city.join("hub").mailboxes.open("hub")
+    hub = city.join("hub").open_mailbox("hub")
     before = set(threading.enumerate())
     relay = city.join("relay")
-    mailbox = relay.mailboxes.open("relay-0")
+    mailbox = relay.open_mailbox("relay-0")
     for _ in range(100):
         mailbox.send("hub", ListStoredRows())
     relay.leave()
@@ -245,7 +246,7 @@ def test_a_store_told_to_end_ends(processes):
 def test_the_watchdog_tells_its_owner_once():
     told = []
     hosted = StoreServer("127.0.0.1")
-    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append)
+    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append).start()
     at_end(fleet.leave)
     del hosted.store
     assert until(lambda: told)

@@ -6,7 +6,8 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import StoreGone
-from headrace.comm.mailbox import MemoryMailboxes, MessageSigner, StoreMailboxes
+from headrace.comm.in_memory import MemoryMailboxes
+from headrace.comm.mailbox import MessageSigner, StoreMailboxes
 from headrace.comm.messages import Interrupted, ListStoredRows, Stop
 from headrace.comm.store import StoreServer, connect_store
 
@@ -22,7 +23,7 @@ class StoreWithMailboxes:
         self.mailboxes = []
 
     def open_mailboxes(self, secret=SECRET):
-        self.mailboxes.append(StoreMailboxes(self.hosted.address, secret))
+        self.mailboxes.append(StoreMailboxes(connect_store(self.hosted.address, PATIENCE_S), secret).start())
         return self.mailboxes[-1]
 
     def close(self):
@@ -42,7 +43,7 @@ def mailboxes(request):
     if request.param == "memory":
         yield MemoryMailboxes(SECRET)
         return
-    town = request.getfixturevalue("town")
+    town = request.getfixturevalue("cluster")
     yield town.open_mailboxes()
 
 
@@ -102,7 +103,9 @@ def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(clust
     sealer = MessageSigner(SECRET)
     for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.sign("relay-1", "relay-0", 9, ListStoredRows())):
         raw.queue_push("inbox/hub", letter)
-    raw.queue_push("inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"CountRows", b"CountLies"))
+    raw.queue_push(
+        "inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
+    )
     raw.add("confirmed", 1)
     relay.send("hub", ListStoredRows())
     letter = hub.receive(PATIENCE_S)
@@ -134,8 +137,8 @@ def test_a_mailbox_whose_store_is_gone_says_so():
     at_end(store.kill)
     assert store.stdout
     address = store.stdout.readline().split()[1]
-    post = StoreMailboxes(address, SECRET)
-    hub = post.begin_receive("hub")
+    post = StoreMailboxes(connect_store(address, PATIENCE_S), SECRET).start()
+    hub = post.open("hub")
     store.kill()
     store.wait()
     store.stdout.close()

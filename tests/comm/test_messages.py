@@ -1,9 +1,10 @@
+"""Control messages: their encoding, and the ids of rows and groups."""
+
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import MESSAGES, GroupId, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
+from headrace.comm.messages import GroupId, Offer, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
 from headrace.comm.messages.base import trajectory_group
-from headrace.comm.messages.offer import Offer
 
 
 def test_what_is_encoded_is_decoded():
@@ -22,10 +23,6 @@ def test_what_is_encoded_is_decoded():
 def test_what_is_no_message_is_refused(body):
     with pytest.raises(MessageRefused):
         decode(body)
-
-
-def test_every_message_has_a_name_of_its_own():
-    assert len({message.__name__ for message in MESSAGES}) == len(MESSAGES)
 
 
 def test_ids_read_as_epoch_prompt_sample():

@@ -66,8 +66,8 @@ def test_two_leases_of_one_opening_end_with_the_last(segment):
 
 LEASEHOLDER = """
 import sys
-from headrace.comm.shared_memory import Hold, Segment
-print(Segment.open(sys.argv[1]).take(2, Hold.LEASE), flush=True)
+from headrace.comm.shared_memory import Lock, Segment
+print(Segment.open(sys.argv[1]).try_lock(2, Lock.SHARED), flush=True)
 sys.stdin.read()
 """
 
@@ -76,10 +76,10 @@ def test_the_lease_of_a_killed_reader_is_free_again(segment):
     command = [sys.executable, "-c", LEASEHOLDER, segment.path]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert reader.stdout and reader.stdout.readline() == b"True\n"
-    assert not segment.take(2, Lock.EXCLUSIVE)
+    assert not segment.try_lock(2, Lock.EXCLUSIVE)
     reader.kill()
     reader.communicate()
-    assert segment.take(2, Lock.EXCLUSIVE)
+    assert segment.try_lock(2, Lock.EXCLUSIVE)
 
 
 CHILD = """

@@ -1,3 +1,5 @@
+"""A supervisor and its children: restarts, failures, signals, deadlines."""
+
 import json
 import os
 import signal
@@ -16,12 +18,12 @@ from headrace.launch.placement import restartable_roles
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 
 T = TypeVar("T")
-DRIVER = Path(__file__).parent / "support" / "seat_driver.py"
+DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
 DEADLINE_S = 240.0
 
 
 class RunningSupervisor:
-    """A seat with fake children, and what they noted down."""
+    """A supervisor with fake children, and the events that they recorded."""
 
     def __init__(self, name: str, script: dict[str, list[str]], run_dir: Path, *, store: bool, shutdown_s: float):
         self.events_file = run_dir / "events"
@@ -63,7 +65,7 @@ def supervisor(run_dir: Path) -> Iterator[Callable[..., RunningSupervisor]]:
     yield start
     for running in started:
         running.process.kill()
-        running.process.communicate()
+        running.process.communicate(timeout=DEADLINE_S)
 
 
 def test_a_supervisor_ends_with_its_child(supervisor):
@@ -72,7 +74,7 @@ def test_a_supervisor_ends_with_its_child(supervisor):
     assert len(running.events("actor-0 start")) == 1
 
 
-def test_a_dead_rollout_comes_back_and_the_supervisor_ends_with_0(supervisor):
+def test_a_dead_rollout_is_started_again_and_the_supervisor_ends_with_0(supervisor):
     running = supervisor("rollout-1", {"rollout-1": ["die", "crash", "end"]})
     code, errors = running.end()
     assert code == 0
@@ -86,23 +88,23 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
     code, errors = running.end()
     assert code == 1
     assert len(running.events("rollout-0 start")) == MAX_RESTARTS + 1
-    assert running.events("rollout-0 told") == [
-        f"rollout-0 told rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
+    assert running.events("rollout-0 reported") == [
+        f"rollout-0 reported rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
     ]
     assert "the run ends" in errors
 
 
-def test_a_dead_actor_is_told_to_the_hub_and_ends_the_run(supervisor):
+def test_the_death_of_an_actor_is_reported_to_the_hub_and_ends_the_run(supervisor):
     running = supervisor("actor-0", {"actor-0": ["die"]})
     code, errors = running.end()
-    assert (code, running.events("actor-0 told")) == (1, ["actor-0 told actor-0 was ended by SIGKILL"])
+    assert (code, running.events("actor-0 reported")) == (1, ["actor-0 reported actor-0 was ended by SIGKILL"])
     assert "actor-0 was ended by SIGKILL; the run ends" in errors
 
 
 def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
     running = supervisor("actor-0", {"actor-0": ["crash"]})
     assert running.end()[0] == 1
-    assert not running.events("actor-0 told")
+    assert not running.events("actor-0 reported")
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(supervisor):
@@ -175,7 +177,7 @@ def test_only_a_rollout_is_ever_started_again():
     assert classify_exit("rollout", -9, [], 0.0, is_ending=True) is ExitKind.FAILED_REPORTED
 
 
-def test_a_relay_is_started_again_where_it_is_not_the_only_one():
-    for num_relays, verdict in ((1, ExitKind.FAILED_UNREPORTED), (2, ExitKind.RESTART)):
-        again = restartable_roles(RoleSettings(relay=num_relays))
-        assert classify_exit("relay", -9, [], 0.0, is_ending=False, restartable=again) is verdict
+def test_a_relay_is_started_again_if_the_run_has_another_relay():
+    for num_relays, expected in ((1, ExitKind.FAILED_UNREPORTED), (2, ExitKind.RESTART)):
+        restartable = restartable_roles(RoleSettings(relay=num_relays))
+        assert classify_exit("relay", -9, [], 0.0, is_ending=False, restartable=restartable) is expected

@@ -13,7 +13,7 @@ from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.clock import Clock
 from headrace.comm.errors import MessageRefused
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import LeaseGrant, LeaseRequest, RowDone, RowId
 from headrace.comm.messages.migration import (
     ClaimResult,
@@ -26,12 +26,11 @@ from headrace.comm.messages.migration import (
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.trace import Trace
 from headrace.launch.report.timeline import Timeline
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState, RowStatus
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.weights.slots import Receipt
 from headrace.rollout import Engine, SamplingParams
@@ -187,7 +186,7 @@ class ManualRollout:
 
     def __init__(self, folder: Path, network: MemoryNetwork, index: int, path: Path, host: str, transfer: str) -> None:
         self.fleet = MemoryFleet.join_network(network, "rollout", index, host=host)
-        self.mailbox = self.fleet.mailboxes.begin_receive(self.fleet.name)
+        self.mailbox = self.fleet.open_mailbox(self.fleet.name)
         self.generator = EngineGenerator(path)
         self.leases = HeldLeases(
             self.mailbox, self.fleet.incarnation, SAMPLES, RolloutPacing.of("headrace", None, 8, 3)
@@ -236,7 +235,7 @@ class Play:
         admission = Admission(BatchSettings(prompts_per_step=8, samples_per_prompt=SAMPLES), queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
         self.hub = Hub(
-            self.network.mailboxes.begin_receive("hub"), HubState(), journal, pool, admission, queue, RepackSettings()
+            self.network.mailboxes.open("hub"), HubState(), journal, pool, admission, queue, RepackSettings()
         )
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
         self.actors = [

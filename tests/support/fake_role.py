@@ -1,6 +1,6 @@
-"""A role's process for tests of the seat: does what the test's script says, incarnation by incarnation.
+"""A role's process for tests of the supervisor: each incarnation does the next action of the test's script.
 
-The script is a JSON object in HEADRACE_SCRIPT, such as {"rollout-0": ["die", "end"]}; each process appends a line to the
+The script is a JSON object in HEADRACE_SCRIPT, such as {"rollout-0": ["die", "end"]}. Each process appends lines to the
 file `events` of the run folder.
 """
 
@@ -31,7 +31,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _frame: signals.append(received))
     if arguments.failed is not None:
-        note(f"told {arguments.failed}")
+        note(f"reported {arguments.failed}")
         return 0
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.comm.fleet import MemoryNetwork
+from headrace.comm.in_memory import MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     LeaseGrant,
@@ -12,12 +12,11 @@ from headrace.comm.messages import (
     RowDone,
 )
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.controller import Task
 
@@ -38,14 +37,14 @@ class Scene:
         self.path = folder / "journal.jsonl"
         self.town = MemoryNetwork()
         self.post = self.town.mailboxes
-        self.boxes = {name: self.post.begin_receive(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
+        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         admission = Admission(
             BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
         )
         pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
         self.hub = Hub(
-            self.post.begin_receive("hub"),
+            self.post.open("hub"),
             HubState(),
             Journal(self.path),
             pool,

@@ -11,7 +11,7 @@ from typing import Any
 from support.closing import at_end
 from support.policies import tiny_policy
 
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import Interrupted, Stop
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
@@ -107,7 +107,7 @@ class System:
         """End what still runs: the hub ends the run in order; a role that the hub leaves behind is told to stop."""
         if not any(thread.is_alive() for thread in self.threads.values()):
             return
-        mailbox = self.network.mailboxes.begin_receive("test")
+        mailbox = self.network.mailboxes.open("test")
         mailbox.send("hub", Interrupted(signal.SIGINT))
         if "hub" in self.threads:
             self.threads["hub"].join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The end of a killed process's connection tells the hub of its death, long before its heartbeat would."""
+"""The hub learns of a killed process from the end of its connection, long before the heartbeat expires."""
 
 import subprocess
 import sys
@@ -15,13 +15,12 @@ from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, Rel
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal.events import Event, Leased, Opened, Returned
 from headrace.relay.journal.journal import Journal, read_events
 from headrace.relay.journal.state import HubState
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 
 E = TypeVar("E", bound=Event)
@@ -34,11 +33,11 @@ from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Stop
 from headrace.comm.messages import LeaseRequest
 from headrace.comm.recipe import CommSettings
-from headrace.relay.queue.replicated_rows import Units
+from headrace.relay.queue.replicated_rows import ReplicatedRows
 fleet = Fleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings(heartbeat_s=0.02))
 fleet.nearest("relay", having="unit")
-units, mailbox = Units(fleet), fleet.post.open(fleet.name)
-units.attach()
+rows, mailbox = ReplicatedRows(fleet), fleet.open_mailbox(fleet.name)
+rows.attach()
 mailbox.send("hub", LeaseRequest(1, 0, 2))
 mailbox.receive(60)
 print("leased", flush=True)
@@ -46,8 +45,8 @@ sys.stdin.readline()
 """
 
 
-class Town:
-    """A store, a hub, a relay's own loop as a thread, and a rollout in a process of its own that takes two leases."""
+class Processes:
+    """A store, a hub, a relay's loop in a thread, and a rollout in a process that takes two leases."""
 
     def __init__(self, folder: Path) -> None:
         self.hosted = StoreServer("127.0.0.1")
@@ -59,7 +58,7 @@ class Town:
         (folder / "data.jsonl").write_text('{"prompt": "p"}\n' * 5)
         queue = QueueSettings()
         self.hub = Hub(
-            self.fleets["hub"].mailboxes.begin_receive("hub"),
+            self.fleets["hub"].open_mailbox("hub"),
             HubState(),
             Journal(folder / "journal.jsonl"),
             PromptPool(JsonLines(folder / "data.jsonl"), shuffle=False, seed=0),
@@ -68,17 +67,17 @@ class Town:
             RepackSettings(),
         )
         self.hub.context.commit(Opened(epoch=1, samples_per_prompt=2))
-        self.watch = HubLoop(self.hub, self.fleets["hub"])
+        self.loop = HubLoop(self.hub, self.fleets["hub"])
         command = [sys.executable, "-c", ROLLOUT, self.hosted.address]
         self.rollout = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def join(self, role: str) -> Fleet:
         return Fleet.join(self.hosted.address, role, 0, b"s", {}, self.settings)
 
-    def turn_until(self, kind: type[E], count: int) -> list[E]:
+    def step_until(self, kind: type[E], count: int) -> list[E]:
         with waiting("hub", kind.__name__, PATIENCE_S) as wait:
             while len(found := [event for event in self.events() if isinstance(event, kind)]) < count:
-                assert self.watch.step() is None
+                assert self.loop.step() is None
                 wait.check()
         return found
 
@@ -87,7 +86,7 @@ class Town:
 
     def close(self) -> None:
         self.rollout.kill()
-        self.rollout.communicate()
+        self.rollout.communicate(timeout=PATIENCE_S)
         self.hub.mailbox.send("relay-0", Stop("the test ends"))
         self.relay.join(PATIENCE_S)
         self.hub.context.journal.close()
@@ -96,20 +95,20 @@ class Town:
 
 
 @pytest.fixture
-def town(tmp_path: Path):
-    town = Town(tmp_path)
-    yield town
-    town.close()
+def run(tmp_path: Path):
+    run = Processes(tmp_path)
+    yield run
+    run.close()
 
 
-def test_the_leases_of_a_killed_process_come_back_by_the_end_of_its_connection(town: Town):
-    """Its heartbeat cannot tell: it expires after a day."""
-    leased = town.turn_until(Leased, 2)
-    assert town.rollout.stdout is not None and town.rollout.stdout.readline() == "leased\n"
-    assert not [event for event in town.events() if isinstance(event, Returned)]
-    town.rollout.kill()
-    returned = town.turn_until(Returned, 2)
+def test_the_leases_of_a_killed_process_return_when_its_connection_ends(run: Processes):
+    """The heartbeat cannot report the death here: it expires after a day."""
+    leased = run.step_until(Leased, 2)
+    assert run.rollout.stdout is not None and run.rollout.stdout.readline() == "leased\n"
+    assert not [event for event in run.events() if isinstance(event, Returned)]
+    run.rollout.kill()
+    returned = run.step_until(Returned, 2)
     assert [(e.group, e.attempt) for e in returned] == [(e.group, e.attempt) for e in leased]
     assert {e.reason for e in returned} == {"the connection of incarnation 1 ended"}
-    assert [m.is_alive for m in town.fleets["hub"].members("rollout")] == [True]
-    assert town.hub.state.is_balanced
+    assert [m.is_alive for m in run.fleets["hub"].members("rollout")] == [True]
+    assert run.hub.state.is_balanced

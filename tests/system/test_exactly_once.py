@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.mailbox import Envelope, MemoryMailboxes
+from headrace.comm.in_memory import MemoryMailboxes
+from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     DropRows,
     LeaseGrant,
@@ -29,17 +30,17 @@ from headrace.comm.messages import (
     RowId,
     RowsNotFound,
     StepTrained,
+    TrainBatch,
     VersionReady,
 )
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
 from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, replay
 from headrace.relay.journal.state import HubState, RowStatus
-from headrace.relay.prompts import PromptPool
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.replicated_rows import relay_of
 from headrace.relay.queue.tasks import pipeline
@@ -71,9 +72,7 @@ class World(RuleBasedStateMachine):
         self.path = Path(self.folder.name, "journal.jsonl")
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
         self.mailboxes = MemoryMailboxes()
-        self.boxes = {
-            name: self.mailboxes.begin_receive(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")
-        }
+        self.boxes = {name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
         self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
@@ -318,7 +317,7 @@ class World(RuleBasedStateMachine):
         self.request_id += 1
         self.say("actor-0", RequestRows(self.request_id, ["train"], step, len(self.received)))
         for message in self.heard("actor-0"):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
+            if isinstance(message, TrainBatch) and message.request_id == self.request_id:
                 self.received += message.groups
 
     @rule()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.system import PATIENCE_S, System
 
-from headrace.comm.fleet import MemoryFleet
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.links.base import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.messages import DropRows, HeldRows, Interrupted, LeaseGrant, LeaseRequest, Stop
@@ -35,7 +35,7 @@ def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.Capt
 def test_an_interrupt_ends_all_loops_and_what_is_in_flight_is_counted(tmp_path: Path):
     system = System(tmp_path, **{"run.steps": 10_000}).start_all()
     system.wait_for_event("Trained")
-    teller = system.network.mailboxes.begin_receive("teller")
+    teller = system.network.mailboxes.open("teller")
     teller.send("hub", Interrupted(2))
     summary = system.wait()
     assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
@@ -110,7 +110,7 @@ def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
     system.rollouts[0].announce(woke="yes")
     enough = system.num_steps() + 20
     system.until(lambda: system.num_steps() >= enough)
-    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
+    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
     assert system.wait()["accounting"]["holds"] is True
 
 
@@ -121,7 +121,7 @@ def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
     system.wait_for_event("Trained")
     second.announce(die="now")
     system.wait_for_event("UnitLost")
-    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
+    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
     summary = system.wait()
     assert summary["accounting"]["holds"] is True
     events = [event for _, event in read_events(system.dir / "journal.jsonl")]
@@ -134,7 +134,7 @@ def test_a_rollout_whose_connection_ends_gives_its_leases_back_while_its_heartbe
     system.start("rollout", mortal_rollout, 7)
     system.start_all()
     system.wait_for_event("Returned")
-    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
+    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
     assert system.wait()["accounting"]["holds"] is True
     events = [event for _, event in read_events(system.dir / "journal.jsonl")]
     leased = {
@@ -152,7 +152,7 @@ def mortal_rollout(fleet: MemoryFleet, recipe: Recipe) -> None:
     link = TcpLink(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
     authenticate(link, LINK_NAME, 1, b"", PATIENCE_S)
     send_frame(link, Attach(fleet.name, fleet.incarnation), PATIENCE_S)
-    mailbox = fleet.mailboxes.begin_receive(fleet.name)
+    mailbox = fleet.open_mailbox(fleet.name)
     mailbox.send("hub", LeaseRequest(1, 0, 1))
     letter = mailbox.receive(PATIENCE_S)
     assert letter is not None and isinstance(letter.message, LeaseGrant)
@@ -167,7 +167,7 @@ def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
     """A storage unit that dies when it is told to, without a word."""
     unit = fleet.host_rows()
     fleet.announce(unit=unit.address)
-    mailbox = fleet.mailboxes.begin_receive(fleet.name)
+    mailbox = fleet.open_mailbox(fleet.name)
     while "die" not in fleet.me.info:
         letter = mailbox.receive(0.01)
         if letter is not None and isinstance(letter.message, Stop):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from support.closing import at_end
 from support.system import System
 
-from headrace.comm.fleet import MemoryFleet
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import HeldRows, Interrupted, Message, Stop
 from headrace.comm.messages.migration import MigrateOrder, TransferOffered
 from headrace.relay.hub import loop as hub_loop
@@ -44,7 +44,7 @@ class Shaker:
         self.thread.start()
 
     def shake(self) -> None:
-        mailbox, draw, order = self.system.network.mailboxes.begin_receive("shaker"), random.Random(5), 1_000_000
+        mailbox, draw, order = self.system.network.mailboxes.open("shaker"), random.Random(5), 1_000_000
         while not self.ended.wait(0.01):
             source, target = draw.sample(self.system.rollouts, 2)
             for version in range(5):
@@ -99,7 +99,7 @@ def moves_of(system: System) -> list[ev.Moved]:
 
 def interrupted(system: System) -> dict[str, Any]:
     """The summary of a run that is interrupted now; its account must hold."""
-    system.network.mailboxes.begin_receive("teller").send("hub", Interrupted(2))
+    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
     summary = system.wait()
     assert summary["status"] == "interrupted" and summary["accounting"]["holds"] is True
     return summary
@@ -128,7 +128,7 @@ def test_what_is_under_way_when_the_run_is_interrupted_is_counted_once(tmp_path:
 def test_a_transfer_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
     system = endless(tmp_path, **{"repack.period_s": 60})
     mute = MemoryFleet.join_network(system.network, "rollout", 9)
-    inbox = system.network.mailboxes.begin_receive(mute.name)
+    inbox = system.network.mailboxes.open(mute.name)
     heard: list[Message] = []
 
     def hears(kind: type[Message]) -> bool:

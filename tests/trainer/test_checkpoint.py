@@ -8,7 +8,7 @@ import torch
 from support.policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
-from headrace.comm.messages import GroupId, RowBatch
+from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.stream import Batch
@@ -46,7 +46,11 @@ def batch_of(step: int) -> Batch:
     """Two made-up trajectories of a prompt."""
     group = GroupRef(GroupId(0, step), [0, 1], [1, 1], [["relay-0#1"]] * 2, [step, step], [12, 12], [0.0, 1.0])
     rows = group.rows()
-    return Batch(RowBatch(step, 0, 1, [group], {}), [rows], {row.key: made_up_row(row.key) for row in rows})
+    return Batch(
+        TrainBatch(step=step, first=0, total=1, groups=[group], metrics={}),
+        [rows],
+        {row.key: made_up_row(row.key) for row in rows},
+    )
 
 
 def train(actor: Actor, num_steps: int) -> list[float]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.comm.messages import GroupId, RowBatch
+from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.stream import Batch
 from headrace.trainer.step_log import StepLog, StepReplay
@@ -15,7 +15,7 @@ from headrace.trainer.step_log import StepLog, StepReplay
 def batch_of(first: int) -> Batch:
     """A hand-out of two rows in micro-batches of one, with an empty one as another rank may have caused it."""
     group = GroupRef(GroupId(0, first), [0, 1], [1, 2], [["relay-0#1"]] * 2, [3, 3], [7, 8], [0.1, 0.2])
-    hand_out = RowBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
+    hand_out = TrainBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
     early, late = group.rows()
     rng = np.random.default_rng(first)
     columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}

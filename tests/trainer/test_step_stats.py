@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.comm.messages import GroupId, RowBatch
+from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings
 from headrace.relay.queue.stream import Batch
@@ -22,7 +22,11 @@ def batch_of(version: int, response_ids: np.ndarray) -> Batch:
     """A group of two, of which this rank trains the first."""
     group = GroupRef(GroupId(0, 0), [0, 1], [1, 1], [["relay-0#1"]] * 2, [version] * 2, [4, 4], [1.0, 0.0])
     first, _ = group.rows()
-    return Batch(RowBatch(VERSION, 0, 1, [group], {}), [[first]], {first.key: {"response_ids": response_ids}})
+    return Batch(
+        TrainBatch(step=VERSION, first=0, total=1, groups=[group], metrics={}),
+        [[first]],
+        {first.key: {"response_ids": response_ids}},
+    )
 
 
 def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:

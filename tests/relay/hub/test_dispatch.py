@@ -16,6 +16,7 @@ from headrace.comm.messages import (
     RowDone,
     RowId,
     StepTrained,
+    TrainBatch,
 )
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.journal.journal import replay
@@ -32,7 +33,7 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
     def make(**settings: object) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         s = scenes[-1]
-        s.boxes |= {name: s.post.begin_receive(name) for name in ("reference-0", "reference-1")}
+        s.boxes |= {name: s.post.open(name) for name in ("reference-0", "reference-1")}
         return s
 
     yield make
@@ -66,9 +67,9 @@ def ready(s: Scene, num_groups: int = 2) -> LeaseGrant:
     return grant
 
 
-def train(s: Scene) -> list[RowBatch]:
+def train(s: Scene) -> list[TrainBatch]:
     s.say("actor-0", RequestRows(1, ["train"], s.hub.state.step))
-    return [letter for letter in s.heard("actor-0") if isinstance(letter, RowBatch)]
+    return [letter for letter in s.heard("actor-0") if isinstance(letter, TrainBatch)]
 
 
 def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
@@ -81,7 +82,7 @@ def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     second = take(s, "reference-0", question=2)
     assert second is not None and not rows_of(second) & rows_of(first)
     s.say("reference-0", done(second))
-    handed = [letter for letter in s.heard("actor-0") if isinstance(letter, RowBatch)]
+    handed = [letter for letter in s.heard("actor-0") if isinstance(letter, TrainBatch)]
     assert sum(len(hand_out.groups) for hand_out in handed) >= 1
     assert replay(s.path) == s.hub.state
 

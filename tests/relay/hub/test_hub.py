@@ -6,28 +6,27 @@ from pathlib import Path
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.fleet import MemoryFleet
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import (
+    BusyReport,
     ConnectionLost,
     DropRows,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
-    LoadReport,
     RequestRows,
-    RowBatch,
     RowDone,
     RowsNotFound,
     StepTrained,
+    TrainBatch,
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import JsonLines
+from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, main, read_events, replay
 from headrace.relay.journal.state import RowStatus
-from headrace.relay.prompts import PromptPool
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     for _ in range(2):
         s.say("actor-0", RequestRows(1, ["train"], 0))
         (answer,) = s.heard("actor-0")
-        assert isinstance(answer, RowBatch)
+        assert isinstance(answer, TrainBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (0, 2, 2)
     assert sum(isinstance(event, ev.Handed) for _, event in read_events(s.path)) == 2
 
@@ -83,7 +82,7 @@ def test_what_is_ready_at_once_is_handed_out_in_pieces(scene: MakeScene):
     for question, received in enumerate((0, 1), start=1):
         s.say("actor-0", RequestRows(question, ["train"], 0, received, max_tokens=1))
         (answer,) = s.heard("actor-0")
-        assert isinstance(answer, RowBatch)
+        assert isinstance(answer, TrainBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
 
 
@@ -148,8 +147,8 @@ def test_a_storage_unit_is_lost_once(scene: MakeScene):
     assert [type(event) for _, event in read_events(s.path)] == [ev.Opened, ev.UnitLost]
 
 
-def relay_load(busy_s: float, idle_s: float) -> LoadReport:
-    return LoadReport(-1, 0, 0, 0.0, 0, busy_s, idle_s, 0.0)
+def relay_load(busy_s: float, idle_s: float) -> BusyReport:
+    return BusyReport(busy_s, idle_s)
 
 
 def test_a_relay_that_was_started_again_is_idle_for_its_own_time_only(scene: MakeScene):

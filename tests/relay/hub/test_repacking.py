@@ -61,7 +61,8 @@ class Tail(Scene):
 
 
 def load(kv_used: int, version: int = 0, num_requests: int = 2) -> LoadReport:
-    return LoadReport(version, num_requests, 0, 0.5, 0, 0.0, 0.0, 0.0, kv_used=kv_used, kv_max=1000, batch_bound=16)
+    idle = {"num_waiting": 0, "kv_util": 0.5, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0, "pull_s": 0.0}
+    return LoadReport(version=version, num_running=num_requests, **idle, kv_used=kv_used, kv_max=1000, batch_bound=16)
 
 
 def rows_of(grant: LeaseGrant) -> list[RowId]:
@@ -102,7 +103,7 @@ def test_a_rollout_in_a_move_is_left_alone_until_it_has_ended_and_both_have_repo
 def test_a_lost_rollout_no_longer_stands_in_the_way_of_the_other(tail: Tail):
     tail.winding_down()
     tail.hub.on_process_death("rollout-0", "dead")
-    tail.boxes["rollout-2"] = tail.post.begin_receive("rollout-2")
+    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
     assert tail.plans({"rollout-1": 60, "rollout-2": 50}) == []
     (order,) = tail.plans({"rollout-1": 55, "rollout-2": 45})
     assert order == MigrateOrder(2, 0, "rollout-1")
@@ -159,7 +160,7 @@ def test_rows_of_a_source_that_died_are_leased_anew_and_the_late_claim_is_void(t
 
 def test_rows_of_a_group_at_two_rollouts_come_back_only_from_the_one_that_died(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
-    tail.boxes["rollout-2"] = tail.post.begin_receive("rollout-2")
+    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
     assert tail.claim("rollout-1", rows[:1]) == [2]
     assert tail.claim("rollout-2", rows[1:]) == [3]
     tail.hub.on_process_death("rollout-1", "dead")
@@ -182,7 +183,7 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, str]]
 ):
     tail = Tail(tmp_path_factory.mktemp("hub"))
-    tail.boxes["rollout-2"] = tail.post.begin_receive("rollout-2")
+    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
     rows, ends = rows_of(tail.lease("rollout-0")), 0
     for request, (index, attempt, what) in enumerate(steps, 2):
         rollout = f"rollout-{index}"

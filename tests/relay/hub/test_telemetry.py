@@ -7,7 +7,16 @@ from headrace.relay.journal.state import HubState, apply
 
 
 def load(tokens: int, busy_s: float, idle_s: float, kv_util: float = 0.5) -> LoadReport:
-    return LoadReport(1, 4, 0, kv_util, tokens, busy_s, idle_s, 0.25)
+    return LoadReport(
+        version=1,
+        num_running=4,
+        num_waiting=0,
+        kv_util=kv_util,
+        tokens=tokens,
+        busy_s=busy_s,
+        idle_s=idle_s,
+        pull_s=0.25,
+    )
 
 
 def test_rates_are_over_the_interval_since_the_last_step():

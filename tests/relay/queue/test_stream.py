@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
-from headrace.comm.messages import GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
+from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.replicated_rows import ReplicatedRows, storage_id_of
 from headrace.relay.queue.stream import Batch, ExperienceStream
@@ -49,7 +49,7 @@ class Scene:
 
     def __init__(self, size: int, max_tokens: int = 10) -> None:
         town = MemoryNetwork()
-        self.post, self.hub = town.mailboxes, town.mailboxes.begin_receive("hub")
+        self.post, self.hub = town.mailboxes, town.mailboxes.open("hub")
         relay = MemoryFleet.join_network(town, "relay", 0)
         self.unit, self.name = relay.host_rows(), storage_id_of(relay.me)
         relay.announce(unit=self.unit.address)
@@ -59,7 +59,7 @@ class Scene:
         for rank in range(size):
             fleet = MemoryFleet.join_network(town, "actor", rank)
             self.units.append(ReplicatedRows(fleet))
-            wires = (fleet.mailboxes.begin_receive(fleet.name), self.units[-1], ["train"])
+            wires = (fleet.open_mailbox(fleet.name), self.units[-1], ["train"])
             team = ThreadRank(ranks, rank)
             stream = ExperienceStream(
                 *wires, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S
@@ -76,7 +76,9 @@ class Scene:
 
     def hand_out(self, *groups: GroupRef, total: int) -> None:
         question = self.hear(RequestRows).request_id
-        self.hub_says("actor-0", RowBatch(0, 0, total, list(groups), {}, request_id=question))
+        self.hub_says(
+            "actor-0", TrainBatch(request_id=question, step=0, first=0, total=total, groups=list(groups), metrics={})
+        )
 
     def hub_says(self, name: str, message: Message) -> None:
         self.hub.send(name, message)
@@ -136,7 +138,7 @@ def test_a_group_of_which_one_rank_misses_a_row_is_left_out_on_all_and_the_attem
     batches = s.batches()
     assert s.hear(RowsNotFound).attempts == [3]
     for batch in batches:
-        assert [group.group for group in batch.hand_out.groups] == [GroupId(0, 0)]
+        assert [group.group for group in batch.row_batch.groups] == [GroupId(0, 0)]
         assert {row.row.group for row in batch.rows} <= {GroupId(0, 0)}
     assert sum(len(batch) for batch in batches) == 2
     assert len({len(batch.micro_batches) for batch in batches}) == 1

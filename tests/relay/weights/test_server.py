@@ -22,11 +22,11 @@ import os, sys
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
-from headrace.relay.weights.server import WeightKeeper
+from headrace.relay.weights.server import WeightServer
 segment = Segment.inherited()
 settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)
 fleet = Fleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
-keeper = WeightKeeper(fleet, segment, settings)
+keeper = WeightServer(fleet, segment, settings).start()
 print("ready", flush=True)
 sys.stdin.readline()
 keeper.close()
@@ -41,7 +41,7 @@ class Processes:
         self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
         self.layout = Layout.of(weights(0), "float32")
-        self.relays, self.segments, self.begin_receive = [], [], []
+        self.relays, self.segments, self.closing = [], [], []
         at_end(self.close)
 
     def relay(self, index):
@@ -62,22 +62,22 @@ class Processes:
 
     def join(self, role, index=0):
         fleet = Fleet.join(self.hosted.address, role, index, b"s", {}, self.settings)
-        self.begin_receive.append(fleet.leave)
+        self.closing.append(fleet.leave)
         return fleet
 
     def publisher(self):
-        publisher = WeightPublisher(self.join("actor"), self.layout, self.settings)
-        self.begin_receive.append(publisher.close)
+        publisher = WeightPublisher.open(self.join("actor"), self.layout, self.settings)
+        self.closing.append(publisher.close)
         return publisher
 
     def reader(self, index=0):
-        reader = WeightReader(self.join("rollout", index), self.layout, self.settings)
-        self.begin_receive.append(reader.close)
+        reader = WeightReader.open(self.join("rollout", index), self.layout, self.settings)
+        self.closing.append(reader.close)
         return reader
 
     def close(self):
-        while self.begin_receive:
-            self.begin_receive.pop()()
+        while self.closing:
+            self.closing.pop()()
         for relay in self.relays:
             if relay.poll() is None:
                 relay.communicate("\n", timeout=PATIENCE_S)

@@ -7,7 +7,7 @@ import pytest
 from headrace.comm.errors import WrongDigest
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights.digests import digest
+from headrace.relay.weights.byte_ranges import digest
 from headrace.relay.weights.slots import StoredVersion, VersionNotAvailable, VersionSlots, choose_slot
 
 NUM_BYTES = 300_000
@@ -86,20 +86,20 @@ def test_a_leased_slot_is_not_chosen(version_slots, reader):
     put(version_slots, 1)
     put(version_slots, 2)
     old = reader.find(1)
-    assert reader.segment.take(old.slot, Lock.SHARED)
+    assert reader.segment.try_lock(old.slot, Lock.SHARED)
     for version in range(3, 7):
         put(version_slots, version)
     assert reader.is_valid(old)
     assert taken(reader, 1)[0] == 1
 
 
-def test_a_slot_that_is_taken_from_a_frozen_reader_shows_it_that_its_copy_is_torn(shelf, reader):
+def test_a_slot_that_is_taken_from_a_frozen_reader_shows_it_that_its_copy_is_torn(version_slots, reader):
     for version in (1, 2, 3):
-        put(shelf, version)
+        put(version_slots, version)
     leased = [held for held in reader.complete_versions() if held.version < 3]
-    assert all(reader.segment.take(held.slot, Lock.SHARED) for held in leased)
-    assert shelf.begin(4) is None
-    put(shelf, 4, force=True)
+    assert all(reader.segment.try_lock(held.slot, Lock.SHARED) for held in leased)
+    assert version_slots.begin(4) is None
+    put(version_slots, 4, force=True)
     assert [reader.is_valid(held) for held in leased] == [False, True]
     assert taken(reader)[0] == 4
 

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.comm.errors import LinkBroken
-from headrace.comm.messages.offer import Offer
+from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
-from headrace.relay.weights.digests import GRID_BYTES, digest, digest_of_ranges
-from headrace.relay.weights.frames import ranges_of
+from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
 from headrace.relay.weights.incoming import IncomingState, watermark
-from headrace.relay.weights.shards import ByteRanges
 from headrace.relay.weights.slots import VersionSlots
 from headrace.relay.weights.version_store import VersionStore
 
@@ -48,7 +46,7 @@ class ARelayUnderFire(RuleBasedStateMachine):
     @precondition(lambda self: self.bringing)
     @rule(data=st.data(), share=st.floats(0, 1))
     def bring(self, data, share):
-        arrival, at, version = self.bringing[upstream := data.sample(st.sampled_from(sorted(self.bringing)))]
+        arrival, at, version = self.bringing[upstream := data.draw(st.sampled_from(sorted(self.bringing)))]
         end = at + int(share * (NUM_BYTES - at))
         if not arrival.is_from(0, upstream) or arrival.state is not IncomingState.ARRIVING:
             self.leave(upstream)
@@ -60,7 +58,7 @@ class ARelayUnderFire(RuleBasedStateMachine):
     @precondition(lambda self: self.bringing)
     @rule(data=st.data(), is_liar=st.booleans())
     def finish(self, data, is_liar):
-        arrival, at, version = self.bringing[upstream := data.sample(st.sampled_from(sorted(self.bringing)))]
+        arrival, at, version = self.bringing[upstream := data.draw(st.sampled_from(sorted(self.bringing)))]
         if not arrival.is_from(0, upstream) or arrival.state is not IncomingState.ARRIVING:
             self.leave(upstream)
             return
@@ -74,7 +72,7 @@ class ARelayUnderFire(RuleBasedStateMachine):
     @precondition(lambda self: self.bringing)
     @rule(data=st.data())
     def give_up(self, data):
-        upstream = data.sample(st.sampled_from(sorted(self.bringing)))
+        upstream = data.draw(st.sampled_from(sorted(self.bringing)))
         self.version_store.abandon(self.bringing[upstream][0], 0, upstream)
         self.leave(upstream)
 
@@ -120,18 +118,18 @@ def version_store():
 
 def test_a_version_offered_again_goes_on_where_it_was(version_store):
     offer = Offer(1, NUM_BYTES, 5)
-    arrival, at = version_store.open(offer, "relay-0")
+    arrival, at = version_store.begin_receive(offer, "relay-0")
     assert at == 0 and version_store.advance(arrival, 0, "relay-0", 1000)
-    assert version_store.open(offer, "relay-1") == (arrival, 1000)
+    assert version_store.begin_receive(offer, "relay-1") == (arrival, 1000)
     assert not version_store.advance(arrival, 0, "relay-0", 2000)
     assert version_store.num_resumed == 1
 
 
 def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_is_not_wanted(version_store):
-    old, _ = version_store.open(Offer(1, NUM_BYTES, 5), "a")
-    version_store.open(Offer(2, NUM_BYTES, 5), "b")
+    old, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
+    version_store.begin_receive(Offer(2, NUM_BYTES, 5), "b")
     assert old.state is IncomingState.ABANDONED
-    assert version_store.open(Offer(1, NUM_BYTES, 5), "a") is None
+    assert version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a") is None
     assert not version_store.advance(old, 0, "a", 10)
 
 
@@ -140,7 +138,7 @@ def test_a_version_in_parts_is_complete_with_the_last_right_one(version_store):
     halves = [((0, 1000), (2000, 4096)), ((1000, 2000),)]
     for part, spans in enumerate(halves):
         offer = Offer(3, NUM_BYTES, 5, num_parts=2, part=part, spans=spans)
-        arrival, _ = version_store.open(offer, f"actor-{part}")
+        arrival, _ = version_store.begin_receive(offer, f"actor-{part}")
         for start, end in spans:
             arrival.buffer[start:end] = bytes_[start:end]
         assert version_store.slots.newest() is None
@@ -156,15 +154,15 @@ def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(version
     assert version_store.reserve_slot(Offer(-1, NUM_BYTES, 5)) is reserved
     reserved.buffer[:] = content(7)
     offer = Offer(7, NUM_BYTES, 5)
-    assert version_store.bind(offer, "actor", reserved.slot.generation + 2) is None
-    arrival = version_store.bind(offer, "actor", reserved.slot.generation)
+    assert version_store.bind_reservation(offer, "actor", reserved.slot.generation + 2) is None
+    arrival = version_store.bind_reservation(offer, "actor", reserved.slot.generation)
     assert version_store.advance(arrival, 0, "actor", NUM_BYTES)
     assert version_store.finish(arrival, 0, digest(content(7)))
     assert version_store.slots.newest() == 7
 
 
 def brought(desk, version):
-    arrival, _ = desk.open(Offer(version, NUM_BYTES, 5), "a")
+    arrival, _ = desk.begin_receive(Offer(version, NUM_BYTES, 5), "a")
     arrival.buffer[:] = content(version)
     desk.advance(arrival, 0, "a", NUM_BYTES)
     assert desk.finish(arrival, 0, digest(content(version)))
@@ -174,7 +172,7 @@ def brought(desk, version):
 def patient():
     """A desk whose readers hold every slot that may be written; it would wait for them for an hour."""
     segment = Segment.create_anonymous()
-    desk, reader = VersionStore(segment, lease_s=3600), Segment.open(segment.path)
+    desk, reader = VersionStore(segment, reader_lock_s=3600), Segment.open(segment.path)
     for version in (1, 2, 3):
         brought(desk, version)
     slots = [held.slot for held in desk.slots.complete_versions() if held.version < 3]
@@ -186,7 +184,7 @@ def patient():
 
 
 @pytest.mark.parametrize(
-    "begin", [lambda d, o: d.open(o, "a")[0], lambda d, o: d.reserve_slot(o)], ids=["open", "reserve"]
+    "begin", [lambda d, o: d.begin_receive(o, "a")[0], lambda d, o: d.reserve_slot(o)], ids=["open", "reserve"]
 )
 def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
     desk, reader, slots = patient
@@ -204,7 +202,7 @@ def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
 def test_a_desk_that_closes_does_not_wait_for_readers(patient):
     desk, _, _ = patient
     with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(desk.open, Offer(4, NUM_BYTES, 5), "a")
+        beginning = pool.submit(desk.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         desk.close()
         with pytest.raises(LinkBroken):
             beginning.result(10)
@@ -213,8 +211,8 @@ def test_a_desk_that_closes_does_not_wait_for_readers(patient):
 def test_a_version_that_waited_for_readers_is_not_wanted_once_a_newer_one_arrives(patient):
     desk, reader, slots = patient
     with ThreadPoolExecutor(2) as pool:
-        newer = pool.submit(desk.open, Offer(5, NUM_BYTES, 5), "b")
-        older = pool.submit(desk.open, Offer(4, NUM_BYTES, 5), "a")
+        newer = pool.submit(desk.begin_receive, Offer(5, NUM_BYTES, 5), "b")
+        older = pool.submit(desk.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         reader.unlock(slots[0], Lock.SHARED)
         arrival, _ = newer.result(10)
         assert arrival.state is IncomingState.ARRIVING and arrival.offer.version == 5
@@ -223,8 +221,8 @@ def test_a_version_that_waited_for_readers_is_not_wanted_once_a_newer_one_arrive
 
 def test_what_arrives_can_leave_before_it_is_whole(version_store):
     segment = Segment.open(version_store.slots.segment.path)
-    arrival, _ = version_store.open(Offer(1, NUM_BYTES, 5), "a")
-    cargo = version_store.next_source(segment, above=0, timeout_s=1)
+    arrival, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
+    cargo = version_store.next_source(VersionSlots(segment), above=0, timeout_s=1)
     assert cargo.bytes_ready(0, 0.01) == 0
     threading.Timer(0.02, version_store.advance, (arrival, 0, "a", 100)).start()
     assert cargo.bytes_ready(0, 5) == 100

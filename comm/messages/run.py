@@ -1,0 +1,56 @@
+"""Messages about the run as a whole: its steps, its end and its failures."""
+
+from .base import Message
+
+
+class StepTrained(Message, frozen=True):
+    """To the hub: the trainer has applied optimizer step `step` to the groups that it got for the step."""
+
+    step: int
+
+
+class CheckpointWritten(Message, frozen=True):
+    """To the hub: the trainer has written a checkpoint after `step` optimizer steps."""
+
+    step: int
+    path: str
+
+
+class TrainingDone(Message, frozen=True):
+    """To the hub: the trainer has ended; `facts` are for the summary."""
+
+    steps: int
+    facts: dict[str, float | int | str]
+
+
+class Stop(Message, frozen=True):
+    """From the hub: the run ends; the process reports the rows that it holds and leaves."""
+
+    reason: str
+
+
+class Failed(Message, frozen=True):
+    """To the hub: the process met an error that ends the run; `exit_code` 2 is a user's mistake."""
+
+    error: str
+    exit_code: int
+
+
+class Interrupted(Message, frozen=True):
+    """To the hub: the process received a signal to end the run."""
+
+    signal: int
+
+
+class ConnectionLost(Message, frozen=True):
+    """A relay to the hub: a process is dead, since its connection to the storage unit ended without a goodbye."""
+
+    member: str
+    incarnation: int
+
+
+class BusyReport(Message, frozen=True):
+    """A relay's report to the hub, about once a second: seconds since it started that it was busy and idle."""
+
+    busy_s: float
+    idle_s: float
