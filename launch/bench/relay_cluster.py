@@ -61,7 +61,7 @@ class RelayCluster:
 
     def reader(self) -> WeightReader:
         """A reader of the nearest relay."""
-        reader = WeightReader.open(self._join("rollout", self._stack), self.layout, self._settings)
+        reader = WeightReader(self._join("rollout", self._stack), self.layout, self._settings)
         self._stack.callback(reader.close)
         return reader
 

@@ -103,7 +103,7 @@ def test_a_faster_clock_sleeps_for_less_time_and_reports_its_delay():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("words", "message"),
     [
         (["rollout.engine=emulated"], "both or neither"),
         (["emulated.speed=20"], "only emulated devices"),
@@ -111,9 +111,9 @@ def test_a_faster_clock_sleeps_for_less_time_and_reports_its_delay():
         (["rollout.engine=emulated", "trainer.engine=emulated", "emulated.colocated=true"], "run.schedule=sync"),
     ],
 )
-def test_a_run_with_only_some_devices_emulated_is_refused(settings: list[str], message: str):
+def test_devices_that_are_half_emulated_are_refused(words: list[str], message: str):
     with pytest.raises(SettingError, match=message):
-        check_combinations(read_recipe(None, settings))
+        check_combinations(read_recipe(None, words))
 
 
 def test_an_emulated_rollout_loads_no_library_of_models():
