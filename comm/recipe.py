@@ -317,7 +317,7 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Send only the difference from the last version over links. This pays off on slow links."""
     chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 25)] | None = None
     """Size of a chunk of weights in the chain of relays; null computes it from the links' speed and the chain's length."""
-    pace: Positive | None = None
+    max_bytes_per_s: Positive | None = None
     """Most bytes per second of one link; null for no bound."""
 
 

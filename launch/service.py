@@ -55,7 +55,7 @@ class TrainerService:
         stream = ExperienceStream(self._mailbox, self._storage, [TRAIN], steps=steps, deadline_s=deadline_s)
         self._stream = stream.start()
         self._structure = _structure(recipe)
-        self._publisher = WeightPublisher(fleet, _layout(self._structure, recipe), recipe.comm)
+        self._publisher = WeightPublisher.open(fleet, _layout(self._structure, recipe), recipe.comm)
         self._publish(weights)
 
     def experience(self) -> Iterator[list[Experience]]:
@@ -108,7 +108,7 @@ class GeneratorService:
         self._row_writer = RowWriter(self._mailbox, self._rows)
         self._layout = _layout(_structure(recipe), recipe)
         self._buffer = host_buffer(self._layout.num_bytes)
-        self._reader = WeightReader(fleet, self._layout, recipe.comm)
+        self._reader = WeightReader.open(fleet, self._layout, recipe.comm)
         self.version = -1
 
     @property

@@ -13,7 +13,7 @@ from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.clock import Clock
 from headrace.comm.errors import MessageRefused
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import LeaseGrant, LeaseRequest, RowDone, RowId
 from headrace.comm.messages.migration import (
     ClaimResult,

@@ -4,7 +4,7 @@ import torch
 
 from headrace.comm.errors import WrongDigest
 from headrace.comm.tensor_split import TensorSplit
-from headrace.relay.weights.digests import GRID_BYTES, digest
+from headrace.relay.weights.byte_ranges import GRID_BYTES, digest
 from headrace.relay.weights.layout import ALIGNMENT, Layout
 
 
