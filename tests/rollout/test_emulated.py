@@ -13,7 +13,7 @@ from support.system import System
 from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import EmulatedSettings
-from headrace.launch.config.checks import is_emulated
+from headrace.launch.config.checks import check_combinations
 from headrace.launch.config.load import read_recipe
 from headrace.relay.weights.emulated import EmulatedTransfer
 from headrace.rollout.generators.emulated_device import EmulatedDevice, EmulatedSequence, response_length
@@ -105,15 +105,15 @@ def test_a_faster_clock_sleeps_for_less_time_and_reports_its_delay():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["rollout.engine=emulated"], "together or not at all"),
-        (["emulated.speed=20"], "only devices that are emulated"),
+        (["rollout.engine=emulated"], "both or neither"),
+        (["emulated.speed=20"], "only emulated devices"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "roles.actor=2"], "emulated.train_gpus"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "emulated.colocated=true"], "run.schedule=sync"),
     ],
 )
 def test_a_run_with_only_some_devices_emulated_is_refused(settings: list[str], message: str):
     with pytest.raises(SettingError, match=message):
-        is_emulated(read_recipe(None, settings))
+        check_combinations(read_recipe(None, settings))
 
 
 def test_an_emulated_rollout_loads_no_library_of_models():
