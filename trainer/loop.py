@@ -11,7 +11,6 @@ import torch
 
 from ..comm.clock import Clock
 from ..comm.fleet import Fleet
-from ..comm.mailbox import Mailbox
 from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
@@ -128,7 +127,7 @@ class RunRecorder:
     """Rank 0's record of the run: metrics, and the facts for the summary."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.mailbox: Mailbox = trainer.mailbox
+        self.mailbox = trainer.mailbox
         self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock)
         self.num_steps = trainer.recipe.run.steps
         self.clock = trainer.clock

@@ -19,9 +19,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
     mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
-    max_tokens = recipe.optimizer.micro_tokens
-    stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
-    for batch in stream:
+    stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_tokens)
+    for batch in stream.start():
         stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
     stream.close()
     mailbox.send("hub", HeldRows([], []))

@@ -39,11 +39,9 @@ def replay_steps(recipe: Recipe) -> int:
     num_different = 0
     with TemporaryDirectory() as folder, _other_ranks(recipe, steps, folder):
         for row, metrics in zip(recorded, _train(recipe, 0, steps, folder), strict=True):
-            differences = [
-                f"{name} {row[name]!r} -> {metrics[name]!r}" for name in COMPARED if row[name] != metrics[name]
-            ]
-            num_different += bool(differences)
-            result = "; ".join(differences) or "the same"
+            changed = [name for name in COMPARED if row[name] != metrics[name]]
+            num_different += bool(changed)
+            result = "; ".join(f"{name} {row[name]!r} -> {metrics[name]!r}" for name in changed) or "the same"
             print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {result}")
     print(f"{len(recorded)} steps replayed, {num_different} of them differ")
     return num_different
@@ -54,9 +52,7 @@ def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
     for step in steps:
         recorded = StepReplay(Path(recipe.run.dir), step).num_ranks
         if recorded != num_ranks:
-            raise SettingError(
-                f"roles.actor={num_ranks}: step {step + 1} was trained by {recorded} actor ranks, and a replay needs as many"
-            )
+            raise SettingError(f"roles.actor={num_ranks}: step {step + 1} was trained by {recorded} actor ranks")
         for rank in range(1, num_ranks):
             StepReplay(Path(recipe.run.dir), step, rank)
 

@@ -54,9 +54,7 @@ class StepReplay:
     def __init__(self, run_dir: Path, step: int, rank: int = 0) -> None:
         self._path = _path(run_dir, step, rank)
         if not self._path.exists():
-            raise SettingError(
-                f"run.dir: {self._path} is missing; a run can be replayed if it ran with run.save_rows=true"
-            )
+            raise SettingError(f"run.dir: {self._path} is missing; a replay needs a run with run.save_rows=true")
         with safe_open(self._path, framework="numpy") as file:
             self._metadata: dict[str, str] = file.metadata() or {}
         if _NUM_RANKS not in self._metadata:

@@ -1,7 +1,6 @@
 """A trainer on emulated devices: `trainer.engine=emulated`. It fetches rows and sleeps instead of computing."""
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ class EmulatedLearner:
         self._clock = Clock(e.speed)
         self._until = self._clock.now()
         self._busy_s = 0.0
-        self._run_dir = Path(recipe.run.dir)
+        self._run_dir = recipe.run.dir
         self._weights = dummy_weights(e)
         layout = Layout.of(self._weights, torch.float32)
         self._publisher = WeightPublisher.open(fleet, layout, recipe.comm)
@@ -69,7 +68,7 @@ class EmulatedLearner:
         return ""
 
     def checkpoint(self) -> str:
-        return str(self._run_dir)
+        return self._run_dir
 
     def close(self) -> None:
         _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)

@@ -54,12 +54,8 @@ def _dispatch(
     return out.unsqueeze(0), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentType]
-AttentionMaskInterface.register(NAME, _no_mask)  # pyright: ignore[reportArgumentType]
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # pyright: ignore[reportArgumentType]
 
 
 class PackedAttention:
@@ -70,7 +66,6 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.num_tokens = sum(lengths)
         self._longest = max(lengths)
         starts = torch.tensor([0, *lengths]).cumsum(0)
         self._starts = starts.to(device, torch.int32)
@@ -78,7 +73,7 @@ class PackedAttention:
         for index, length in enumerate(lengths):
             classes.setdefault(max(length - 1, 0).bit_length(), []).append(index)
         self._buckets: list[tuple[Tensor, tuple[int, int]]] = []
-        inverse = torch.empty(self.num_tokens, dtype=torch.long)
+        inverse = torch.empty(sum(lengths), dtype=torch.long)
         padded = 0
         for members in classes.values():
             longest = max(lengths[i] for i in members)

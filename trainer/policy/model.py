@@ -88,8 +88,8 @@ class Policy(nn.Module):
         check_splittable(self.config, tensor_parallel.size)
         self.tensor_parallel = tensor_parallel
         parameters = dict(self.model.named_parameters()) if tensor_parallel.size > 1 else {}
-        for name, cut in splits_for(parameters, self.config).items():
-            parameters[name].data = tensor_parallel.slice(parameters[name].data, cut)
+        for name, split in splits_for(parameters, self.config).items():
+            parameters[name].data = tensor_parallel.slice(parameters[name].data, split)
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter once, by transformers' name; the parts of a fused projection follow one another."""
@@ -250,8 +250,7 @@ def save_policy(
 
     `weights` are whole tensors by name, for a policy that holds only shards.
     """
-    state = None if weights is None else dict(weights)
-    policy.model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights), safe_serialization=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
