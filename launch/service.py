@@ -17,9 +17,9 @@ from ..comm.fleet import Fleet
 from ..comm.messages import HeldRows, LeaseGrant, RowId, StepTrained, Stop, TrainBatch, TrainingDone, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
+from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
-from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
-from ..relay.queue.tasks import TRAIN
+from ..relay.queue.stream import ExperienceStream, RunStopped
 from ..relay.weights.layout import Layout, host_buffer
 from ..relay.weights.publisher import WeightPublisher
 from ..relay.weights.reader import WeightReader

@@ -16,10 +16,11 @@ from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .engine.sampling import SamplingParams
-from .generators.base import open_generator, open_rewards
+from .generators.base import open_generator
 from .leases import HeldLeases, LeasedRow
 from .migration.migration import Migration
 from .pacing import RolloutPacing
+from .rewards.base import open_rewards
 from .rewards.pool import ScoreRequest
 from .row_writer import FinishedRow, RowWriter
 

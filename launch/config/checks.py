@@ -85,7 +85,7 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
         return
     from transformers import AutoConfig
 
-    from ...trainer.policy.tensor_parallel import check_splittable
+    from ...trainer.policy.families import check_splittable
 
     check_splittable(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
 
@@ -173,7 +173,7 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int
     ]
     if not doubtful:
         return {}
-    from ...rollout.engine.prompts import prompt_tokens
+    from ...rollout.engine.text import prompt_tokens
     from ...trainer.policy.model import load_tokenizer
 
     tokenizer = load_tokenizer(policy.folder)

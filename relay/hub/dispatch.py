@@ -11,9 +11,9 @@ from ..journal import events as ev
 from ..journal.records import Group, RowStatus
 from ..journal.task_records import TaskRecord
 from ..queue.admission import Admission
+from ..queue.batch import TRAIN
 from ..queue.controller import Controller, group_ref_of
 from ..queue.replicated_rows import relay_of
-from ..queue.tasks import TRAIN
 from .context import HubContext, Routes
 from .telemetry import FleetStats
 

@@ -15,8 +15,9 @@ from ..journal import events as ev
 from ..journal.journal import Journal
 from ..journal.state import HubState
 from ..queue.admission import Admission
+from ..queue.batch import TRAIN
 from ..queue.controller import Task
-from ..queue.tasks import TRAIN, controllers, open_sampler
+from ..queue.tasks import controllers, open_sampler
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
 from .leases import Leases

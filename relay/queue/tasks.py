@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
+from .batch import TRAIN
 from .controller import Controller, Task
 from .samplers import Sampler, TokenBalanced
 
-TRAIN = "train"
 REFERENCE = Task("reference", yields=("ref_logprobs",))
 """Log-probabilities of the initial policy, for a KL term in the loss."""
 ROLLOUT_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "loss_mask", "reward")

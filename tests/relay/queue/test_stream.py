@@ -10,8 +10,9 @@ import pytest
 from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.queue import GroupRef
+from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.replicated_rows import ReplicatedRows, storage_id_of
-from headrace.relay.queue.stream import Batch, ExperienceStream
+from headrace.relay.queue.stream import ExperienceStream
 
 PATIENCE_S = 30.0
 
