@@ -32,7 +32,7 @@ def shm_copies(name: str, options: Options) -> list[Measurement]:
         assert cluster.layout.num_bytes == num_bytes
         for _ in range(2 * _REPEATS):
             stalls.append(cluster.publish())
-            cluster.wait()
+            cluster.wait_for_relays()
             copies += best_seconds(lambda: np.copyto(into, source), repeats=1)
             time.sleep(0.2)  # meanwhile the next slot is claimed, as in a training step
         copy_s, pull_s, digest_s = best_seconds(
@@ -58,7 +58,7 @@ def actor_stall(name: str, options: Options) -> list[Measurement]:
             timings = []
             for _ in range(_REPEATS):
                 timings.append(cluster.publish())
-                cluster.wait()
+                cluster.wait_for_relays()
             stalls[num_relays] = min(timings)
     return [Measurement(name, "1 relay", stalls[6] * 1e3, "ms", stalls[6] / stalls[1])]
 
@@ -136,5 +136,5 @@ def relay_killed(name: str, options: Options) -> list[Measurement]:
         cluster.publish()
         time.sleep(unbroken / 2)
         cluster.relays[2].process.kill()
-        broken = cluster.wait(frozenset({2})) - started
+        broken = cluster.wait_for_relays(frozenset({2})) - started
     return [Measurement(name, "unbroken", broken, "s", broken / unbroken)]
