@@ -108,7 +108,7 @@ class GeneratorService:
         self._row_writer = RowWriter(self._mailbox, self._rows)
         self._layout = _layout(_structure(recipe), recipe)
         self._buffer = host_buffer(self._layout.num_bytes)
-        self._reader = WeightReader.open(fleet, self._layout, recipe.comm)
+        self._reader = WeightReader(fleet, self._layout, recipe.comm)
         self.version = -1
 
     @property
