@@ -24,7 +24,8 @@ class Workload:
 
     name: str
     group: str
-    module: str
+    function: str
+    """Module of this folder, and function."""
     measures: str
     rows: tuple[str, ...] = ()
     """Names of its rows if they differ from its own."""
@@ -34,34 +35,40 @@ class Workload:
         return {self.name, self.group, *self.rows}
 
     def load(self) -> Work:
-        return import_module(f".{self.module}", __package__).WORKLOADS[self.name]
+        module, _, function = self.function.partition(".")
+        return getattr(import_module(f".{module}", __package__), function)
 
 
 _CHUNK_ROWS = tuple(f"chunks-{size}" for size in ("64-KiB", "256-KiB", "512-KiB", "1024-KiB", "4096-KiB", "chosen"))
 _PEERS = "tokens/s over transformers"
+_GENERATOR = ("generator", "generator.measure")
 CATALOGUE = (
-    Workload("5m-fp32", "generator", "generator", f"5M policy, 128 short requests: {_PEERS}, and a step over its kernels"),
-    Workload("5m-bf16", "generator", "generator", "the same in bfloat16"),
-    Workload("5m-fp32-groups", "generator", "generator", f"5M policy, 8 groups of 8 with long prompts: {_PEERS}"),
-    Workload("100m-bf16", "generator", "generator", f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
-    Workload("0.5b-bf16-gpu", "generator", "generator", f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
-    Workload("1.5b-bf16-gpu", "generator", "generator", f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
-    Workload("tcp-link", "weights", "links", "GB/s of a tcp link over a raw loopback socket"),
-    Workload("shm-copies", "weights", "weights", "GB/s of push, pull and digest on one host over numpy.copyto",
-             ("shm-push", "shm-pull", "digest")),
-    Workload("actor-stall-6-relays", "weights", "weights", "the actor's stall with 6 relays over that with 1"),
-    Workload("step-p99-relay-stopped", "weights", "weights", "the slowest step over the median while a relay is stopped"),
-    Workload("chain-12-hosts", "weights", "weights", "a push to 12 hosts over one to 2, and over the model's time"),
-    Workload("chunk-sizes", "weights", "weights", "a push in chunks of several sizes over the model's time", _CHUNK_ROWS),
-    Workload("push-with-relay-killed", "weights", "weights", "a push in which a relay is killed over an unbroken one"),
-    Workload("gloo-broadcast-12-hosts", "weights", "weights", "Gloo's broadcast over our chain, in shaped network namespaces",
-             ("chain-12-namespaces",)),
-    Workload("units", "queue", "storage", "put, get, list, clear of a storage unit over TransferQueue (--peer-python)",
-             ("put", "get", "list", "clear")),
-    Workload("load", "queue", "storage_load", "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
+    Workload("5m-fp32", *_GENERATOR, f"5M policy, 128 short requests: {_PEERS}, and a step over its kernels"),
+    Workload("5m-bf16", *_GENERATOR, "the same in bfloat16"),
+    Workload("5m-fp32-groups", *_GENERATOR, f"5M policy, 8 groups of 8 with long prompts: {_PEERS}"),
+    Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
+    Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
+    Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
+    Workload("tcp-link", "weights", "links.tcp_link", "GB/s of a tcp link over a raw loopback socket"),
+    Workload("shm-copies", "weights", "weights.shm_copies",
+             "GB/s of push, pull and digest on one host over numpy.copyto", ("shm-push", "shm-pull", "digest")),
+    Workload("actor-stall-6-relays", "weights", "weights.actor_stall", "the actor's stall with 6 relays over that with 1"),
+    Workload("step-p99-relay-stopped", "weights", "weights.stopped_relay",
+             "the slowest step over the median while a relay is stopped"),
+    Workload("chain-12-hosts", "weights", "weights.chain", "a push to 12 hosts over one to 2, and over the model's time"),
+    Workload("chunk-sizes", "weights", "weights.chunk_sizes",
+             "a push in chunks of several sizes over the model's time", _CHUNK_ROWS),
+    Workload("push-with-relay-killed", "weights", "weights.relay_killed",
+             "a push during which a relay is killed over an undisturbed one"),
+    Workload("gloo-broadcast-12-hosts", "weights", "weights.gloo_broadcast",
+             "Gloo's broadcast over our chain, in shaped network namespaces", ("chain-12-namespaces",)),
+    Workload("units", "queue", "storage.beside_peer",
+             "put, get, list, clear of a storage unit over TransferQueue (--peer-python)", ("put", "get", "list", "clear")),
+    Workload("load", "queue", "storage_load.load",
+             "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
-    Workload("hub-events", "hub", "hub", "events/s through the hub's mailbox and journal"),
-    Workload("journal-replay", "hub", "hub", "seconds to fold a journal of many events"),
+    Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
+    Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
 
@@ -114,7 +121,7 @@ def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Pa
     print(HEADING, flush=True)
     for workload in workloads:
         work = workload.load()
-        found = medians([work(options) for _ in range(num_runs)])
+        found = medians([work(workload.name, options) for _ in range(num_runs)])
         print("".join(f"{line(row)}\n" for row in found), end="", flush=True)
         rows += found
         if path is not None:

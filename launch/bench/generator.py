@@ -26,7 +26,7 @@ from ...rollout.engine.sampling import SamplingParams
 from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact_attention import attend_pages
 from ..processes.child import print_message
-from .harness import Measurement, Options, Work, best_seconds
+from .harness import Measurement, Options, best_seconds
 
 _ROUNDS = 2
 _FLOOR_SLOTS, _FLOOR_CONTEXT = 32, 192
@@ -213,8 +213,9 @@ def _kernels(engine: Engine) -> Callable[[], None]:
     return run
 
 
-def measure(scenario: Scenario, options: Options) -> list[Measurement]:
+def measure(name: str, options: Options) -> list[Measurement]:
     """The engine's tokens per second over each peer's, and on CPU the time of a step over that of its kernels."""
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
     if scenario.device == "cuda" and not torch.cuda.is_available():
         print_message(f"{scenario.name} is left out: it needs a GPU")
         return []
@@ -232,6 +233,3 @@ def measure(scenario: Scenario, options: Options) -> list[Measurement]:
             step, kernels = floor(path, scenario.dtype)
             rows.append(Measurement(scenario.name, "kernel-floor", step, "ms/step", step / kernels))
     return rows
-
-
-WORKLOADS: dict[str, Work] = {scenario.name: partial(measure, scenario) for scenario in SCENARIOS}

@@ -47,8 +47,8 @@ class Measurement(msgspec.Struct, frozen=True):
     runs: tuple[tuple[float, float], ...] = ()
 
 
-Work = Callable[[Options], list[Measurement]]
-"""Runs a workload once."""
+Work = Callable[[str, Options], list[Measurement]]
+"""Runs the workload of this name once."""
 
 HEADING = f"{'workload':<24} {'value':>10} {'min..max':>16} {'unit':<8} {'ratio':>7} {'min..max':>14}  to"
 

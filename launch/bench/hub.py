@@ -43,7 +43,7 @@ _EVENTS_PER_STEP = _PROMPTS * (_SAMPLES + 2) + 1
 _DEADLINE_S = 120.0
 
 
-def hub_events(options: Options) -> list[Measurement]:
+def hub_events(name: str, options: Options) -> list[Measurement]:
     """Events per second of the hub's process, journal on; this process plays all rollouts and the trainer."""
     hosted = StoreServer("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def hub_events(options: Options) -> list[Measurement]:
     # In the first steps processes start and files are opened.
     measured = [line["t"] for line in lines if "t" in line][len(lines) // 5 : -1]
     rate = len(measured) / (measured[-1] - measured[0])
-    return [Measurement("hub-events", "5,000 a second", rate, "1/s", rate / 5000)]
+    return [Measurement(name, "5,000 a second", rate, "1/s", rate / 5000)]
 
 
 def _train(mailbox: Mailbox, step: list[int]) -> None:
@@ -108,7 +108,7 @@ def _expect(mailbox: Mailbox, kind: type[M]) -> M | None:
                 return envelope.message
 
 
-def journal_replay(options: Options) -> list[Measurement]:
+def journal_replay(name: str, options: Options) -> list[Measurement]:
     """Seconds to replay a journal of `options.events` events."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.jsonl"
@@ -116,7 +116,7 @@ def journal_replay(options: Options) -> list[Measurement]:
         started = time.perf_counter()
         replay(path)
         replay_s = time.perf_counter() - started
-    return [Measurement("journal-replay", "30 s", replay_s, "s", 30 / replay_s)]
+    return [Measurement(name, "30 s", replay_s, "s", 30 / replay_s)]
 
 
 def _write_journal(path: Path, num_events: int) -> None:
@@ -151,8 +151,6 @@ def _serve_hub(folder: str, address: str) -> None:
     run(fleet, recipe)
     fleet.leave()
 
-
-WORKLOADS = {"hub-events": hub_events, "journal-replay": journal_replay}
 
 if __name__ == "__main__":
     _serve_hub(*sys.argv[1:])

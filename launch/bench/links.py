@@ -17,7 +17,7 @@ _REPEATS = 12
 _DEADLINE_S = 30.0
 
 
-def tcp_link(options: Options) -> list[Measurement]:
+def tcp_link(name: str, options: Options) -> list[Measurement]:
     """A link compared with a raw socket; in turns, both send a version in pieces of 1 MiB to another process."""
     num_bytes, hosted = options.megabytes << 20, StoreServer("127.0.0.1")
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
@@ -41,7 +41,7 @@ def tcp_link(options: Options) -> list[Measurement]:
             raw_s, link_s = best_seconds(send_raw, send, repeats=_REPEATS)
             connection.close()
             link.close()
-    return [Measurement("tcp-link", "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
+    return [Measurement(name, "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
 
 
 def _receive(store: str, address: str, num_bytes: int) -> None:
@@ -60,8 +60,6 @@ def _receive(store: str, address: str, num_bytes: int) -> None:
             link.send(done, _DEADLINE_S)
         link.close()
 
-
-WORKLOADS = {"tcp-link": tcp_link}
 
 if __name__ == "__main__":
     _receive(sys.argv[1], sys.argv[2], int(sys.argv[3]))

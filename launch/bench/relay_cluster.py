@@ -78,9 +78,9 @@ class RelayCluster:
         """Publish; returns the seconds until the last relay has the version."""
         started = time.monotonic()
         self.publish()
-        return self.wait() - started
+        return self.wait_for_relays() - started
 
-    def wait(self, without: frozenset[int] = frozenset()) -> float:
+    def wait_for_relays(self, without: frozenset[int] = frozenset()) -> float:
         """The time at which the newest version has arrived at all relays except those in `without`."""
         for index, relay in enumerate(self.relays):
             while index not in without and self._received[index][0] < self.version:

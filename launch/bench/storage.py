@@ -15,10 +15,10 @@ _NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS = 1024, 9, 8192
 _ROUNDS = 8
 
 
-def beside_peer(options: Options) -> list[Measurement]:
+def beside_peer(name: str, options: Options) -> list[Measurement]:
     """Put, get, list, clear of 1,024 rows x 9 columns x 8,192 int32, in turns with the peer; the best round of each."""
     if options.peer_python is None:
-        print_message("units is left out: name an interpreter with TransferQueue by --peer-python")
+        print_message(f"{name} is left out: name an interpreter with TransferQueue by --peer-python")
         return []
     table = np.random.default_rng(0).integers(0, 1000, (_NUM_COLUMNS, _NUM_ROWS, _NUM_TOKENS), dtype=np.int32)
     rows = {str(i): {f"column_{j}": table[j, i] for j in range(_NUM_COLUMNS)} for i in range(_NUM_ROWS)}
@@ -53,6 +53,3 @@ def _peer(python: str) -> BenchProcess:
     )
     peer.line("ready")
     return peer
-
-
-WORKLOADS = {"units": beside_peer}

@@ -27,7 +27,7 @@ _AHEAD = 4
 _PATIENCE_S = 120.0
 
 
-def load(options: Options) -> list[Measurement]:
+def load(name: str, options: Options) -> list[Measurement]:
     """Rows and bytes per second through a unit, and the memory of its process at the end over that after a quarter.
 
     Raises AssertionError if a row was lost or changed, or if a row is left in the unit.
@@ -126,8 +126,6 @@ def _serve_unit() -> None:
         print(unit.arena.num_bytes, unit.arena.resident_bytes + resident, flush=True)  # the arena is never mapped
     unit.close()
 
-
-WORKLOADS = {"load": load}
 
 if __name__ == "__main__":
     {"unit": _serve_unit, "writers": _serve_writers}[sys.argv[1]](*sys.argv[2:])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...relay.weights.chunk_size import START_S, best_num_chunks, push_seconds
 from ..processes.child import print_message
-from .harness import Measurement, Options, Work, best_seconds
+from .harness import Measurement, Options, best_seconds
 from .network_namespaces import Network, can_shape
 from .relay_cluster import RelayCluster
 
@@ -23,7 +23,7 @@ _CHUNKS = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 _REPEATS = 5
 
 
-def shm_copies(options: Options) -> list[Measurement]:
+def shm_copies(name: str, options: Options) -> list[Measurement]:
     """Push and pull through a relay's segment on this host over `numpy.copyto` of the same bytes, in turns."""
     num_bytes = options.megabytes << 20
     source, into = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
@@ -32,7 +32,7 @@ def shm_copies(options: Options) -> list[Measurement]:
         assert cluster.layout.num_bytes == num_bytes
         for _ in range(2 * _REPEATS):
             stalls.append(cluster.publish())
-            cluster.wait()
+            cluster.wait_for_relays()
             copies += best_seconds(lambda: np.copyto(into, source), repeats=1)
             time.sleep(0.2)  # meanwhile the next slot is claimed, as in a training step
         copy_s, pull_s, digest_s = best_seconds(
@@ -49,7 +49,7 @@ def shm_copies(options: Options) -> list[Measurement]:
     ]
 
 
-def actor_stall(options: Options) -> list[Measurement]:
+def actor_stall(name: str, options: Options) -> list[Measurement]:
     """The actor's stall with 6 relays over that with 1, on links limited to a pace."""
     stalls = {}
     for num_relays in (1, 6):
@@ -58,12 +58,12 @@ def actor_stall(options: Options) -> list[Measurement]:
             timings = []
             for _ in range(_REPEATS):
                 timings.append(cluster.publish())
-                cluster.wait()
+                cluster.wait_for_relays()
             stalls[num_relays] = min(timings)
-    return [Measurement("actor-stall-6-relays", "1 relay", stalls[6] * 1e3, "ms", stalls[6] / stalls[1])]
+    return [Measurement(name, "1 relay", stalls[6] * 1e3, "ms", stalls[6] / stalls[1])]
 
 
-def stopped_relay(options: Options) -> list[Measurement]:
+def stopped_relay(name: str, options: Options) -> list[Measurement]:
     """Steps of 50 ms with a push after each while a relay is stopped: the 99th percentile over the median."""
     steps = []
     with RelayCluster(3, 4 << 20, max_bytes_per_s=_PACE) as cluster:
@@ -76,20 +76,20 @@ def stopped_relay(options: Options) -> list[Measurement]:
             steps.append(time.monotonic() - started)
         cluster.relays[1].process.send_signal(signal.SIGCONT)
     slowest, median = sorted(steps)[-2], statistics.median(steps)
-    return [Measurement("step-p99-relay-stopped", "median step", slowest * 1e3, "ms", slowest / median)]
+    return [Measurement(name, "median step", slowest * 1e3, "ms", slowest / median)]
 
 
-def chain(options: Options) -> list[Measurement]:
+def chain(name: str, options: Options) -> list[Measurement]:
     """A push to 11 relays (12 hosts with the actor's) over one to a single relay, and over the model's time."""
     pair, all_hosts = _best_push(1, 3), _best_push(11, 3)
     num_chunks = best_num_chunks(12, _PACED_BYTES, 1 / _PACE, START_S)
     return [
-        Measurement("chain-12-hosts", "2 hosts", all_hosts, "s", all_hosts / pair),
-        Measurement("chain-12-hosts", "T(k) of the model", all_hosts, "s", all_hosts / _model_seconds(12, num_chunks)),
+        Measurement(name, "2 hosts", all_hosts, "s", all_hosts / pair),
+        Measurement(name, "T(k) of the model", all_hosts, "s", all_hosts / _model_seconds(12, num_chunks)),
     ]
 
 
-def chunk_sizes(options: Options) -> list[Measurement]:
+def chunk_sizes(name: str, options: Options) -> list[Measurement]:
     """A push to 5 relays with chunks of several sizes over the model's time, and with the chosen size over the best."""
     chosen = _best_push(5, _REPEATS)
     seconds = {chunk_bytes: _best_push(5, _REPEATS, chunk_bytes) for chunk_bytes in _CHUNKS}
@@ -112,22 +112,22 @@ def _model_seconds(num_nodes: int, num_chunks: float) -> float:
     return push_seconds(num_nodes, _PACED_BYTES, num_chunks, 1 / _PACE, START_S)
 
 
-def gloo_broadcast(options: Options) -> list[Measurement]:
+def gloo_broadcast(name: str, options: Options) -> list[Measurement]:
     """Gloo's broadcast to 12 hosts over our chain, and the chain over one to 2, in shaped network namespaces."""
     if not can_shape():
-        print_message("gloo-broadcast-12-hosts is left out: shaped links need root, ip and tc")
+        print_message(f"{name} is left out: shaped links need root, ip and tc")
         return []
     with Network(12, _SHAPED_PACE) as network:
         pair = network.chain_seconds(2, _SHAPED_BYTES)
         chain = network.chain_seconds(12, _SHAPED_BYTES)
         gloo = network.gloo_seconds(12, _SHAPED_BYTES)
     return [
-        Measurement("gloo-broadcast-12-hosts", "our chain", gloo, "s", gloo / chain),
+        Measurement(name, "our chain", gloo, "s", gloo / chain),
         Measurement("chain-12-namespaces", "2 hosts", chain, "s", chain / pair),
     ]
 
 
-def relay_killed(options: Options) -> list[Measurement]:
+def relay_killed(name: str, options: Options) -> list[Measurement]:
     """A push during which a relay is killed, over an undisturbed one."""
     with RelayCluster(5, _PACED_BYTES, max_bytes_per_s=_PACE) as cluster:
         cluster.push()
@@ -136,16 +136,5 @@ def relay_killed(options: Options) -> list[Measurement]:
         cluster.publish()
         time.sleep(unbroken / 2)
         cluster.relays[2].process.kill()
-        broken = cluster.wait(frozenset({2})) - started
-    return [Measurement("push-with-relay-killed", "unbroken", broken, "s", broken / unbroken)]
-
-
-WORKLOADS: dict[str, Work] = {
-    "shm-copies": shm_copies,
-    "actor-stall-6-relays": actor_stall,
-    "step-p99-relay-stopped": stopped_relay,
-    "chain-12-hosts": chain,
-    "chunk-sizes": chunk_sizes,
-    "push-with-relay-killed": relay_killed,
-    "gloo-broadcast-12-hosts": gloo_broadcast,
-}
+        broken = cluster.wait_for_relays(frozenset({2})) - started
+    return [Measurement(name, "unbroken", broken, "s", broken / unbroken)]

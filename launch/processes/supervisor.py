@@ -116,8 +116,6 @@ class Supervisor:
             self._hold_to_deadline()
         return self.exit_code
 
-    # ---------------------------------------------------------------------------------------------- start
-
     def _start_all(self) -> None:
         if self.hosts_store:
             members = str(self.world_size + 1)
@@ -146,8 +144,6 @@ class Supervisor:
                 pass_fds = (self.segment,)
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
         self.children[name] = Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
-
-    # ------------------------------------------------------------------------------------------------ end
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name

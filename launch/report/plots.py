@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...comm.errors import SettingError
-from .figures import Figures
-from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from .figures import Figures
+    from .timeline import Timeline
 
 _COLOURS = {
     "generate": "#4c9f70", "train": "#3b6ea5", "pull": "#e07b39", "publish": "#e07b39", "idle": "#dddddd", "wait": "#dddddd",
@@ -15,7 +17,7 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def draw_comparison(figures: Mapping[str, Figures], path: Path) -> None:
+def draw_comparison(figures: Mapping[str, "Figures"], path: Path) -> None:
     """Plot the figures of all runs: throughput, idle shares, KV use, staleness, trajectory latency, weight waiting."""
     names = list(figures)
     each = list(figures.values())
@@ -40,7 +42,7 @@ def draw_comparison(figures: Mapping[str, Figures], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_gantt(timeline: Timeline, title: str, path: Path) -> None:
+def draw_gantt(timeline: "Timeline", title: str, path: Path) -> None:
     """Plot the states of all processes over time, one line per process, with the weight versions of the rollouts."""
     names = [name for name, spans in timeline.spans.items() if spans]
     zero = min(spans[0].start for spans in timeline.spans.values() if spans)
@@ -62,7 +64,7 @@ def draw_gantt(timeline: Timeline, title: str, path: Path) -> None:
     _save(figure, path)
 
 
-def _staleness(each: list[Figures]) -> dict[str, list[float]]:
+def _staleness(each: list["Figures"]) -> dict[str, list[float]]:
     lags = sorted({lag for figures in each for lag in figures.staleness}, key=int)
     return {lag: [figures.staleness.get(lag, 0.0) for figures in each] for lag in lags}
 

@@ -94,6 +94,6 @@ def test_the_emulated_cluster_pushes_one_version_after_another_down_its_chain():
 
 @pytest.mark.slow
 def test_many_writers_and_readers_lose_nothing():
-    rows = {row.name: row for row in load(Options(seconds=8))}
+    rows = {row.name: row for row in load("load", Options(seconds=8))}
     assert rows["load-rows"].value > 0 and rows["load-rows"].ratio == 1
     assert rows["load-memory"].ratio < 1.5
