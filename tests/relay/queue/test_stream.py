@@ -73,7 +73,7 @@ class Scene:
         n = len(lengths)
         group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [0.0] * n)
         for i in set(range(n)) - set(absent):
-            self.storage[0].put_row(group.key(i), {"response_ids": np.full(lengths[i], prompt)})
+            self.storage[0].put_row(group.rows()[i].key, {"response_ids": np.full(lengths[i], prompt)})
         return group
 
     def answer(self, *groups: GroupRef, total: int) -> None:
