@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from ...comm.fleet import Fleet
 from ...comm.plugins import adapter_class
-from ...comm.recipe import Recipe, RewardSettings
+from ...comm.recipe import Recipe
 from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion, SequenceProgress, SequenceState
-from ..rewards.pool import RewardPool, ScoreRequest
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
@@ -105,31 +104,6 @@ class Generator(Protocol):
         ...
 
 
-class Rewards(Protocol):
-    """What scores trajectories; neither call blocks."""
-
-    def submit(self, request: ScoreRequest) -> None:
-        """Have a trajectory scored."""
-        ...
-
-    def finished(self) -> list[ScoreRequest]:
-        """Those scored since the last call."""
-        ...
-
-    def close(self) -> None:
-        """End it; what is pending stays unscored."""
-        ...
-
-
 def open_generator(fleet: Fleet, recipe: Recipe) -> Generator:
     """The generator that `rollout.engine` names: one of the project's, or a class of the user's with the same signature."""
     return adapter_class("rollout.engine", recipe.rollout.engine, _ADAPTERS, __package__)(fleet, recipe)
-
-
-def open_rewards(engine: str, settings: RewardSettings) -> Rewards:
-    """The user's reward function in processes of its own; emulated trajectories have no text that it could score."""
-    if engine == "emulated":
-        from .emulated import EmulatedRewards
-
-        return EmulatedRewards()
-    return RewardPool(settings)

@@ -15,7 +15,6 @@ from ...relay.weights.reader import WeightReader
 from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion, SequenceProgress, SequenceState
-from ..rewards.pool import ScoreRequest
 from .emulated_device import EmulatedDevice, EmulatedSequence, response_length
 
 _log = logging.getLogger(__name__)
@@ -183,23 +182,3 @@ class EmulatedGenerator:
         """Return when the device has worked so much longer. Its time is its own, so that being late once costs nothing."""
         self._until += seconds
         self.lag_s = max(self.lag_s, self.clock.sleep_until(self._until))
-
-
-class EmulatedRewards:
-    """Rewards of trajectories without a text: 0 or 1, by the trajectory's number."""
-
-    def __init__(self) -> None:
-        self._done: list[ScoreRequest] = []
-
-    def submit(self, request: ScoreRequest) -> None:
-        """Score a trajectory."""
-        request.reward = float(request.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
-        self._done.append(request)
-
-    def finished(self) -> list[ScoreRequest]:
-        """Those scored since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def close(self) -> None:
-        """There is nothing to end."""

@@ -14,7 +14,6 @@ from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
 from headrace.launch.config.load import read_recipe
 from headrace.launch.processes.worker import main_of
-from headrace.launch.service import GeneratorService
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.journal import account_dict, replay
@@ -22,6 +21,7 @@ from headrace.relay.queue.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
 from headrace.rollout.generators.base import open_generator
 from headrace.rollout.generators.transformers import TransformersGenerator
+from headrace.rollout.service import GeneratorService
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.learners.base import open_learner
 from headrace.trainer.policy.model import LOADING
@@ -91,7 +91,7 @@ def test_a_generator_of_ones_own_feeds_a_run(tmp_path: Path):
     versions: list[int] = []
 
     def main(fleet: Any, recipe: Any) -> None:
-        service = GeneratorService(fleet, recipe)
+        service = GeneratorService(fleet, recipe).start()
         names = {name for name, _ in AutoModelForCausalLM.from_pretrained(recipe.model.path).named_parameters()}
         try:
             while True:

@@ -1,0 +1,21 @@
+"""Rewards of emulated trajectories, which have no text."""
+
+from .pool import ScoreRequest
+
+
+class EmulatedRewards:
+    """Rewards 0 or 1, a function of the trajectory's number."""
+
+    def __init__(self) -> None:
+        self._done: list[ScoreRequest] = []
+
+    def submit(self, request: ScoreRequest) -> None:
+        request.reward = float(request.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
+        self._done.append(request)
+
+    def finished(self) -> list[ScoreRequest]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        pass
