@@ -3,12 +3,12 @@
 HeadraceError
 ├── SettingError (ValueError)     a user's mistake; the message names the setting to change
 ├── WaitTimeout (TimeoutError)    a named wait passed its deadline
-├── PeerGone                      the other side of a wire is gone
+├── PeerGone                      the other side of a connection is gone
 │   └── StoreGone                 the fleet's store is gone
-├── StorageFull                      a storage unit has no room for more rows
+├── StorageFull                   a storage unit has no room for more rows
 ├── LinkBroken                    a link failed in the middle of a transfer
 ├── WrongDigest                   bytes are not those that were announced
-└── MessageRefused                a letter is malformed, foreign or forged
+└── MessageRefused                a message is malformed, foreign or forged
 """
 
 STORE_GONE_EXIT = 69
@@ -28,7 +28,7 @@ class WaitTimeout(HeadraceError, TimeoutError):
 
 
 class PeerGone(HeadraceError):
-    """The other side of a wire is gone."""
+    """The other side of a connection is gone."""
 
 
 class StoreGone(PeerGone):
@@ -40,7 +40,7 @@ class StorageFull(HeadraceError):
 
 
 class LinkBroken(HeadraceError):
-    """A link failed in the middle of a transfer; `resume_at` bytes had arrived whole."""
+    """A link failed in the middle of a transfer; the other end may have part of the bytes."""
 
 
 class WrongDigest(HeadraceError):
@@ -48,4 +48,4 @@ class WrongDigest(HeadraceError):
 
 
 class MessageRefused(HeadraceError):
-    """A letter is malformed, foreign or forged."""
+    """A message is malformed, foreign or forged."""

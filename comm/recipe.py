@@ -315,8 +315,8 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Send what changed since the last version instead of all of it, over links; worth it where they are slow."""
     chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 25)] | None = None
     """Bytes in which weights go down the chain; null follows from the links' speed and the chain's length."""
-    pace: Positive | None = None
-    """Bytes per second that a link may send at most; null for no bound."""
+    max_bytes_per_s: Positive | None = None
+    """Most bytes per second of one link; null for no bound."""
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

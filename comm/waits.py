@@ -1,9 +1,11 @@
-"""Named waits: who waits, for whom, for what, since when, and until when at most.
+"""Named waits for another process or thread: the two sides, the thing waited for, the start and the deadline.
 
-Waits for another process, which may hang, go through `waiting`. `Wait.until` and `Wait.check` raise an error past the
-deadline that names both sides and carries the Python stacks of the process; `waited_seconds` adds up all waits.
+`waiting` registers a wait and bounds nothing by itself: its body calls `Wait.until` or `Wait.check`, which raise an error past
+the deadline that names both sides and carries the Python stacks, or passes `Wait.remaining_s` on. `waited_seconds` adds up
+the registered waits. `join_thread` waits for a thread that was told to end.
 """
 
+import logging
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import TypeVar
 from .errors import WaitTimeout
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -82,12 +85,20 @@ def waiting(whom: str, what: str, deadline_s: float) -> Iterator[Wait]:
 
 
 def waited_seconds() -> dict[str, float]:
-    """Seconds waited so far, by whom was waited for, waits under way included."""
+    """Seconds waited so far, by the side waited for, waits under way included."""
     with _lock:
         seconds = dict(_waited)
         for wait in _current:
             seconds[wait.whom] = seconds.get(wait.whom, 0.0) + wait.elapsed_s
     return seconds
+
+
+def join_thread(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait for a thread to end, at most `timeout_s`; logs its name if it does not. A thread that never started has ended."""
+    if thread.ident is not None:
+        thread.join(timeout_s)
+    if thread.is_alive():
+        _log.error("thread %s has not ended within %.0f s of its close; it is left behind", thread.name, timeout_s)
 
 
 def stacks() -> str:

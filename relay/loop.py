@@ -7,10 +7,10 @@ come and go on threads and a store of their own, never through this loop.
 import time
 
 from ..comm.fleet import Fleet
+from ..comm.links.opening import staging_of
 from ..comm.messages import BusyReport, ConnectionLost, DropRows, ListStoredRows, Stop, StoredRows
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
-from .weights.push import staging_of
 from .weights.server import WeightServer
 
 REPORT_S = 1.0
@@ -21,7 +21,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     mailbox = fleet.open_mailbox(fleet.name)
     unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
     segment = Segment.inherited()
-    keeper = WeightServer(fleet, segment, recipe.comm)
+    keeper = WeightServer(fleet, segment, recipe.comm).start()
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
     started, reported = time.monotonic(), 0.0
     while True:

@@ -54,6 +54,7 @@ class TrainerService:
         weights: the policy's parameters by transformers' name, in any order.
         """
         self._stream.start()
+        self._publisher.start()
         self._publish(weights)
         return self
 

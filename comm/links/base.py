@@ -1,4 +1,4 @@
-"""What a link is, and how its two ends prove to each other that they know the run's secret."""
+"""The interface of a link, and the proof by which its two ends show each other that they know the run's secret."""
 
 import hashlib
 import hmac
@@ -14,7 +14,7 @@ _PROOF_BYTES = 32
 
 
 class Link(Protocol):
-    """One end of a link. Buffers are one-dimensional uint8 arrays; any number of bytes, 0 included."""
+    """One end of a link. Buffers are one-dimensional uint8 arrays of any length, 0 included."""
 
     backend: str
 
@@ -27,12 +27,12 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """End the link; the other end's next operation breaks. Closing twice is allowed."""
+        """End the link; the other end's next operation fails. Closing twice is allowed."""
         ...
 
 
 def authenticate(link: Link, name: str, end: int, secret: bytes, deadline_s: float) -> None:
-    """Show the other end that this one knows `secret`, and see the same of it; closes the link and raises otherwise."""
+    """Prove to the other end that this one knows `secret`, and check its proof. On failure closes the link and raises."""
     mine = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), dtype=np.uint8)
     theirs, proof = np.empty(_NONCE_BYTES, np.uint8), np.empty(_PROOF_BYTES, np.uint8)
     _exchange(link, end, mine, theirs, deadline_s)

@@ -1,142 +1,113 @@
-"""Links: one interface, two ends, raw bytes in both directions, a deadline on every operation.
+"""Opens links: raw bytes in both directions between two processes, a deadline on every operation.
 
-What one end sends in pieces, the other end receives in the same pieces. A link that fails raises `LinkBroken` and is of no
-more use; whoever needs to go on opens another and agrees on the byte to go on from. Back ends:
+The other end receives the bytes in the pieces in which they were sent. A link that fails raises `LinkBroken` and is closed; to
+continue, both ends open another and agree on the byte to continue from. Back ends:
 
-    tcp     plain sockets: a dead neighbour is noticed at once
+    tcp     plain sockets, which report a dead neighbour at once
     nccl    a process group of two ranks on two different GPUs, through buckets on each
-    staged  its twin on CPU: Gloo, through buckets in host memory
-    memory  the twin within one process
+    staged  its counterpart on CPU: Gloo, through buckets in host memory
 
-Both ends prove that they know the run's secret before the link is handed over.
+Both ends prove that they know the run's secret before the link is returned.
 """
 
-import threading
+import socket
 import time
-from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
-from ..store import StoreClient, connect_store
-from ..waits import waiting
-from .base import Link
+from ..recipe import RelaySettings
+from ..waits import Wait, waiting
+from .base import Link, authenticate
 from .process_group import open_group
 from .staged import StagedLink
 from .tcp import TcpLink
 
-_PIPE_BYTES = 64 << 20
+if TYPE_CHECKING:
+    from ..recipe import CommSettings
+    from ..store import StoreClient
+
 _CREDIT_S = 2e-3
 
 
 def open_link(
     backend: str,
-    store_address: str,
+    store: "StoreClient",
     name: str,
     end: int,
     deadline_s: float,
     *,
     secret: bytes = b"",
     interface: str = "127.0.0.1",
-    store: StoreClient | None = None,
 ) -> Link:
-    """Open end 0 or 1 of the link `name`; returns once both ends are there and each has proved to know `secret`.
+    """Open end 0 or 1 of the link `name`; returns once both ends are open and each has proved to know `secret`.
 
-    A name is good for one link. Raises `LinkBroken` if the other end does not come within `deadline_s`. The ends find each
-    other on the store at `store_address`; `store` is a client of it that may be used for questions that do not wait.
+    The ends find each other on `store`; a name serves one link. Raises `LinkBroken` if the other end does not come within
+    `deadline_s`.
     """
     assert end in (0, 1), end
     if backend not in ("tcp", "nccl", "staged"):
         raise SettingError(f"comm.link: {backend!r} is not a back end of a link between processes; use tcp or nccl")
     if backend == "nccl" and not torch.cuda.is_available():
-        raise SettingError("comm.link: nccl needs a GPU at both ends, and here is none")
+        raise SettingError("comm.link: nccl needs a GPU at both ends, and this one has none")
     try:
-        if store is None or backend != "tcp":
-            store = connect_store(store_address, deadline_s)
-        with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s):
+        with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s) as wait:
             if backend == "tcp":
-                return TcpLink.open(store, name, end, deadline_s, secret, interface)
-            group = open_group("nccl" if backend == "nccl" else "gloo", store, name, end, deadline_s, interface)
-            beside = TcpLink.open(store, f"{name}/beside", end, deadline_s, secret, interface)
-            return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), beside)
-    except DistError as error:
+                return _open_socket(store, name, end, wait, secret, interface)
+            group = open_group("nccl" if backend == "nccl" else "gloo", store.clone(), name, end, deadline_s, interface)
+            control_link = _open_socket(store, f"{name}/control", end, wait, secret, interface)
+            return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), control_link)
+    except (DistError, OSError) as error:
         raise LinkBroken(f"link {name}: {error}") from error
 
 
-class _Pipe:
-    """Bytes on their way in one direction of a memory link."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.pieces: deque[np.ndarray] = deque()
-        self.num_bytes = 0
-        self.closed = False
+def remote_backend(settings: "CommSettings") -> str:
+    """The back end of links between hosts under these settings."""
+    return "nccl" if settings.link == "nccl" else "tcp"
 
 
-class MemoryLink:
-    """The twin within one process. The pieces need not match; at most 64 MiB are under way before `send` waits."""
-
-    backend = "memory"
-
-    def __init__(self, out: _Pipe, into: _Pipe) -> None:
-        self._out = out
-        self._into = into
-
-    @staticmethod
-    def pair() -> "tuple[MemoryLink, MemoryLink]":
-        """Both ends of a new link."""
-        there, back = _Pipe(), _Pipe()
-        return MemoryLink(there, back), MemoryLink(back, there)
-
-    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Send a copy of all bytes."""
-        pipe, until = self._out, time.monotonic() + deadline_s
-        with pipe.changed:
-            while pipe.num_bytes > _PIPE_BYTES and not pipe.closed:
-                _await(pipe, until, "send")
-            if pipe.closed:
-                raise LinkBroken("send: the link is closed")
-            pipe.pieces.append(buffer.copy())
-            pipe.num_bytes += buffer.nbytes
-            pipe.changed.notify_all()
-
-    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Fill the buffer."""
-        pipe, until, filled = self._into, time.monotonic() + deadline_s, 0
-        with pipe.changed:
-            while filled < buffer.nbytes:
-                if not pipe.pieces:
-                    if pipe.closed:
-                        raise LinkBroken(f"receive: the link is closed after {filled} of {buffer.nbytes} bytes")
-                    _await(pipe, until, "receive")
-                    continue
-                piece = pipe.pieces.popleft()
-                taken = min(piece.nbytes, buffer.nbytes - filled)
-                buffer[filled : filled + taken] = piece[:taken]
-                if taken < piece.nbytes:
-                    pipe.pieces.appendleft(piece[taken:])
-                filled += taken
-                pipe.num_bytes -= taken
-                pipe.changed.notify_all()
-
-    def close(self) -> None:
-        """End both directions; what was sent before can still be received."""
-        for pipe in (self._out, self._into):
-            with pipe.changed:
-                pipe.closed = True
-                pipe.changed.notify_all()
+def _open_socket(store: "StoreClient", name: str, end: int, wait: Wait, secret: bytes, interface: str) -> TcpLink:
+    """End 0 listens and puts its address into the store; end 1 connects."""
+    key = f"link/{name}"
+    if end == 0:
+        with socket.create_server((interface, 0), backlog=8) as listener:
+            store.set(key, f"{interface}:{listener.getsockname()[1]}")
+            try:
+                return _accept(listener, name, wait, secret)
+            finally:
+                store.delete_key(key)
+    wait.until(lambda: store.check([key]), interval_s=0.001)
+    host, _, port = store.get(key).decode().rpartition(":")
+    link = TcpLink(socket.create_connection((host, int(port)), _remaining_s(wait)))
+    authenticate(link, name, 1, secret, _remaining_s(wait))
+    return link
 
 
-def _await(pipe: _Pipe, until: float, what: str) -> None:
-    if not pipe.changed.wait(until - time.monotonic()):
-        raise LinkBroken(f"{what}: the other end did nothing before the deadline")
+def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes) -> TcpLink:
+    """The first connection that proves to know the secret; others are closed."""
+    while True:
+        listener.settimeout(_remaining_s(wait))
+        try:
+            link = TcpLink(listener.accept()[0])
+        except TimeoutError as error:
+            raise LinkBroken(f"link {name}: no end connected within {wait.deadline_s:.0f} s") from error
+        try:
+            authenticate(link, name, 0, secret, _remaining_s(wait))
+            return link
+        except LinkBroken:
+            link.close()
+
+
+def _remaining_s(wait: Wait) -> float:
+    return max(wait.remaining_s, 1e-3)  # a socket takes 0 for no timeout at all
 
 
 class ThrottledLink:
-    """A link held to `bytes_per_s` on its way out: a slow network on a fast machine. Bytes arrive when the last has left."""
+    """A link that sends at most `bytes_per_s`: a slow network on a fast machine. Bytes arrive when the last has left."""
 
     def __init__(
         self,
@@ -146,6 +117,8 @@ class ThrottledLink:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.backend = link.backend
+        self.receive = link.receive
+        self.close = link.close
         self._link = link
         self._bytes_per_s = bytes_per_s
         self._now = now
@@ -153,22 +126,19 @@ class ThrottledLink:
         self._free_at = 0.0
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Send all bytes, no faster than the pace."""
         now = self._now()
-        # Sleep overshoots; what a piece came too late, the next may make up for.
+        # Sleep overshoots; the next piece may make up for the time that one came too late.
         self._free_at = max(self._free_at, now - _CREDIT_S) + buffer.nbytes / self._bytes_per_s
         self._sleep(max(0.0, self._free_at - now))
         self._link.send(buffer, deadline_s)
 
-    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Fill the buffer."""
-        self._link.receive(buffer, deadline_s)
-
-    def close(self) -> None:
-        """End the link."""
-        self._link.close()
-
 
 def throttled(link: Link, bytes_per_s: float | None) -> Link:
-    """The link, held to a pace if there is one."""
+    """The link, with a limit if there is one."""
     return link if bytes_per_s is None else ThrottledLink(link, bytes_per_s)
+
+
+def staging_of(settings: RelaySettings) -> str:
+    """The back end over which a relay receives versions from actors; empty if any will do."""
+    device = settings.staging_device
+    return "" if device is None else "staged" if device == "cpu" else "nccl"

@@ -1,28 +1,26 @@
-"""Process groups of two ranks, one for each end of a staged link: over NCCL between GPUs, over Gloo between host memories."""
+"""Process groups of the two ends of a staged link: over NCCL between GPUs, over Gloo between host memories."""
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import LinkBroken
-from ..store import StoreClient
+
+if TYPE_CHECKING:
+    from ..store import StoreClient
 
 _NO_TIMEOUT = timedelta(days=1)
-"""At its timeout the watchdog of NCCL ends the process; who uses the group looks at the clock instead."""
-
-
-def as_tensor(buffer: np.ndarray) -> torch.Tensor:
-    """The buffer's memory as a tensor; a copy of one that must not be written, of which torch would warn."""
-    return torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
+"""The watchdog of NCCL ends the process at its timeout, so the users of a group check the clock instead."""
 
 
 def open_group(
-    backend: str, store: StoreClient, name: str, end: int, deadline_s: float, interface: str
+    backend: str, store: "StoreClient", name: str, end: int, deadline_s: float, interface: str
 ) -> ProcessGroup:
-    """A group of two on a prefix of its own, over gloo or nccl; returns once both ends are there. Raises `LinkBroken`."""
+    """A group of two over gloo or nccl, on a prefix of its own; returns once both ends have joined. Raises `LinkBroken`.
+
+    `store` gets the deadline as its timeout, so it is a client for this call alone.
+    """
     prefix = PrefixStore(f"link/{name}", store)  # pyright: ignore[reportArgumentType]
     prefix.set_timeout(timedelta(seconds=deadline_s))
     try:

@@ -1,14 +1,15 @@
 """Links through staging buckets: into a bucket on this end's device, by broadcast to the other end's, and out of it there.
 
-Over NCCL the buckets lie on two different GPUs (NCCL before 2.30 refuses two ranks on one), and bytes travel by whatever NCCL
-finds between them. Over Gloo they lie in host memory: the same steps, to be tried where there is no GPU. While one bucket
-travels the other is filled or emptied. What is small (headers, answers) goes over a socket beside the group: a broadcast that
-waits for its other end keeps a GPU busy, and a dead neighbour is noticed on the socket first.
+Over NCCL the buckets are on two different GPUs (NCCL before 2.30 refuses two ranks on one). Over Gloo they are in host memory:
+the same steps, for tests without a GPU. While one bucket travels the other is filled or emptied. Small buffers (headers,
+answers) take the control link, a socket: a broadcast that waits for its other end keeps a GPU busy, and the socket is the
+first to report a dead neighbour.
 """
 
 import itertools
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import LinkBroken
-from .base import Link
-from .process_group import as_tensor
+
+if TYPE_CHECKING:
+    from .base import Link
 
 BUCKET_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10
@@ -25,9 +27,9 @@ _POLL_S = 5e-5
 
 
 class StagedLink:
-    """One end, with two buckets of `BUCKET_BYTES` on `device`; `beside` carries what is small."""
+    """One end, with two buckets of `BUCKET_BYTES` on `device`; `control_link` carries small buffers."""
 
-    def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: Link) -> None:
+    def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: "Link") -> None:
         self.backend = backend
         self._control_link = control_link
         self._group: ProcessGroup | None = group
@@ -35,7 +37,7 @@ class StagedLink:
         self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Send all bytes; from pinned memory, a GPU copies while it sends."""
+        """Send all bytes. From pinned memory a GPU copies while it sends."""
         if buffer.nbytes <= _SMALL_BYTES:
             self._control_link.send(buffer, deadline_s)
             return
@@ -49,7 +51,6 @@ class StagedLink:
             self._finish(work, until)
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Fill the buffer."""
         if buffer.nbytes <= _SMALL_BYTES:
             self._control_link.receive(buffer, deadline_s)
             return
@@ -65,14 +66,14 @@ class StagedLink:
             torch.cuda.current_stream(self._buckets[0].device).synchronize()  # the last bytes are still on their way
 
     def close(self) -> None:
-        """End the socket and the group, with what it has under way."""
+        """End the control link and the group, with the broadcasts under way."""
         self._control_link.close()
         group, self._group = self._group, None
         if group is not None and self.backend == "nccl":
             group.abort()
 
     def _pairs(self, buffer: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(torch.split(as_tensor(buffer), BUCKET_BYTES), itertools.cycle(self._buckets), strict=False))
+        return list(zip(torch.split(_as_tensor(buffer), BUCKET_BYTES), itertools.cycle(self._buckets), strict=False))
 
     def _broadcast(self, bucket: torch.Tensor, root: int, until: float) -> dist.Work:
         if self._group is None:
@@ -99,3 +100,8 @@ class StagedLink:
         except (RuntimeError, LinkBroken) as error:
             self.close()
             raise LinkBroken(f"broadcast: {error}") from error
+
+
+def _as_tensor(buffer: np.ndarray) -> torch.Tensor:
+    """The buffer's memory as a tensor; a copy if it is read-only, since torch would warn of it."""
+    return torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())

@@ -1,12 +1,13 @@
 """Control messages between processes, grouped by subject: run, leases, queue, weights, migration.
 
 Invariant: a message is a frozen struct; a malformed or foreign message is counted, logged and dropped.
-Start reading at `base.py` (the base class, its encoding, ids), then `leases.py`.
+Start reading at `base.py` (the base class and ids), then `leases.py`.
 """
 
 # ruff: noqa: F401 - all of these are for importers of the package
 
-from .base import GroupId, Message, RowId, decode, encode
+from .base import GroupId, Message, RowId
+from .codec import decode, encode
 from .leases import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, LoadReport, RowDone
 from .migration import (
     ClaimResult,

@@ -1,11 +1,6 @@
-"""The base of all messages with its encoding, and the names of rows and groups."""
-
-from functools import cache
-from typing import Union
+"""The base class of messages, and the names of rows and groups that they mention."""
 
 import msgspec
-
-from ..errors import MessageRefused
 
 _EPOCH_BITS, _PROMPT_BITS, _SAMPLE_BITS = 15, 36, 12
 MAX_SAMPLES = 1 << _SAMPLE_BITS
@@ -14,25 +9,6 @@ MAX_SAMPLES = 1 << _SAMPLE_BITS
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
     """Base of all messages; `type` on the wire is the class name."""
-
-
-def encode(message: Message) -> bytes:
-    """The JSON bytes of a message."""
-    return msgspec.json.encode(message)
-
-
-def decode(body: bytes) -> Message:
-    """The message in `body`; raises `MessageRefused` unless it is exactly one message of this package."""
-    try:
-        return _decoder().decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageRefused(f"not a message: {error}") from error
-
-
-@cache
-def _decoder() -> msgspec.json.Decoder[Message]:
-    # Importing the package imports all its modules, so every message class is defined before the first call.
-    return msgspec.json.Decoder(Union[tuple(Message.__subclasses__())])  # noqa: UP007 - built from the list
 
 
 class GroupId(msgspec.Struct, frozen=True, order=True):

@@ -1,38 +1,58 @@
-"""The memory of a storage unit: a memfd that whoever is on its host reads and writes directly.
+"""The memory of a storage unit: a memfd that every process on the unit's host reads and writes directly.
 
-Bytes are moved by `pwritev` and `preadv`, not through a mapping: no page of it is ever mapped, so nobody is killed by a page
-that was given back, and the columns of a row go down in one call without being joined first.
+Bytes move by `pwritev` and `preadv`. The file is never mapped, so a truncated page cannot raise SIGBUS in a reader, and the
+columns of a row are written in one call without being joined first.
 """
 
 import bisect
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from ..errors import PeerGone, StorageFull
 
+ALIGN = 64
+"""Blocks start at multiples of this, in the arena and in a reader's buffer."""
 MAGIC_BYTES = 64
-_ALIGN = 64
 _SPARE_BYTES = 512 << 20
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux
 
 
-def physical_bytes() -> int:
-    """Memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def round_up(num_bytes: int) -> int:
+    """The next multiple of `ALIGN`; at least one `ALIGN`, so that no two blocks share a place."""
+    return max(-(-num_bytes // ALIGN), 1) * ALIGN
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: the host's, or the least that a control group (version 1 or 2) allows it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.is_file() else ():
+        _, controllers, group = line.split(":", 2)  # version 2 names no controllers
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        folder = Path(group.lstrip("/"))
+        # An outer group's limit binds too. A container may see its own group at the root of the mount.
+        for outer in (folder, *folder.parents):
+            path = root / "sys/fs/cgroup" / mount / outer / name
+            if path.is_file() and (limit := path.read_text().strip()).isdigit():  # or "max"
+                limits.append(int(limit))
+    return min(limits)
 
 
 class ArenaFile:
-    """One opening of an arena's memfd: bytes by their place."""
+    """An open file descriptor of an arena's memfd: reads and writes bytes at offsets."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @staticmethod
-    def begin_receive(path: str, magic: bytes) -> "ArenaFile":
-        """The arena at `path` of this host; raises `PeerGone` unless it begins with `magic`, so is the one that is meant."""
+    def open(path: str, magic: bytes) -> "ArenaFile":
+        """Open the arena at `path` on this host; raises `PeerGone` unless the file begins with `magic`."""
         try:
             file = ArenaFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
@@ -43,7 +63,7 @@ class ArenaFile:
         return file
 
     def write(self, offset: int, buffers: Sequence[np.ndarray]) -> None:
-        """Write uint8 buffers one after the other from `offset` on. Raises `StorageFull` when the host has no memory left."""
+        """Write uint8 buffers one after the other from `offset` on. Raises `StorageFull` when the host is out of memory."""
         pending = [buffer.data for buffer in buffers if buffer.nbytes]
         first = 0
         while first < len(pending):
@@ -59,20 +79,20 @@ class ArenaFile:
                 pending[first] = pending[first][written:]
 
     def read(self, offset: int, into: np.ndarray) -> None:
-        """Fill a uint8 buffer from `offset` on; what lies beyond the arena's end leaves the buffer as it is."""
+        """Fill a uint8 buffer from `offset` on; beyond the arena's end the buffer stays as it is."""
         view = into.data
         while len(view) and (num_bytes := os.preadv(self._fd, [view], offset)):
             view, offset = view[num_bytes:], offset + num_bytes
 
     def close(self) -> None:
-        """Close this opening; the memory ends with the last."""
+        """Close the descriptor; the last one frees the memory. Closing twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class Arena(ArenaFile):
-    """The owner's opening: places are given out first fit and grow together again when they come back. One thread at a time."""
+    """The owner's descriptor and its allocator: first fit, neighbouring holes merge. One thread at a time."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(os.memfd_create("headrace-rows"))
@@ -81,61 +101,50 @@ class Arena(ArenaFile):
         self._capacity_bytes = capacity_bytes
         os.pwrite(self._fd, self.magic, 0)
         self._end = self._high_water = MAGIC_BYTES
-        self._holes: list[int] = []
-        self._hole_bytes: dict[int, int] = {}
+        self._holes: list[tuple[int, int]] = []
+        """Offset and bytes of each free range below `_end`, by offset."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are given out."""
-        return self._end - MAGIC_BYTES - sum(self._hole_bytes.values())
+        """Bytes that are reserved."""
+        return self._end - MAGIC_BYTES - sum(size for _, size in self._holes)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of memory that the arena takes from its host."""
+        """Bytes of the host's memory that the arena takes."""
         return os.fstat(self._fd).st_blocks * 512
 
     def reserve(self, num_bytes: int) -> int:
-        """A place for `num_bytes`; raises `StorageFull`."""
-        size = _round_up(num_bytes)
-        for index, place in enumerate(self._holes):
-            if (room := self._hole_bytes[place]) >= size:
-                del self._holes[index], self._hole_bytes[place]
-                if room > size:
-                    self._holes.insert(index, place + size)
-                    self._hole_bytes[place + size] = room - size
-                return place
+        """The offset of `num_bytes` reserved bytes; raises `StorageFull`."""
+        size = round_up(num_bytes)
+        for index, (offset, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[index : index + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
         if self._end + size > self._capacity_bytes:
             raise StorageFull(
                 f"a storage unit of {self._capacity_bytes >> 20} MiB has no room for {num_bytes} bytes more: "
                 "lower queue.capacity, or add relays"
             )
-        place, self._end = self._end, self._end + size
+        offset, self._end = self._end, self._end + size
         self._high_water = max(self._high_water, self._end)
-        return place
+        return offset
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Take back what `reserve(num_bytes)` gave; memory beyond the last place in use goes back to the host."""
-        size = _round_up(num_bytes)
-        index = bisect.bisect_left(self._holes, offset)
-        if index < len(self._holes) and self._holes[index] == offset + size:
-            size += self._hole_bytes.pop(self._holes.pop(index))
-        if index and self._holes[index - 1] + self._hole_bytes[self._holes[index - 1]] == offset:
+        """Free what `reserve(num_bytes)` gave; memory beyond the last reserved byte goes back to the host."""
+        size = round_up(num_bytes)
+        index = bisect.bisect(self._holes, (offset, 0))
+        if index < len(self._holes) and self._holes[index][0] == offset + size:
+            size += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == offset:
             index -= 1
-            offset = self._holes.pop(index)
-            size += self._hole_bytes.pop(offset)
-        if offset + size == self._end:
-            self._end = offset
-            self._trim()
-        else:
-            self._holes.insert(index, offset)
-            self._hole_bytes[offset] = size
-
-    def _trim(self) -> None:
-        # Pages that are written again cost a third of new ones, so some are kept for what comes next.
+            offset, room = self._holes.pop(index)
+            size += room
+        if offset + size < self._end:
+            self._holes.insert(index, (offset, size))
+            return
+        self._end = offset
+        # Writing pages again costs a third of new pages, so some are kept.
         if self._high_water - self._end > max(_SPARE_BYTES, self._end):
             self._high_water = self._end + _SPARE_BYTES
             os.ftruncate(self._fd, self._high_water)
-
-
-def _round_up(num_bytes: int) -> int:
-    return max(-(-num_bytes // _ALIGN), 1) * _ALIGN

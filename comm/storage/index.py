@@ -1,4 +1,4 @@
-"""Which columns of which rows lie where in a storage unit: plain state, free of I/O."""
+"""Where the columns of each row are stored in a storage unit: plain state, free of I/O."""
 
 import sys
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from .protocol import Block, Listing
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Bytes of the arena that a block was given; they are free again when its last column is gone or replaced."""
+    """Bytes of the arena that hold a block; they are freed when its last column is dropped or replaced."""
 
     offset: int
     num_bytes: int
 
 
 class _Row:
-    """The blocks of a row with the spans they lie in; `names` are those of all its columns."""
+    """The blocks of a row, whose column names do not overlap; `names` are those of all its columns."""
 
     __slots__ = ("blocks", "names")
 
@@ -28,32 +28,26 @@ class _Row:
 
 
 class RowIndex:
-    """Rows by key, each a list of blocks whose column names do not overlap."""
+    """Rows by key."""
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def add(self, key: str, block: Block, allocation: Allocation) -> list[Allocation]:
         """Add a block's columns to a row in place of those with the same names; returns what is free now."""
         names = {column.name for column in block.columns}
         kept, freed = [(block, allocation)], []
         before = self._rows.get(key)
-        for held, held_span in before.blocks if before else ():
-            remaining = tuple(column for column in held.columns if column.name not in names)
-            if remaining:
-                kept.append((msgspec.structs.replace(held, columns=remaining), held_span))
+        for held, held_allocation in before.blocks if before else ():
+            if remaining := tuple(column for column in held.columns if column.name not in names):
+                kept.append((msgspec.structs.replace(held, columns=remaining), held_allocation))
             else:
-                freed.append(held_span)
+                freed.append(held_allocation)
         self._rows[key] = _Row(kept)
         return freed
 
     def locate(self, key: str, columns: Iterable[str] | None) -> list[Block]:
-        """The blocks of a row, with the columns named only. Raises `KeyError` with the row and column that is not there."""
-        if key not in self._rows:
-            raise KeyError(key)
+        """The blocks of a row with only the named columns; raises `KeyError` with the row or column that is missing."""
         row = self._rows[key]
         blocks = [block for block, _ in row.blocks]
         if columns is None:
@@ -65,11 +59,11 @@ class RowIndex:
         return [msgspec.structs.replace(b, columns=c) for b, c in zip(blocks, chosen, strict=True) if c]
 
     def drop(self, key: str) -> list[Allocation] | None:
-        """Forget a row; returns what is free now, None if there is no such row."""
+        """Drop a row; returns what is free now, None if the row is not there."""
         row = self._rows.pop(key, None)
-        return None if row is None else [span for _, span in row.blocks]
+        return None if row is None else [allocation for _, allocation in row.blocks]
 
     def listing(self) -> Listing:
-        """Row keys and the names of their columns; most rows of a run have the same."""
-        kinds: dict[tuple[str, ...], int] = {}
-        return Listing({key: kinds.setdefault(row.names, len(kinds)) for key, row in self._rows.items()}, list(kinds))
+        """Row keys with the names of their columns."""
+        sets: dict[tuple[str, ...], int] = {}
+        return Listing({key: sets.setdefault(row.names, len(sets)) for key, row in self._rows.items()}, list(sets))

@@ -1,10 +1,10 @@
-"""What a storage unit and its clients say to each other, as msgpack frames on a link."""
+"""The messages between a storage unit and its clients, as msgpack frames on a link."""
 
 import msgspec
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One column of a row, `start` bytes behind the place of its block; `digest` is the xxh3 of its bytes."""
+    """One column of a row, `start` bytes after the offset of its block; `digest` is the xxh3 of its bytes."""
 
     name: str
     dtype: str
@@ -15,65 +15,64 @@ class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Columns of one row that lie behind each other at `offset`; no two blocks of a unit ever have the same `serial`."""
+    """Columns of one row, stored in order from `offset` on; a unit never gives two blocks the same `serial`."""
 
     serial: int
     offset: int
     columns: tuple[Column, ...]
 
     @property
+    def first_byte(self) -> int:
+        """The offset of its first column."""
+        return self.offset + self.columns[0].start if self.columns else self.offset
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of its columns."""
-        return sum(column.num_bytes for column in self.columns)
+        """Bytes from its first column to the end of its last."""
+        return self.columns[-1].start + self.columns[-1].num_bytes - self.columns[0].start if self.columns else 0
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Client to unit, first of all: the fleet's member that it works for; the name is empty for a client outside a fleet."""
+    """First message of a client: the fleet's member that it works for; the name is empty for a client outside a fleet."""
 
     member: str
     incarnation: int
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """Client to unit, last of all: the connection ends in order. The unit does not answer."""
+    """Last message of a client: the connection ends in order. The unit does not answer."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Unit to client: whoever finds `magic` at the head of the file at `path` may read and write there."""
+    """The unit's answer to `Attach`: a client that finds `magic` at the head of the file at `path` may read and write there."""
 
     path: str
     magic: bytes
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Places for blocks of these sizes, to be written by the client; until it commits them they are its own."""
+    """Reserve space for blocks of these sizes until the client's `Commit`; frees what it reserved before and never committed."""
 
     sizes: list[int]
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """One place and serial for each size."""
+    """An offset and a serial for each size."""
 
     offsets: list[int]
     serials: list[int]
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of these blocks are there: from now on they are columns of their rows."""
+    """Make reserved blocks columns of their rows: the client has written their bytes, or with `with_bytes` they follow."""
 
     keys: list[str]
     blocks: list[Block]
-
-
-class Put(msgspec.Struct, frozen=True, tag=True):
-    """Blocks whose bytes follow the frame; their places and serials are the unit's to choose."""
-
-    keys: list[str]
-    blocks: list[Block]
+    with_bytes: bool
 
 
 class Locate(msgspec.Struct, frozen=True, tag=True):
-    """Where are the columns named (all if None) of these rows? `with_bytes` asks for the bytes to follow the answer."""
+    """Ask for the named columns (None for all) of these rows; with `with_bytes` their bytes follow the answer."""
 
     keys: list[str]
     columns: list[str] | None
@@ -81,56 +80,52 @@ class Locate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
-    """For each row the blocks asked for, each with the columns asked for only."""
+    """For each row its blocks, with only the columns asked for."""
 
     rows: list[list[Block]]
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Forget rows."""
+    """Drop rows."""
 
     keys: list[str]
 
 
 class ListRows(msgspec.Struct, frozen=True, tag=True):
-    """Which rows are there?"""
+    """Ask for all rows."""
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Row keys, each with the index in `column_sets` of the names of its columns."""
+    """Row keys, each with the index in `column_sets` of the names of its columns: most rows of a run have the same."""
 
     rows: dict[str, int]
     column_sets: list[tuple[str, ...]]
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Row keys, each with the names of its columns."""
-        return {key: self.column_sets[kind] for key, kind in self.rows.items()}
-
-
-class Count(msgspec.Struct, frozen=True, tag=True):
-    """How many rows are there?"""
+        """Row keys with the names of their columns."""
+        return {key: self.column_sets[index] for key, index in self.rows.items()}
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """It is done, for so many."""
+    """Success; `count` rows were affected."""
 
     count: int
 
 
 class NotFound(msgspec.Struct, frozen=True, tag=True):
-    """The unit does not hold this."""
+    """The unit does not hold this row or column."""
 
     what: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot be done; `is_full` where the unit has no room."""
+    """The request failed; `is_full` where the unit is out of memory."""
 
     why: str
     is_full: bool
 
 
-Request = Reserve | Commit | Put | Locate | Drop | ListRows | Count | Goodbye
+Request = Reserve | Commit | Locate | Drop | ListRows | Goodbye
 Answer = Reserved | Located | Listing | Ack | NotFound | Refused
 
 REQUESTS = msgspec.msgpack.Decoder(Request)

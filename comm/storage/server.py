@@ -1,8 +1,8 @@
-"""A storage unit: rows in an arena, and the threads that serve its clients, one each.
+"""A storage unit: rows in an arena, and a thread for each client.
 
-A client on this host writes and reads the arena itself and tells the unit only what lies where; from another host the
-bytes come and go on its connection. A block is written before it is committed, so no row ever shows bytes that are not
-there yet. A place is given out again once its row was dropped, even while somebody still reads it: the reader's digest tells.
+A client on this host writes and reads the arena itself and sends the unit only metadata. For a client on another host the
+bytes go over its connection. A block is written before it is committed, so a row never shows bytes that are not written yet.
+Memory is reused once its row is dropped, even while a client still reads it: the reader detects that by the digest.
 
 The kernel closes the connections of a process that dies, so a connection that ends without a goodbye is a sign of death. The
 unit reports it, unless the same incarnation of the process has another connection, or opens one within `REATTACH_S`.
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from ..errors import LinkBroken, StorageFull
+from ..errors import LinkBroken, StorageFull, WrongDigest
 from ..links.base import authenticate
 from ..links.tcp import TcpLink
-from .arena import Arena, physical_bytes
-from .codec import LINK_NAME, contiguous_columns, receive_frame, send_frame, wrong_columns
+from .arena import Arena, memory_limit
+from .codec import LINK_NAME, receive_frame, send_frame, wrong_columns
 from .index import Allocation, RowIndex
 from .protocol import (
     ATTACHMENTS,
@@ -31,7 +31,6 @@ from .protocol import (
     Attach,
     Block,
     Commit,
-    Count,
     Drop,
     Goodbye,
     Hello,
@@ -39,7 +38,6 @@ from .protocol import (
     Locate,
     Located,
     NotFound,
-    Put,
     Refused,
     Request,
     Reserve,
@@ -51,11 +49,12 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
 _TRANSFER_S = 60.0
 REATTACH_S = 0.2
-_IDLE_S = 1e9  # a client may be silent as long as it likes; its end closes the connection
+_IDLE_S = 1e9  # a client may be idle for the whole run; the end of its process closes the connection
+_CLOSE_S = 10.0
 
 
 class StorageServer:
-    """A storage unit in this process, on one interface; `address` is "host:port". It ends with `close`.
+    """A storage unit in this process, on one interface; `address` is "host:port". It serves from `start` to `close`.
 
     `on_client_lost` is called, from any thread, with the name and incarnation of a process whose connection broke.
     """
@@ -69,42 +68,50 @@ class StorageServer:
     ) -> None:
         self._on_client_lost = on_client_lost
         self._closing = threading.Event()
-        self.arena = Arena(capacity_bytes or physical_bytes())
-        self._table = RowIndex()
+        self.arena = Arena(capacity_bytes or memory_limit())
+        self._index = RowIndex()
         self._secret = secret
         self._serial = 0
         self._lock = threading.Lock()
         self._links: dict[TcpLink, Attach | None] = {}
-        self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((interface, 0), backlog=1024)
         self.address = f"{interface}:{self._listener.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, name="row unit", daemon=True)
-        self._accepting.start()
+        self._threads = [threading.Thread(target=self._accept, name=f"storage unit {self.address}", daemon=True)]
+
+    def start(self) -> "StorageServer":
+        """Begin to accept clients; returns the unit."""
+        self._threads[0].start()
+        return self
 
     def drop(self, keys: Iterable[str]) -> int:
-        """Forget rows; returns how many of them there were. Dropping again is allowed and drops nothing."""
+        """Drop rows; returns how many of them the unit held. Dropping again is allowed."""
         with self._lock:
-            return self._drop(keys)
+            freed = [self._index.drop(key) for key in keys]
+            self._free(allocation for allocations in freed for allocation in allocations or ())
+        return sum(allocations is not None for allocations in freed)
 
     def listing(self) -> dict[str, tuple[str, ...]]:
         """Keys of the rows held, with the names of their columns."""
         with self._lock:
-            return self._table.listing().columns()
+            return self._index.listing().columns()
 
     def close(self) -> None:
-        """Forget all rows, turn clients away and end the threads."""
+        """Drop all rows, disconnect the clients and end the threads."""
         self._closing.set()
         with contextlib.suppress(OSError):  # already shut down
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
+        self._threads[0].join(_CLOSE_S)
         self._listener.close()
         with self._lock:
             links = list(self._links)
         for link in links:
             link.close()
         for thread in self._threads:
-            thread.join()
-        self.arena.close()
+            thread.join(_CLOSE_S)
+        if alive := [thread.name for thread in self._threads if thread.is_alive()]:
+            log.warning("unit %s: still running %.0f s after the end: %s", self.address, _CLOSE_S, ", ".join(alive))
+        else:
+            self.arena.close()
 
     def _accept(self) -> None:
         """Give each client a thread. Waits for connections; ended by `close`."""
@@ -116,12 +123,13 @@ class StorageServer:
             link = TcpLink(connection)
             with self._lock:
                 self._links[link] = None
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._threads.append(threading.Thread(target=self._serve, args=(link,), name="row client", daemon=True))
-            self._threads[-1].start()
+            name = f"{threading.current_thread().name}, client {connection.fileno()}"
+            thread = threading.Thread(target=self._serve, args=(link,), name=name, daemon=True)
+            thread.start()
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _serve(self, link: TcpLink) -> None:
-        """Answer one client until it is gone; what it reserved and never committed is free then."""
+        """Answer one client until its connection ends; then free what it reserved and never committed."""
         reserved: dict[int, Allocation] = {}
         is_broken = False
         try:
@@ -136,13 +144,13 @@ class StorageServer:
                     self._send_bytes(link, answer)
         except LinkBroken as error:
             is_broken = True
-            log.debug("a client of unit %s has gone: %s", self.address, error)
+            log.debug("a client of unit %s has disconnected: %s", self.address, error)
         except msgspec.DecodeError as error:
-            log.warning("unit %s ends a connection that speaks something else: %s", self.address, error)
+            log.warning("unit %s closes a connection that sent a malformed frame: %s", self.address, error)
         finally:
             with self._lock:
                 client = self._links.pop(link)
-                self._free(list(reserved.values()))
+                self._free(reserved.values())
             link.close()
         if is_broken and client is not None and client.member:
             self._report_lost(client)
@@ -158,93 +166,63 @@ class StorageServer:
 
     def _answer(self, link: TcpLink, request: Request, reserved: dict[int, Allocation]) -> Answer:
         try:
-            if isinstance(request, Put):
-                return self._receive(link, request)
-            with self._lock:
-                return self._act(request, reserved)
+            match request:
+                case Reserve(sizes=sizes):
+                    return self._reserve(sizes, reserved)
+                case Commit():
+                    return self._commit(link, request, reserved)
+                case Locate(keys=keys, columns=columns):
+                    with self._lock:
+                        return Located([self._index.locate(key, columns) for key in keys])
+                case Drop(keys=keys):
+                    return Ack(self.drop(keys))
+                case ListRows():
+                    with self._lock:
+                        return self._index.listing()
         except KeyError as error:
             return NotFound(str(error.args[0]))
-        except StorageFull as error:
-            return Refused(str(error), is_full=True)
-
-    def _act(self, request: Request, reserved: dict[int, Allocation]) -> Answer:
-        match request:
-            case Reserve(sizes=sizes):
-                spans = self._reserve(sizes)
-                reserved |= spans
-                return Reserved([span.offset for span in spans.values()], list(spans))
-            case Commit(keys=keys, blocks=blocks):
-                if not all(reserved.get(b.serial) == Allocation(b.offset, b.num_bytes) for b in blocks):
-                    return Refused("a block that this client has not reserved", is_full=False)
-                self._commit(keys, blocks)
-                for block in blocks:
-                    del reserved[block.serial]
-                return Ack(len(keys))
-            case Locate(keys=keys, columns=columns):
-                return Located([self._table.locate(key, columns) for key in keys])
-            case Drop(keys=keys):
-                return Ack(self._drop(keys))
-            case ListRows():
-                return self._table.listing()
-            case Count():
-                return Ack(len(self._table))
+        except (StorageFull, WrongDigest) as error:
+            self._release(reserved)
+            return Refused(str(error), is_full=isinstance(error, StorageFull))
         raise AssertionError(f"no rule for {request}")
 
-    def _reserve(self, sizes: list[int]) -> dict[int, Allocation]:
-        """Spans by serial; all or none."""
-        spans: dict[int, Allocation] = {}
-        try:
+    def _reserve(self, sizes: list[int], reserved: dict[int, Allocation]) -> Reserved:
+        self._release(reserved)
+        with self._lock:
             for size in sizes:
-                place = self.arena.reserve(size)
                 self._serial += 1
-                spans[self._serial] = Allocation(place, size)
-        except StorageFull:
-            self._free(list(spans.values()))
-            raise
-        return spans
+                reserved[self._serial] = Allocation(self.arena.reserve(size), size)
+        return Reserved([allocation.offset for allocation in reserved.values()], list(reserved))
 
-    def _commit(self, keys: list[str], blocks: list[Block]) -> None:
-        for key, block in zip(keys, blocks, strict=True):
-            self._free(self._table.add(key, block, Allocation(block.offset, block.num_bytes)))
-
-    def _drop(self, keys: Iterable[str]) -> int:
-        freed = [self._table.drop(key) for key in keys]
-        self._free([span for spans in freed for span in spans or ()])
-        return sum(spans is not None for spans in freed)
-
-    def _free(self, allocations: list[Allocation]) -> None:
-        for span in allocations:
-            self.arena.free(span.offset, span.num_bytes)
-
-    def _receive(self, link: TcpLink, request: Put) -> Answer:
-        """Take in blocks whose bytes follow; all of them, or none if one is not what its writer says."""
-        kept: list[Block] = []
-        refusal: Refused | None = None
-        for block in request.blocks:
-            data = np.empty(block.num_bytes, np.uint8)
-            link.receive(data, _TRANSFER_S)  # also after a refusal: the next frame lies behind them
-            if refusal is None and (wrong := wrong_columns(block.columns, data)):
-                refusal = Refused(f"bytes of {', '.join(wrong)} are not those of their writer", is_full=False)
-            try:
-                kept += [] if refusal else [self._write(block, data)]
-            except StorageFull as error:
-                refusal = Refused(str(error), is_full=True)
+    def _commit(self, link: TcpLink, request: Commit, reserved: dict[int, Allocation]) -> Ack:
+        bodies = [self._received(link, block) for block in request.blocks] if request.with_bytes else []
+        if any(reserved.get(b.serial) != Allocation(b.offset, b.num_bytes) for b in request.blocks):
+            raise WrongDigest("a block that this client has not reserved")
+        for block, data in zip(request.blocks, bodies, strict=False):
+            if wrong := wrong_columns(block.columns, data):
+                raise WrongDigest(f"the bytes of {', '.join(wrong)} do not match their digest")
+            self.arena.write(block.offset, [data])
         with self._lock:
-            if refusal is None:
-                self._commit(request.keys, kept)
-            else:
-                self._free([Allocation(block.offset, block.num_bytes) for block in kept])
-        return refusal or Ack(len(kept))
+            for key, block in zip(request.keys, request.blocks, strict=True):
+                self._free(self._index.add(key, block, reserved.pop(block.serial)))
+        return Ack(len(request.keys))
 
-    def _write(self, block: Block, data: np.ndarray) -> Block:
+    def _release(self, reserved: dict[int, Allocation]) -> None:
         with self._lock:
-            ((serial, span),) = self._reserve([data.nbytes]).items()
-        self.arena.write(span.offset, [data])
-        return msgspec.structs.replace(block, serial=serial, offset=span.offset)
+            self._free(reserved.values())
+        reserved.clear()
+
+    def _free(self, allocations: Iterable[Allocation]) -> None:
+        for allocation in allocations:
+            self.arena.free(allocation.offset, allocation.num_bytes)
+
+    def _received(self, link: TcpLink, block: Block) -> np.ndarray:
+        data = np.empty(block.num_bytes, np.uint8)
+        link.receive(data, _TRANSFER_S)
+        return data
 
     def _send_bytes(self, link: TcpLink, located: Located) -> None:
         for block in (block for row in located.rows for block in row):
-            for run in contiguous_columns(block.columns):
-                data = np.empty(sum(column.num_bytes for column in run), np.uint8)
-                self.arena.read(block.offset + run[0].start, data)
-                link.send(data, _TRANSFER_S)
+            data = np.empty(block.num_bytes, np.uint8)
+            self.arena.read(block.first_byte, data)
+            link.send(data, _TRANSFER_S)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 
 from ...comm.links.opening import open_link
-from ...comm.store import StoreServer
+from ...comm.store import StoreServer, connect_store
 from .harness import Child, Measurement, Options, best_seconds, command
 
 _PIECE = 1 << 20
@@ -26,7 +26,7 @@ def tcp_link(options: Options) -> list[Measurement]:
         with Child(words):
             listener.settimeout(_DEADLINE_S)
             connection = listener.accept()[0]
-            link = open_link("tcp", hosted.address, "bench", 0, _DEADLINE_S)
+            link = open_link("tcp", connect_store(hosted.address, _DEADLINE_S), "bench", 0, _DEADLINE_S)
 
             def send_raw() -> None:
                 for start in range(0, num_bytes, _PIECE):
@@ -49,7 +49,7 @@ def _receive(store: str, address: str, num_bytes: int) -> None:
     host, port = address.split(":")
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
     with socket.create_connection((host, int(port)), _DEADLINE_S) as connection:
-        link = open_link("tcp", store, "bench", 1, _DEADLINE_S)
+        link = open_link("tcp", connect_store(store, _DEADLINE_S), "bench", 1, _DEADLINE_S)
         for _ in range(_REPEATS):
             filled = 0
             while filled < num_bytes:

@@ -49,7 +49,7 @@ class RelayCluster:
             heartbeat_s=0.3,
             expiry_s=30.0,
             deadline_s=60.0,
-            pace=pace,
+            max_bytes_per_s=pace,
             chunk_bytes=chunk_bytes,
         )
         self._places = places or [([], interface)] * num_relays
@@ -65,7 +65,7 @@ class RelayCluster:
             self.relays = [stack.enter_context(self._start(index)) for index in range(len(self._places))]
             self._actor = self._join("actor", stack)
             self._actor.wait_for("relay", len(self.relays), 120, having="segment")
-            self.publisher = WeightPublisher(self._actor, self.layout, self._settings)
+            self.publisher = WeightPublisher.open(self._actor, self.layout, self._settings)
             stack.callback(self.publisher.close)
             self._stack = stack.pop_all()
         return self
@@ -75,7 +75,7 @@ class RelayCluster:
 
     def reader(self) -> WeightReader:
         """A reader of the nearest relay."""
-        reader = WeightReader(self._join("rollout", self._stack), self.layout, self._settings)
+        reader = WeightReader.open(self._join("rollout", self._stack), self.layout, self._settings)
         self._stack.callback(reader.close)
         return reader
 
@@ -117,7 +117,7 @@ def _relay(address: str, index: int, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
-    keeper = WeightServer(fleet, segment, settings)
+    keeper = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         if (newest := keeper.version_store.wait_newer(version, 0.2)) is not None:

@@ -117,7 +117,7 @@ def _serve_writers(address: str, first: str, count: str, seconds: str) -> None:
 
 def _serve_unit() -> None:
     """A unit's process; prints its address, and for each line on stdin the bytes of its rows and of its memory."""
-    unit = StorageServer("127.0.0.1")
+    unit = StorageServer("127.0.0.1").start()
     print(unit.address, flush=True)
     for _ in sys.stdin:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096

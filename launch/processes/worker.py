@@ -146,10 +146,12 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
 
 def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
     from ...comm.mailbox import StoreMailboxes
+    from ...comm.store import connect_store
 
-    post = StoreMailboxes(address, read_secret(Path(recipe.run.dir)))
-    report(post.open(name), recipe, role, error, exit_code=1)
-    post.close()
+    store = connect_store(address, recipe.comm.deadline_s)
+    mailboxes = StoreMailboxes(store, read_secret(Path(recipe.run.dir))).start()
+    report(mailboxes.open(name), recipe, role, error, exit_code=1)
+    mailboxes.close()
     return 0
 
 

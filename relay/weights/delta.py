@@ -1,41 +1,43 @@
-"""What changed between two versions: the new elements and the gaps between them, lossless.
+"""Lossless differences between two versions: the gaps between changed elements, and their new values.
 
 A step at a small learning rate leaves most bf16 weights as they were (about 97 % at 1e-6). A delta is the gaps as uint16,
-then the new values; an element more than 65,535 behind the one before is reached over elements that did not change.
+then the new values; across a gap of more than 65,535 elements it repeats elements that did not change.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ...comm.errors import HeadraceError
 from ...comm.messages.weights import Delta, Offer
-from .frames import ranges_of
-from .shards import ByteRanges
-from .slots import VersionNotAvailable, VersionSlots
+from .byte_ranges import ByteRanges, ranges_of
+
+if TYPE_CHECKING:
+    from .slots import VersionSlots
 
 _log = logging.getLogger(__name__)
 _FARTHEST = (1 << 16) - 1
 
 
 class Difference(NamedTuple):
-    """A version, or a part of it, as its difference to an older one: what is offered, and the bytes."""
+    """A version, or a part of it, as its difference to an older one: the offered delta, and its bytes."""
 
     delta: Delta
     changes: np.ndarray
 
 
 class DeltaSource:
-    """The sender's end: the version that was sent last, to which the next one is a difference."""
+    """The sender's end: keeps the version that was sent last, the base of the next difference."""
 
     def __init__(self) -> None:
         self._last: tuple[int, np.ndarray] | None = None
 
     def offer(self, version: int, buffer: np.ndarray, width: int) -> Difference | None:
-        """A version as its difference to the last one, where that is less than half of it."""
+        """A version as its difference to the last one; None where that is half of it or more."""
         if self._last is None or self._last[0] >= version:
             return None
         base, old = self._last
@@ -50,12 +52,12 @@ class DeltaSource:
         return Difference(Delta(base, changes.nbytes, width), changes) if is_worth_it else None
 
     def remember(self, version: int, buffer: np.ndarray) -> None:
-        """The version was sent: the next one is a difference to it."""
+        """Keep a version that was sent as the base of the next difference."""
         self._last = version, buffer.copy()
 
 
 class DeltaCodec:
-    """The receiver's end: those parts of one arriving version that come as differences. Any thread may call."""
+    """The receiver's end: the parts of one arriving version that come as differences. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,27 +65,27 @@ class DeltaCodec:
         self._changed: dict[int, np.ndarray] = {}
         """The places of the elements that each part changed."""
 
-    def accept(self, offer: Offer, shelf: VersionSlots) -> bool:
-        """Whether a part is to come as the difference that is offered: only if its base is held."""
-        if offer.delta is None or shelf.find(offer.delta.base) is None:
+    def accept(self, offer: Offer, slots: "VersionSlots") -> bool:
+        """Take a part as the difference that is offered; False if the base is not stored."""
+        if offer.delta is None or slots.find(offer.delta.base) is None:
             return False
         with self._lock:
             self._accepted[offer.part] = offer.delta
         return True
 
     def forget(self, part: int) -> None:
-        """Another upstream brings the part, or the same one brings it again."""
+        """Expect a part whole: another upstream sends it, or the same one sends it again."""
         with self._lock:
             self._accepted.pop(part, None)
             self._changed.pop(part, None)
 
     def covers(self, parts: Collection[int]) -> bool:
-        """All these parts come as differences."""
+        """True if all these parts come as differences."""
         with self._lock:
             return bool(self._accepted) and self._accepted.keys() == set(parts)
 
-    def apply(self, offer: Offer, delta: Delta, changes: np.ndarray, buffer: np.ndarray, shelf: VersionSlots) -> bool:
-        """Make a part of its base and the changes; False if the base is gone or the changes do not fit it."""
+    def apply(self, offer: Offer, delta: Delta, changes: np.ndarray, buffer: np.ndarray, slots: "VersionSlots") -> bool:
+        """Write a part from its base and the changes; False if the base is gone or the changes do not fit it."""
         ranges = ranges_of(offer)
 
         def copy(base: np.ndarray) -> None:
@@ -91,9 +93,9 @@ class DeltaCodec:
                 np.copyto(buffer[start:end], base[start:end])
 
         try:
-            shelf.read_with(copy, delta.base)
+            slots.read_with(copy, delta.base)
             elements, values = decode(changes, delta.width, ranges.num_bytes // delta.width)
-        except (VersionNotAvailable, ValueError) as error:
+        except (HeadraceError, ValueError) as error:
             _log.warning("version %d: %s", offer.version, str(error))
             return False
         places = _places(ranges, elements, delta.width)
@@ -103,7 +105,7 @@ class DeltaCodec:
         return True
 
     def encode(self, buffer: np.ndarray, num_parts: int) -> Difference | None:
-        """The whole version as one difference, if all parts came as differences to the same version."""
+        """The whole version as one difference; None unless all parts came as differences to the same version."""
         with self._lock:
             kinds = {(delta.base, delta.width) for delta in self._accepted.values()}
             changed = list(self._changed.values())
@@ -120,18 +122,18 @@ def encode(base: np.ndarray, new: np.ndarray, width: int) -> np.ndarray:
 
 
 def encode_at(new: np.ndarray, changed: np.ndarray, width: int) -> np.ndarray:
-    """The delta that brings the elements of `new` at the places `changed`, int64 in ascending order."""
+    """The delta that carries the elements of `new` at the places `changed`, int64 in ascending order."""
     positions = _with_waypoints(changed)
     gaps = np.diff(positions, prepend=-1).astype(np.uint16)
     return np.concatenate([gaps.view(np.uint8), new.view(f"u{width}")[positions].view(np.uint8)])
 
 
 def decode(delta: np.ndarray, width: int, num_elements: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places, int64 ascending, and new values of a delta. Raises `ValueError` for what is none of `num_elements`."""
+    """Places, int64 ascending, and new values of a delta. Raises `ValueError` if it does not fit `num_elements` elements."""
     count, rest = divmod(delta.nbytes, 2 + width)
     positions = np.cumsum(delta[: 2 * count].view(np.uint16), dtype=np.int64) - 1
     if rest or (count and positions[-1] >= num_elements):
-        raise ValueError(f"{delta.nbytes} bytes are no delta of {num_elements} elements")
+        raise ValueError(f"a delta of {delta.nbytes} bytes does not fit {num_elements} elements")
     return positions, delta[2 * count :].copy().view(f"u{width}")
 
 
@@ -145,7 +147,7 @@ def _with_waypoints(changed: np.ndarray) -> np.ndarray:
 
 
 def _places(ranges: ByteRanges, elements: np.ndarray, width: int) -> np.ndarray:
-    """Where in the buffer elements of a part lie, int64; both counted in elements of `width` bytes."""
+    """Places in the buffer of a part's elements, int64; both counted in elements of `width` bytes."""
     starts = np.array(ranges.starts[:-1], np.int64) // width
     shifts = np.array([start for start, _ in ranges.spans], np.int64) // width - starts
     return elements + shifts[np.searchsorted(starts, elements, "right") - 1]

@@ -1,29 +1,30 @@
-"""One version on its way into a slot: what of it is in place, and from whom.
+"""One version on its way into a slot: the bytes in place, the upstream of each part, the digests.
 
-A version comes in one part or in several, each brought by one upstream, which another may replace: the part then goes on at
-the byte that it had reached. Offsets of a part count along its byte ranges.
+A version comes in one part or in several. One upstream sends each part, and another may replace it: the part then continues
+at the byte that it had reached. Offsets of a part count along its byte ranges.
 """
 
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...comm.messages.weights import Offer
-from .delta import DeltaCodec
-from .digests import GRID_BYTES, chunk_digest, digest_of_ranges, join_digests
-from .frames import ranges_of
-from .shards import ByteRanges
-from .slots import SlotWrite
+from .byte_ranges import GRID_BYTES, ByteRanges, chunk_digest, digest_of_ranges, join_digests, ranges_of
+
+if TYPE_CHECKING:
+    from ...comm.messages.weights import Offer
+    from .delta import DeltaCodec
+    from .slots import SlotWrite
 
 
 class IncomingState(Enum):
-    """Life of an arrival."""
+    """Life cycle of an incoming version."""
 
     RESERVED = auto()
-    """A slot that an actor may write ahead, before it is known for which version."""
+    """An actor may write into the slot ahead, before the version is known."""
     ARRIVING = auto()
     COMPLETE = auto()
     ABANDONED = auto()
@@ -38,15 +39,26 @@ def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, ByteRanges], 
 
 
 class IncomingVersion:
-    """The bytes, upstreams and digests of one arriving version. Not locked: the desk's lock guards all but the hashing."""
+    """The bytes, upstreams and digests of one incoming version.
 
-    def __init__(self, offer: Offer, slot: SlotWrite, state: IncomingState) -> None:
+    The store's lock guards everything but the digests; `advanced` is a condition of that lock.
+    """
+
+    def __init__(
+        self,
+        offer: "Offer",
+        slot: "SlotWrite",
+        state: IncomingState,
+        deltas: "DeltaCodec",
+        advanced: threading.Condition,
+    ) -> None:
         self.offer = offer
         self.slot = slot
         self.state = state
         self.digest = ""
-        self.deltas = DeltaCodec()
-        self.right_parts: set[int] = set()
+        self.deltas = deltas
+        self._advanced = advanced
+        self._right_parts: set[int] = set()
         self._ranges: dict[int, ByteRanges] = {}
         self._done: dict[int, int] = {}
         self._upstreams: dict[int, str] = {}
@@ -69,36 +81,52 @@ class IncomingVersion:
         return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
 
     @property
+    def is_abandoned(self) -> bool:
+        """True once the version was given up: superseded, or its sender or this process ends."""
+        return self.state is IncomingState.ABANDONED
+
+    @property
     def is_delta(self) -> bool:
-        """All that is known to come comes as differences: it is sent on as one, once it is complete."""
+        """True if all known parts come as differences: the version leaves as one difference, once it is complete."""
         return self.deltas.covers(self._upstreams.keys())
 
-    def bind(self, offer: Offer) -> None:
-        """Say which version a reserved slot is for."""
+    @property
+    def is_checked(self) -> bool:
+        """True while all parts are in place and match their digests."""
+        return len(self._right_parts) == self.offer.num_parts
+
+    def bind(self, offer: "Offer") -> None:
+        """Give a reserved slot to a version."""
         self.offer, self.state = offer, IncomingState.ARRIVING
         self.slot = replace(self.slot, version=offer.version)
 
-    def set_upstream(self, offer: Offer, upstream: str) -> int:
-        """`upstream` brings the offered part from now on; returns the offset to go on from."""
+    def set_upstream(self, offer: "Offer", upstream: str) -> int:
+        """`upstream` sends the offered part from now on; returns the offset to continue at."""
         self._ranges[offer.part] = ranges_of(offer)
         self._upstreams[offer.part] = upstream
         self.deltas.forget(offer.part)
         return self._done.setdefault(offer.part, 0)
 
     def advance(self, part: int, upstream: str, done: int) -> bool:
-        """`upstream` has brought its part up to `done`; False if it is not its to bring any more."""
-        if self.state is not IncomingState.ARRIVING or self._upstreams.get(part) != upstream:
+        """`done` bytes of a part are in place; False if `upstream` may no longer send the part."""
+        if self.state is not IncomingState.ARRIVING or not self.is_from(part, upstream):
             return False
         self._done[part] = max(self._done[part], done)
         return True
 
     def is_from(self, part: int, upstream: str) -> bool:
-        """True while `upstream` brings the part."""
+        """True while `upstream` sends the part."""
         return self._upstreams.get(part) == upstream
 
-    def ranges(self, part: int) -> ByteRanges:
-        """The byte ranges of a part."""
-        return self._ranges[part]
+    def record_check(self, part: int, is_right: bool) -> None:
+        """The bytes of a part match their digest, or must come again."""
+        if is_right:
+            self._right_parts.add(part)
+            return
+        self._right_parts.discard(part)
+        self._done[part] = 0
+        with self._hashing:
+            self._chunks.clear()
 
     def update_digest(self) -> None:
         """Digest the chunks that have arrived whole since the last call."""
@@ -110,9 +138,10 @@ class IncomingVersion:
                 self._chunks.append(chunk_digest(self.buffer, start))
 
     def whole_digest(self) -> str:
-        """The digest of all bytes; meaningful once they are in place."""
+        """The digest of all bytes; empty if some are missing."""
         self.update_digest()
-        return join_digests(self._chunks)
+        with self._hashing:
+            return join_digests(self._chunks) if len(self._chunks) * GRID_BYTES >= self.offer.num_bytes else ""
 
     def part_digest(self, part: int) -> str:
         """The digest of one part's bytes."""
@@ -120,8 +149,14 @@ class IncomingVersion:
             return self.whole_digest()
         return digest_of_ranges(self.buffer, self._ranges[part].spans)
 
-    def reset_part(self, part: int) -> None:
-        """A part was wrong: it has to come again."""
-        self._done[part] = 0
-        with self._hashing:
-            self._chunks.clear()
+    def wait_bytes_ready(self, beyond: int, timeout_s: float) -> int:
+        """Bytes in place from the start; waits up to `timeout_s` for more than `beyond`, or for the end of the arrival."""
+        with self._advanced:
+            self._advanced.wait_for(lambda: self.bytes_ready > beyond or not self.is_open, timeout_s)
+            return self.bytes_ready
+
+    def wait_digest(self, timeout_s: float) -> str | None:
+        """The digest; None if the version is not complete within `timeout_s`."""
+        with self._advanced:
+            self._advanced.wait_for(lambda: not self.is_open, timeout_s)
+            return self.digest or None

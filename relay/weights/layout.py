@@ -1,10 +1,10 @@
-"""The flat layout of a model's weights: where in one byte buffer each tensor lies, the same on all sides.
+"""The flat layout of a model's weights: the offset of each tensor in one byte buffer, the same in all processes.
 
-Tensors stand in the order given, aligned to 64 bytes, zero padded, tied weights once. Floating tensors take the layout's
-dtype, others keep theirs. Digests run over a fixed grid of chunks, so that pieces can be checked as they arrive.
+Tensors keep the order given, aligned to 64 bytes, zero padded; tied weights are stored once. Floating tensors take the
+layout's dtype, others keep theirs.
 
-For rollouts of `tp` ranks each, what all ranks hold comes first, then the slices of rank 0, of rank 1 and so on: what one rank
-takes is two ranges of bytes, and a row shard of a tensor that is sliced by columns is one range in each rank's slices.
+For rollouts of `tp` ranks each, the tensors that all ranks hold come first, then the slices of rank 0, of rank 1 and so on:
+one rank takes two ranges of bytes, and a row shard of a tensor that is sliced by columns is one range in each rank's slices.
 """
 
 import math
@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from ...comm.errors import WrongDigest
-from .digests import digest
+from .byte_ranges import digest
 
 ALIGNMENT = 64
 _SHARED = -1
@@ -59,11 +59,11 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     rows: tuple[tuple[int, int], ...]
-    """Which rows [start, end) of the tensor lie here, one run after the other; a scalar has one row."""
+    """The rows [start, end) of the tensor that this entry holds, one run after the other; a scalar has one row."""
     columns: tuple[int, int] | None = None
-    """Which columns of it; None for all."""
+    """The columns that this entry holds; None for all."""
     rank: int = _SHARED
-    """Whose slice it is."""
+    """The rank that takes this slice; -1 for a tensor that all ranks hold."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where rows [first, last) of the tensor lie here: (row, end of rows, byte, end of bytes) of each run of them."""
+        """(row, end of rows, byte, end of bytes) of each run of the tensor's rows [first, last) that this entry holds."""
         row_bytes, at = self.num_bytes // max(1, self.shape[0] if self.shape else 1), self.offset
         for start, end in self.rows:
             low, high = max(first, start), min(last, end)
@@ -80,14 +80,14 @@ class Entry:
             at += (end - start) * row_bytes
 
     def write(self, tensor: Tensor, low: int, high: int, buffer: np.ndarray) -> None:
-        """Cast and copy rows [low, high) of a tensor that has all columns into the bytes of that run."""
+        """Cast and copy rows [low, high) of a tensor that has all columns into the bytes of one run."""
         rows = (tensor if tensor.dim() else tensor[None])[low:high]
         write_tensor(rows if self.columns is None else rows[:, slice(*self.columns)], buffer, self.dtype)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All tensors of a model in one buffer of `num_bytes` bytes; `aliases` are further names of tied weights."""
+    """All tensors of a model in one buffer of `num_bytes` bytes; `aliases` maps further names of tied weights to the first."""
 
     entries: tuple[Entry, ...]
     aliases: Mapping[str, str]
@@ -101,9 +101,9 @@ class Layout:
         tp: int = 1,
         splits: Mapping[str, TensorSplit] | None = None,
     ) -> "Layout":
-        """The layout of these tensors; their values do not matter and they may live on any device, meta included.
+        """The layout of these tensors; their values do not matter, and any device will do, meta included.
 
-        `splits` says for rollouts of `tp` ranks which tensors they share and how; each rank holds the others whole.
+        `splits` are the tensors that the `tp` ranks of a rollout share; each rank holds the others whole.
         """
         wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         first_names: dict[tuple[object, ...], str] = {}
@@ -112,7 +112,7 @@ class Layout:
             first = first_names.setdefault(_identity(tensor), name)
             if first != name:
                 aliases[name] = first
-        splits = {name: cut for name, cut in (splits or {}).items() if tp > 1}
+        splits = {name: split for name, split in (splits or {}).items() if tp > 1}
         entries, offset = [], 0
         for rank in (_SHARED, *range(tp if splits else 0)):
             for name in first_names.values():
@@ -141,13 +141,13 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """What two processes compare to know that they mean the same layout: 63 bits over the manifest."""
+        """63 bits over the manifest: two processes compare them to know that their layouts are equal."""
         manifest = [f"{e.name} {e.dtype} {e.shape} {e.offset} {e.rank} {e.rows} {e.columns}" for e in self.entries]
         return xxhash.xxh3_64_intdigest("\n".join(manifest).encode()) >> 1
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of the elements in which two versions are best compared: those of the smallest dtype, at least 2."""
+        """The element size in which two versions are compared: that of the smallest dtype, at least 2 bytes."""
         return max(2, min((entry.dtype.itemsize for entry in self.entries), default=2))
 
     def digest(self, buffer: np.ndarray) -> str:
@@ -157,9 +157,9 @@ class Layout:
     def views(self, buffer: np.ndarray | Tensor) -> dict[str, Tensor]:
         """Each tensor as a view into the buffer (uint8 [num_bytes], on any device), tied weights under all their names.
 
-        Of a layout for several ranks, only what one of them takes has views: `of_rank`.
+        A layout for several ranks has no views; the layout of one of them has: `of_rank`.
         """
-        assert self.tp == 1, "the views of a layout for several ranks are those of each rank's"
+        assert self.tp == 1, "a layout for several ranks has no views: use `of_rank`"
         flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
         assert flat.dtype == torch.uint8 and flat.shape == (self.num_bytes,), (flat.dtype, flat.shape)
         views = {e.name: flat[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape) for e in self.entries}
@@ -174,17 +174,17 @@ class Layout:
         if any(tensors[entry.name].is_cuda for entry in self.entries):
             torch.cuda.synchronize()
 
-    def check(self, fingerprint: int, whom: str) -> None:
-        """Raise `WrongDigest` unless `whom` means this layout."""
+    def check(self, fingerprint: int, owner: str) -> None:
+        """Raise `WrongDigest` unless `owner`, whose layout has this fingerprint, has the same layout."""
         if fingerprint != self.fingerprint:
             raise WrongDigest(
-                f"{whom} serves weights of another layout: is `model.path`, `model.dtype` or `rollout.tp` not the same?"
+                f"{owner} serves weights of another layout: is `model.path`, `model.dtype` or `rollout.tp` not the same?"
             )
 
 
 @torch.no_grad()
 def write_tensor(tensor: Tensor, buffer: np.ndarray, dtype: torch.dtype) -> None:
-    """Cast and copy one tensor into its bytes; from a GPU the copy may still be under way afterwards."""
+    """Cast and copy one tensor into its bytes; from a GPU the copy may still be running on return."""
     if tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
         source = tensor.detach().reshape(-1).view(torch.uint8).numpy()
         np.copyto(buffer, source)  # twice as fast as `copy_`
@@ -193,7 +193,7 @@ def write_tensor(tensor: Tensor, buffer: np.ndarray, dtype: torch.dtype) -> None
 
 
 def host_buffer(num_bytes: int) -> np.ndarray:
-    """Zeroed host memory, uint8 [num_bytes], with all pages in place and pinned where there is a GPU to copy from."""
+    """Zeroed host memory, uint8 [num_bytes], with all pages mapped, and pinned where there is a GPU."""
     if torch.cuda.is_available():
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     buffer = np.empty(num_bytes, np.uint8)
@@ -202,8 +202,8 @@ def host_buffer(num_bytes: int) -> np.ndarray:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the shard of a DTensor, else all of it."""
-    # Asking for the type would load torch.distributed.tensor, a second of each process's start.
+    """The shard of a DTensor that this rank holds; any other tensor as it is."""
+    # An isinstance check would load torch.distributed.tensor, which takes a second of each process's start.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 

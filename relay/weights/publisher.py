@@ -1,31 +1,36 @@
 """The trainer's side of the weights: it publishes versions.
 
 `WeightPublisher.publish` returns after one copy into host memory; a thread does the rest, so no relay can stall the trainer.
-If a version is published before the one before it has begun to leave, the newer takes its place; one that has begun to
-leave is finished first.
+A version that has not begun to leave is superseded by the next one; one that has begun to leave is finished first.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Mapping
-
-import numpy as np
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
-from ...comm.fleet import Fleet, Member
-from ...comm.messages.weights import Offer
-from ...comm.recipe import CommSettings
+from ...comm.messages.weights import Offer, SlotReserved
+from ...comm.waits import join_thread
 from .chain import chain_order
 from .layout import Layout, host_buffer
 from .protocol import IDLE_S
-from .push import LinkPush, PendingVersion, SharedMemoryPush, open_push
+from .push import LinkPush, PendingVersion, SharedMemoryPush, SlotUse, open_push
 from .shards import WeightShard
 from .slots import Receipt
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from ...comm.fleet import Fleet, Member
+    from ...comm.mailbox import Mailbox
+    from ...comm.recipe import CommSettings
+
 _log = logging.getLogger(__name__)
 _CLOSE_S = 15.0
+_RETRY_S = 0.05
 
 
 class WeightPublisher:
@@ -34,164 +39,284 @@ class WeightPublisher:
     With several actor ranks each has a publisher of its `part`, and all publish the same versions.
     """
 
-    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: WeightShard | None = None) -> None:
+    def __init__(
+        self, fleet: "Fleet", layout: Layout, settings: "CommSettings", part: WeightShard | None = None
+    ) -> None:
         self.layout = layout
         self._part = part or WeightShard.whole(layout)
         self._fleet = fleet
-        self._settings = settings
         self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
-        self._changed = threading.Condition()
-        self._spare: list[np.ndarray] = []
-        self._waiting: PendingVersion | None = None
-        self._is_sending = False
-        self._is_slot_out = False
-        """A version is being written into a claimed slot, or waits there: nobody may claim the slot again."""
-        self._closed = False
-        self._failure: Exception | None = None
-        self._transport: SharedMemoryPush | LinkPush | None = None
-        self._head = ("", 0)
-        """The relay that took the last version."""
-        self._last: PendingVersion | None = None
-        self._suspected_until: dict[tuple[str, int], float] = {}
-        """Relays that did not take a version, and until when others are asked first."""
-        self._thread = threading.Thread(target=self._run, name=f"{fleet.name} publisher", daemon=True)
-        self._thread.start()
+        self._handover = _Handover(self._part)
+        sender = _Sender(fleet, self._mailbox, settings, self._part, self._handover)
+        self._thread = threading.Thread(target=sender.run, name=f"{fleet.name} publisher", daemon=True)
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt:
+    @classmethod
+    def open(
+        cls, fleet: "Fleet", layout: Layout, settings: "CommSettings", part: WeightShard | None = None
+    ) -> "WeightPublisher":
+        """A publisher with its thread."""
+        return cls(fleet, layout, settings, part).start()
+
+    def start(self) -> "WeightPublisher":
+        """Start the thread; returns this publisher."""
+        self._thread.start()
+        return self
+
+    @property
+    def transport(self) -> SharedMemoryPush | LinkPush | None:
+        """The way to the head of the chain, once it is open."""
+        return self._handover.transport
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the thread."""
+        return self._handover.failure
+
+    def publish(self, version: int, tensors: "Mapping[str, Tensor]") -> Receipt:
         """Copy the tensors (cast to the layout's dtype) and return; the copy is the trainer's whole stall.
 
-        Raises what ended the publisher's thread, if something has.
+        Raises the error that ended the thread, if it has ended.
         """
-        if self._failure is not None:
-            raise self._failure
-        publication = self._pending_version(version)
-        self._part.write(tensors, publication.buffer)
-        with self._changed:
-            self._waiting = publication
-            self._changed.notify_all()
+        pending = self._handover.begin(version)
+        self._part.write(tensors, pending.buffer)
+        self._handover.commit(pending)
         return Receipt(version, "")
 
     def close(self) -> None:
-        """Wait until what was published has reached a relay, as long as there is one; then end the thread."""
+        """Wait until the published versions have reached a relay, as long as one lives; then end the thread."""
+        self._handover.close(lambda: bool(self._fleet.alive_members("relay", having="segment")))
+        join_thread(self._thread, _CLOSE_S)
+        self._mailbox.close()
+
+
+class _Handover:
+    """The versions between the trainer and the sender's thread, and the slot reserved ahead. One lock guards all of it.
+
+    A reservation is handed out once. The sender requests the next one only after the version written there has left: until
+    then the relay would answer with the same slot.
+    """
+
+    def __init__(self, part: WeightShard) -> None:
+        self._part = part
+        self._changed = threading.Condition()
+        self._writing: PendingVersion | None = None
+        self._waiting: PendingVersion | None = None
+        self._sending: PendingVersion | None = None
+        self._transport: SharedMemoryPush | LinkPush | None = None
+        self._reservation: SlotReserved | None = None
+        self._spare: list[np.ndarray] = []
+        self._closed = False
+        self._failure: Exception | None = None
+
+    @property
+    def transport(self) -> SharedMemoryPush | LinkPush | None:
+        return self._transport
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._failure
+
+    # ------------------------------------------------------------------------------------------------- the trainer's side
+
+    def begin(self, version: int) -> PendingVersion:
+        """A buffer to write the next version into: the slot reserved for it, else memory of this process."""
+        part, layout = self._part, self._part.layout
+        spans = () if part.num_parts == 1 else part.ranges.spans
+        offer = Offer(version, layout.num_bytes, layout.fingerprint, part.num_parts, part.index, spans)
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            assert not self._closed, "the publisher is closed"
+            superseded, self._waiting = self._waiting, None
+            if superseded is not None and superseded.use is SlotUse.WRITTEN:
+                reservation, buffer = superseded.reservation, superseded.buffer
+            else:
+                if superseded is not None:
+                    self._spare.append(superseded.buffer)
+                reservation, buffer = self._take_reservation()
+            if reservation is not None and buffer is not None:
+                self._writing = PendingVersion(offer, part, buffer, SlotUse.WRITTEN, reservation)
+            else:
+                buffer = self._spare.pop() if self._spare else host_buffer(part.num_bytes)
+                self._writing = PendingVersion(offer, part, buffer)
+            return self._writing
+
+    def commit(self, pending: PendingVersion) -> None:
+        """Give a written version to the sender."""
+        with self._changed:
+            self._writing, self._waiting = None, pending
+            self._changed.notify_all()
+
+    def close(self, has_relay: Callable[[], bool]) -> None:
+        """Wait until all versions have left, as long as there is a relay; then end the sender."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (self._waiting is None and not self._is_sending) or not self._relays(), _CLOSE_S
+                lambda: (self._waiting is None and self._sending is None) or not has_relay(), _CLOSE_S
             )
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(_CLOSE_S)
-        self._mailbox.close()
 
-    def _pending_version(self, version: int) -> PendingVersion:
-        """Where the next version is written: the slot claimed for it, else memory of this process."""
-        layout, spans = self.layout, () if self._part.num_parts == 1 else self._part.ranges.spans
-        offer = Offer(version, layout.num_bytes, layout.fingerprint, self._part.num_parts, self._part.index, spans)
+    # ------------------------------------------------------------------------------------------------- the sender's side
+
+    def take(self) -> tuple[PendingVersion | None, bool]:
+        """The version to send, waited for a while, and whether there will be another."""
         with self._changed:
-            assert not self._closed, "the publisher is closed"
-            if self._waiting is not None:
-                superseded, self._waiting = self._waiting, None
-                if superseded.is_in_slot:
-                    return PendingVersion(offer, self._part, superseded.buffer, superseded.reservation, is_in_slot=True)
-                self._spare.append(superseded.buffer)
-            if self._transport is not None and (claim := self._transport.take_reservation()) is not None:
-                self._is_slot_out = True
-                return PendingVersion(offer, self._part, self._transport.slot(claim), claim, is_in_slot=True)
-            buffer = self._spare.pop() if self._spare else host_buffer(self._part.num_bytes)
-            return PendingVersion(offer, self._part, buffer)
+            self._changed.wait_for(lambda: self._waiting is not None or self._closed, IDLE_S)
+            taken = self._sending = self._waiting
+            self._waiting = None
+            if taken is not None and taken.use is SlotUse.NONE:
+                # The reserved slot goes to this version, so no other may be written there.
+                taken.reservation, _ = self._take_reservation()
+                taken.use = SlotUse.NONE if taken.reservation is None else SlotUse.RESERVED
+            return taken, taken is not None or not self._closed
 
-    def _relays(self) -> list[Member]:
-        """Those that may take a version, in the chain's order, the shunned ones last."""
-        relays, now = chain_order(self._fleet.alive_members("relay", having="segment")), time.monotonic()
-        return sorted(relays, key=lambda m: self._suspected_until.get((m.name, m.incarnation), now) > now)
+    def finish(self, previous: PendingVersion | None) -> None:
+        """The taken version has left; the buffer of the one before it is free."""
+        with self._changed:
+            if previous is not None and previous.use is not SlotUse.WRITTEN:
+                self._spare.append(previous.buffer)
+            self._sending = None
+            self._changed.notify_all()
 
-    def _run(self) -> None:
+    def fail(self, error: Exception) -> None:
+        """The sender has ended."""
+        with self._changed:
+            self._failure, self._waiting, self._sending = error, None, None
+            self._changed.notify_all()
+
+    def is_obsolete(self, timeout_s: float = 0.0) -> bool:
+        """True if the taken version need not leave, because a newer one waits or the publisher is closed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is not None or self._closed, timeout_s)
+
+    @property
+    def is_closed(self) -> bool:
+        """True from `close` on."""
+        with self._changed:
+            return self._closed
+
+    def set_transport(self, transport: SharedMemoryPush | LinkPush | None) -> None:
+        """Replace the transport; the one before it is closed, and its reservation is void."""
+        with self._changed:
+            previous, self._transport, self._reservation = self._transport, transport, None
+        if previous is not None:
+            previous.close()
+
+    @property
+    def needs_reservation(self) -> bool:
+        """True if no slot is reserved, and none is in use by a version that has not left."""
+        with self._changed:
+            pending = (self._writing, self._waiting, self._sending)
+            return self._reservation is None and not any(p is not None and p.use is SlotUse.WRITTEN for p in pending)
+
+    def add_reservation(self, reservation: SlotReserved | None) -> None:
+        """Keep a slot for the next version."""
+        with self._changed:
+            self._reservation = reservation
+
+    def _take_reservation(self) -> "tuple[SlotReserved | None, np.ndarray | None]":
+        taken, self._reservation = self._reservation, None
+        transport = self._transport
+        if taken is None or not isinstance(transport, SharedMemoryPush) or not transport.is_reserved(taken):
+            return None, None
+        return taken, transport.slot(taken)
+
+
+class _Sender:
+    """The state of the thread that pushes versions; no other thread uses it."""
+
+    def __init__(
+        self, fleet: "Fleet", mailbox: "Mailbox", settings: "CommSettings", part: WeightShard, handover: _Handover
+    ) -> None:
+        self._fleet = fleet
+        self._mailbox = mailbox
+        self._settings = settings
+        self._part = part
+        self._handover = handover
+        self._last: PendingVersion | None = None
+        self._head = ("", 0)
+        """The relay that took the last version."""
+        self._suspected_until: dict[tuple[str, int], float] = {}
+        """Relays that did not take a version, and until when others are tried first."""
+
+    def run(self) -> None:
+        """Push what is published. Waits for `publish`, then for a relay; woken by `publish`, `close` and messages."""
         try:
-            self._serve()
-        except Exception as error:  # noqa: BLE001 - the border of the thread: the trainer is told at its next publish
+            is_open = True
+            while is_open:
+                pending, is_open = self._handover.take()
+                if pending is not None:
+                    previous, self._last = self._last, self._push(pending)
+                    self._handover.finish(previous)
+                if is_open:
+                    self._prepare()
+        except Exception as error:  # noqa: BLE001 - the border of the thread: the trainer's next publish raises it
             _log.error("%s: the publisher ended: %s", self._fleet.name, str(error))
-            with self._changed:
-                self._failure, self._waiting, self._is_sending = error, None, False
-                self._changed.notify_all()
+            self._handover.fail(error)
         finally:
             self._last = None
-            self._close_transport()
+            self._handover.set_transport(None)
 
-    def _serve(self) -> None:
-        """Push what was published. Waits for `publish`, then for a relay; woken by `publish`, `close` and letters."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._closed, IDLE_S)
-                if self._waiting is None and self._closed:
-                    break
-                publication, self._waiting = self._waiting, None
-                self._is_sending = publication is not None
-                if publication is not None and not publication.is_in_slot and self._transport is not None:
-                    # Nobody else may write into the claimed slot from here on, so it is this publication's.
-                    publication.reservation = self._transport.take_reservation()
-            if publication is not None:
-                self._push(publication)
-                with self._changed:
-                    self._is_slot_out = self._is_slot_out and not publication.is_in_slot
-                    if self._last is not None and not self._last.is_in_slot:
-                        self._spare.append(self._last.buffer)
-                    self._last = publication
-                    self._is_sending = False
-                    self._changed.notify_all()
-            self._prepare()
+    def _push(self, version: PendingVersion) -> PendingVersion | None:
+        """Push a version to the first relay that takes it, unless it becomes obsolete before; returns what to keep of it.
 
-    def _push(self, publication: PendingVersion) -> None:
-        """Bring one version to a relay, whichever takes it first; given up only for a newer one or at the close."""
+        None if the version was lost with its slot.
+        """
         tried: set[tuple[str, int]] = set()
-        while not self._closed:
+        while not self._handover.is_closed:
             relay = next((m for m in self._relays() if (m.name, m.incarnation) not in tried), None)
             if relay is None:
                 tried.clear()
-                if self._waiting is not None:
-                    return
-                time.sleep(0.05)
+                if self._handover.is_obsolete(_RETRY_S):
+                    break
                 continue
             try:
-                self._transport_to(relay).push(publication)
+                self._transport_to(relay).push(version)
                 self._head = (relay.name, relay.incarnation)
-                return
+                break
             except (LinkBroken, PeerGone, WaitTimeout) as error:
-                _log.warning("version %d did not reach %s: %s", publication.offer.version, relay.name, str(error))
+                _log.warning("version %d did not reach %s: %s", version.offer.version, relay.name, str(error))
                 tried.add((relay.name, relay.incarnation))
                 self._suspect(relay)
-                publication = publication.moved()  # the slot lies with the relay that is gone
+                if (detached := version.detached()) is None:
+                    return None
+                version = detached
+        return version
 
     def _prepare(self) -> None:
-        """Between two versions: keep the way to the head of the chain open, and its next slot claimed.
+        """Between two versions: keep the way to the head of the chain open, and its next slot reserved.
 
-        A new head may have missed what the one before had taken and not yet sent on, so it is brought the last version.
+        A new head may lack a version that the head before it had not yet sent on, so it receives the last version.
         """
         relays = self._relays()
+        if not relays:
+            return
         try:
-            if relays:
-                if self._last is not None and self._head != (relays[0].name, relays[0].incarnation):
-                    self._push(self._last.moved())
-                way = self._transport_to(relays[0])
-                way.keep_alive()
-                if not self._is_slot_out:
-                    way.reserve_next(self._part)
+            if self._last is not None and self._head != (relays[0].name, relays[0].incarnation):
+                detached = self._last.detached()
+                self._last = None if detached is None else self._push(detached)
+            transport = self._transport_to(relays[0])
+            transport.keep_alive()
+            if isinstance(transport, SharedMemoryPush) and self._handover.needs_reservation:
+                self._handover.add_reservation(transport.reserve_slot(self._part))
         except (LinkBroken, PeerGone, WaitTimeout) as error:
             _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
             self._suspect(relays[0])
 
-    def _suspect(self, relay: Member) -> None:
-        """Until the fleet has found out whether it lives; wrongly shunned, it misses versions for that long."""
+    def _relays(self) -> "list[Member]":
+        """The relays that may take a version, in the chain's order, those suspected dead last."""
+        relays, now = chain_order(self._fleet.alive_members("relay", having="segment")), time.monotonic()
+        return sorted(relays, key=lambda m: self._suspected_until.get((m.name, m.incarnation), now) > now)
+
+    def _suspect(self, relay: "Member") -> None:
+        """Pass a relay over until the fleet knows whether it lives. A living one misses versions for that long."""
         self._suspected_until[relay.name, relay.incarnation] = time.monotonic() + self._settings.expiry_s
-        self._close_transport()
+        self._handover.set_transport(None)
 
-    def _transport_to(self, relay: Member) -> SharedMemoryPush | LinkPush:
-        way = self._transport
-        if way is None or (way.relay.name, way.relay.incarnation) != (relay.name, relay.incarnation):
-            self._close_transport()
-            self._transport = way = open_push(relay, self._fleet, self._mailbox, self._settings)
-        return way
-
-    def _close_transport(self) -> None:
-        with self._changed:
-            if self._transport is not None:
-                self._transport.close()
-                self._transport = None
+    def _transport_to(self, relay: "Member") -> SharedMemoryPush | LinkPush:
+        transport = self._handover.transport
+        if transport is None or (transport.relay.name, transport.relay.incarnation) != (relay.name, relay.incarnation):
+            self._handover.set_transport(None)
+            transport = open_push(relay, self._fleet, self._mailbox, self._settings)
+            self._handover.set_transport(transport)
+        return transport

@@ -1,25 +1,38 @@
-"""A rollout's side of the weights: it reads the newest version, from a relay's segment where they share the host; elsewhere the
-relay feeds it.
+"""A rollout's side of the weights: it reads the newest version from the segment of a relay on its host.
+
+On a host without a relay, a mirror keeps a segment of this process filled over a link, while the generator runs.
 """
 
 import logging
+import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...comm.errors import WrongDigest
-from ...comm.fleet import Fleet
-from ...comm.recipe import CommSettings
+from ...comm.errors import HeadraceError, LinkBroken, WrongDigest
+from ...comm.fleet import is_shared
+from ...comm.links.opening import remote_backend
+from ...comm.messages.weights import FetchVersion, SubscribeVersions
 from ...comm.shared_memory import Segment
-from ...comm.waits import waiting
-from .checkpoint_source import CheckpointSource
-from .layout import Layout
-from .mirror import WeightMirror, fetch_version
-from .push import is_shared
-from .shards import ByteRanges
+from ...comm.waits import join_thread, waiting
+from .byte_ranges import ByteRanges
+from .protocol import SILENCE_S
 from .slots import Receipt, StoredVersion, VersionNotAvailable, VersionSlots
+from .transfer import receive_version, receive_versions
+from .version_store import VersionStore
+
+if TYPE_CHECKING:
+    from ...comm.fleet import Fleet
+    from ...comm.links.base import Link
+    from ...comm.recipe import CommSettings
+    from .checkpoint_source import CheckpointSource
+    from .layout import Layout
 
 _log = logging.getLogger(__name__)
+_DIGEST_S = 600.0
+"""Seconds within which a digest of all weights must be ready; only a machine that stands still takes longer."""
 
 
 class WeightReader:
@@ -27,40 +40,60 @@ class WeightReader:
 
     def __init__(
         self,
-        fleet: Fleet,
-        layout: Layout,
-        settings: CommSettings,
-        checkpoint_source: CheckpointSource | None = None,
+        fleet: "Fleet",
+        layout: "Layout",
+        settings: "CommSettings",
+        checkpoint_source: "CheckpointSource | None" = None,
         tp_rank: int = 0,
     ) -> None:
-        """`checkpoint_source` has what no relay holds any more; of a layout for several ranks, `tp_rank` takes its ranges alone."""
         self.layout = layout
+        relay = fleet.nearest("relay", having="segment")
+        self.relay = relay.name
+        self.checked: StoredVersion | None = None
+        """The last version whose bytes were checked ahead of a pull."""
         self._ranges = ByteRanges(layout.spans_of(tp_rank))
         self._fleet = fleet
         self._settings = settings
         self._checkpoint_source = checkpoint_source
-        self._relay = fleet.nearest("relay", having="segment")
         self._mirror: WeightMirror | None = None
-        if is_shared(self._relay, fleet, settings):
-            self._segment = Segment.open(self._relay.info["segment"])
+        if is_shared(relay, fleet, settings):
+            segment = Segment.open(relay.info["segment"])
         else:
-            self._segment = Segment.create_anonymous(f"{fleet.name} weights")
-            self._mirror = WeightMirror(fleet, self._segment, settings)
-        self._slots = VersionSlots(self._segment)
+            segment = Segment.create_anonymous(f"{fleet.name} weights")
+            self._mirror = WeightMirror(fleet, segment, settings)
+        self.slots = VersionSlots(segment)
+        """The versions in memory that this process can read."""
         self._check: Future[None] | None = None
-        self._checked: StoredVersion | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix=f"{fleet.name} digest")
+
+    @classmethod
+    def open(
+        cls,
+        fleet: "Fleet",
+        layout: "Layout",
+        settings: "CommSettings",
+        checkpoint_source: "CheckpointSource | None" = None,
+        tp_rank: int = 0,
+    ) -> "WeightReader":
+        """A reader with its threads. `checkpoint_source` has the versions that no relay holds any more.
+
+        Of a layout for several ranks, the reader copies the byte ranges of `tp_rank` alone.
+        """
+        reader = cls(fleet, layout, settings, checkpoint_source, tp_rank)
+        if reader._mirror is not None:
+            reader._mirror.start()
+        return reader
 
     def newest(self) -> int | None:
         """The newest complete version; None before the first. A few reads of memory.
 
-        A version seen for the first time is checked against its digest on another core meanwhile, so that `pull` need not.
+        Another thread checks the bytes of a version seen for the first time against its digest, so `pull` can skip that.
         """
-        if (held := self._slots.newest_stored()) is None:
+        if (newest := self.slots.newest_stored()) is None:
             return None
-        if self._checked != held and (self._check is None or self._check.done()):
-            self._check = self._hasher.submit(self._check_ahead, held)
-        return held.version
+        if self.checked != newest and (self._check is None or self._check.done()):
+            self._check = self._hasher.submit(self._check_ahead, newest)
+        return newest.version
 
     def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
         """Copy the newest version into `into`, uint8 of all bytes that this rank takes, and check its digest.
@@ -68,67 +101,145 @@ class WeightReader:
         Waits for a relay's first version if there is none yet; raises `WaitTimeout` past the deadline, `WrongDigest` if the
         relay serves another layout or its bytes are still wrong the third time.
         """
-        with waiting(self._relay.name, "a first version", deadline_s) as wait:
-            wait.until(lambda: self._slots.newest() is not None)
-        self.layout.check(self._slots.fingerprint, self._relay.name)
+        with waiting(self.relay, "a first version", deadline_s) as wait:
+            wait.until(lambda: self.slots.newest() is not None)
+        self.layout.check(self.slots.fingerprint, self.relay)
         for _ in range(3):
             if self._check is not None:
-                self._check.result()
-            if (checked := self._checked) is not None and checked == self._slots.newest_stored():
-                held, _ = self._slots.read_with(lambda source: self._take(source, into))
-                if held == checked:
-                    return Receipt(held.version, held.digest)
+                self._check.result(_DIGEST_S)
+            if (checked := self.checked) is not None and checked == self.slots.newest_stored():
+                stored, _ = self.slots.read_with(lambda source: self._take(source, into))
+                if stored == checked:
+                    return Receipt(stored.version, stored.digest)
                 continue
-            held, digest = self._slots.read_with(lambda source: self._copy(source, into))
-            if digest == held.digest:
-                return Receipt(held.version, held.digest)
-            _log.warning("version %d of %s has not its digest", held.version, self._relay.name)
-        raise WrongDigest(f"the bytes of {self._relay.name} have not the digest of the version that it shows")
+            stored, digest = self.slots.read_with(lambda source: self._copy(source, into))
+            if digest == stored.digest:
+                return Receipt(stored.version, stored.digest)
+            _log.warning("digest mismatch for version %d of %s; it is read again", stored.version, self.relay)
+        raise WrongDigest(f"the newest version of {self.relay} does not match its digest")
 
     def pull_version(self, version: int, into: np.ndarray) -> Receipt:
-        """Copy one version, which need not be the newest, from any relay that still holds it, else from the archive.
+        """Copy one version, which need not be the newest, from any relay that still holds it, else from its checkpoint.
 
-        Raises `VersionNotAvailable` if nobody has it, `WrongDigest` if the archive has something else under its name.
+        Raises `VersionNotAvailable` if neither has it, `WrongDigest` if the checkpoint is not that version.
         """
         try:
-            held, digest = self._slots.read_with(lambda source: self._copy(source, into), version)
-            if digest == held.digest:
-                return Receipt(held.version, held.digest)
+            stored, digest = self.slots.read_with(lambda source: self._copy(source, into), version)
+            if digest == stored.digest:
+                return Receipt(stored.version, stored.digest)
         except VersionNotAvailable:
-            _log.info("version %d is not held by %s: asking the others", version, self._relay.name)
+            _log.info("%s does not hold version %d; the other relays are asked", self.relay, version)
         whole = into if into.nbytes == self.layout.num_bytes else np.empty(self.layout.num_bytes, np.uint8)
         found = fetch_version(self._fleet, version, whole, self._settings)
         if found is None and self._checkpoint_source is not None:
             found = self._checkpoint_source.read(version, self.layout, whole)
         if found is None:
-            raise VersionNotAvailable(f"version {version} is held by no relay, and there is no archive of checkpoints")
+            raise VersionNotAvailable(f"no relay holds version {version}, and this reader has no checkpoints")
         if whole is not into:
             self._take(whole, into)
         return Receipt(version, found)
 
     def close(self) -> None:
-        """End the feed if there is one, and let go of the memory."""
+        """End the threads and close the segment."""
         if self._mirror is not None:
             self._mirror.close()
         self._hasher.shutdown()
-        self._segment.close()
+        self.slots.segment.close()
 
     def _check_ahead(self, stored: StoredVersion) -> None:
-        """The bytes of a generation stay what they are: checked once, they are right for every copy of that generation."""
-        is_right = self.layout.num_bytes == self._segment.slot_bytes
-        if (
-            is_right
-            and self.layout.digest(self._segment.slot(stored.slot)) == stored.digest
-            and self._slots.is_valid(stored)
-        ):
-            self._checked = stored
+        # The bytes of one generation do not change: one check is good for every copy of that generation.
+        if self.layout.num_bytes != self.slots.segment.slot_bytes:
+            return
+        digest = self.layout.digest(self.slots.segment.slot(stored.slot))
+        if digest == stored.digest and self.slots.is_valid(stored):
+            self.checked = stored
 
     def _copy(self, source: np.ndarray, into: np.ndarray) -> str:
-        """Copy, and digest the source on another core meanwhile: one copy of everything runs twice as fast as pieces."""
+        """Copy, while another core computes the digest: two whole passes at once are twice as fast as alternating pieces."""
         digest = self._hasher.submit(self.layout.digest, source)
         self._take(source, into)
-        return digest.result()
+        return digest.result(_DIGEST_S)
 
     def _take(self, source: np.ndarray, into: np.ndarray) -> None:
         for at, start, end in self._ranges.chunks(0, self.layout.num_bytes):
             np.copyto(into[at : at + end - start], source[start:end])
+
+
+class WeightMirror:
+    """Keeps a segment of this process filled with the versions of any living relay."""
+
+    def __init__(self, fleet: "Fleet", segment: Segment, settings: "CommSettings") -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._version_store = VersionStore(segment)
+        self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
+        self._stop = threading.Event()
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name=f"{fleet.name} weight mirror", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._link is not None:
+            self._link.close()
+        join_thread(self._thread, 2 * SILENCE_S)
+        self._version_store.close()
+        self._mailbox.close()
+
+    def _run(self) -> None:
+        """Receive versions. Waits for a living relay and its link; woken by frames, and by the clock when it has none."""
+        turn = self._fleet.me.index
+        while not self._stop.is_set():
+            relays = self._fleet.alive_members("relay", having="segment")
+            if not relays:
+                self._stop.wait(self._settings.heartbeat_s)
+                continue
+            try:
+                self._receive_from(relays[turn % len(relays)].name)
+            except HeadraceError as error:
+                turn += 1
+                if not self._stop.is_set():
+                    _log.warning(
+                        "%s: the link of its weights broke; it tries the next relay: %s", self._fleet.name, error
+                    )
+
+    def _receive_from(self, relay: str) -> None:
+        name = _link_name(relay, self._fleet.name, self._fleet)
+        self._mailbox.send(f"{relay}/weights", SubscribeVersions(name, remote_backend(self._settings)))
+        self._link = self._fleet.open_link(name, 0, SILENCE_S, remote_backend(self._settings))
+        try:
+            receive_versions(self._link, self._version_store, relay, self._stop.is_set, lambda _: None)
+        finally:
+            self._link.close()
+
+
+def fetch_version(fleet: "Fleet", version: int, into: np.ndarray, settings: "CommSettings") -> str | None:
+    """Copy one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its digest, or None."""
+    mailbox = fleet.open_mailbox(f"{fleet.name}/fetch")
+    try:
+        for relay in fleet.alive_members("relay", having="segment"):
+            name = _link_name(relay.name, mailbox.name, fleet)
+            mailbox.send(f"{relay.name}/weights", FetchVersion(name, remote_backend(settings), version))
+            try:
+                link = fleet.open_link(name, 0, SILENCE_S, remote_backend(settings))
+            except HeadraceError as error:
+                _log.warning("%s: no link to %s: %s", fleet.name, relay.name, str(error))
+                continue
+            try:
+                if (digest := receive_version(link, into)) is not None:
+                    return digest
+            except LinkBroken as error:
+                _log.warning("%s: version %d did not come from %s: %s", fleet.name, version, relay.name, str(error))
+            finally:
+                link.close()
+        return None
+    finally:
+        mailbox.close()
+
+
+def _link_name(relay: str, receiver: str, fleet: "Fleet") -> str:
+    return f"{relay}>{receiver} {fleet.incarnation}.{time.monotonic_ns()}"

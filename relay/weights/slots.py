@@ -1,9 +1,9 @@
-"""Weight versions in the slots of a segment: one arriving, the others readable, and no reading ever torn.
+"""Weight versions in the slots of a segment: one arrives, the others are readable, and no read is ever torn.
 
-A version is readable only from `complete` on, when its bytes are there and have been checked. While a slot is written its
-generation is odd; a reader leases the slot, copies, and looks at the generation again. A lease keeps the slot from being
-the next to be written as long as there is another, and for `LEASE_S` when there is none: nobody waits for a frozen reader,
-whose copy the generation then gives away.
+A version is readable only after `commit`, once its bytes are in place and were checked. While a slot is written its
+generation is odd. A reader locks the slot, copies, and compares the generation afterwards. A reader's lock keeps the slot
+from being written next, as long as another slot is free. When readers lock all slots, the writer takes one after
+`READER_LOCK_S`: no writer waits for a frozen reader, and the generation shows such a reader that its copy is torn.
 
 Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, digest (two words).
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from ...comm.errors import HeadraceError, WrongDigest
 from ...comm.shared_memory import Lock, Segment
@@ -21,21 +22,21 @@ T = TypeVar("T")
 
 NUM_SLOTS = 3
 READER_LOCK_S = 2.0
-"""How long a writer waits for readers that lease all slots."""
+"""Seconds that a writer waits for readers that lock all slots."""
 _LAYOUT, _NEWEST = 0, 1
 _FIRST_SLOT, _SLOT_WORDS = 8, 8
 _GENERATION, _VERSION, _DIGEST = 0, 1, 2
 
 
 class Receipt(NamedTuple):
-    """Proof of the weights held; a publisher's has no digest yet, since it is computed off the trainer's path."""
+    """The version of the weights that a process holds, and its digest. A publisher's has no digest: it is computed later."""
 
     version: int
     digest: str
 
 
 class VersionNotAvailable(HeadraceError):
-    """No complete version lies on the shelf."""
+    """No complete version is stored, or not the one that was asked for."""
 
 
 class StoredVersion(NamedTuple):
@@ -49,7 +50,7 @@ class StoredVersion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotWrite:
-    """A slot that is being written, and for which version."""
+    """A slot that is being written, and the version that it is for."""
 
     version: int
     slot: int
@@ -59,9 +60,9 @@ class SlotWrite:
 
 
 def choose_slot(stored: Sequence[StoredVersion | None], newest: int | None, locked: Sequence[bool]) -> int | None:
-    """Which slot to write next: an empty one, else the oldest version's, never the newest's nor a leased one."""
+    """The slot to write next: an empty one, else that of the oldest version; never the newest's nor a locked one."""
     free = [i for i in range(len(stored)) if i != newest and not locked[i]]
-    return min(free, key=lambda i: -1 if (h := stored[i]) is None else h.version, default=None)
+    return min(free, key=lambda i: -1 if (s := stored[i]) is None else s.version, default=None)
 
 
 class VersionSlots:
@@ -69,14 +70,15 @@ class VersionSlots:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
+        self._pinned: set[int] = set()
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the layout that the slots are for; 0 before `prepare`."""
+        """Fingerprint of the slots' layout; 0 before `prepare`."""
         return int(self.segment.words[_LAYOUT])
 
     def prepare(self, num_bytes: int, fingerprint: int) -> None:
-        """Give the segment its slots for a layout; with the same layout again this does nothing."""
+        """Allocate the slots for a layout; does nothing for the same layout again. Raises `WrongDigest` for another."""
         if self.fingerprint not in (0, fingerprint):
             raise WrongDigest(
                 "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
@@ -89,19 +91,19 @@ class VersionSlots:
     # -------------------------------------------------------------------------------------------- the writer's side
 
     def begin(self, version: int, *, force: bool = False) -> SlotWrite | None:
-        """A slot to write `version` into, without waiting; None while readers lease all that may be written.
+        """A slot to write `version` into, without waiting; None while readers lock all that may be written.
 
-        With `force` the oldest of those is taken: a reader finds its copy torn, and reads again.
+        With `force` it takes the oldest of those: its readers find their copies torn, and read again.
         """
         newest = self.newest_stored()
-        held = [self._stored(i) for i in range(NUM_SLOTS)]
+        stored = [self._stored(i) for i in range(NUM_SLOTS)]
         owned = [self.segment.try_lock(i, Lock.EXCLUSIVE) for i in range(NUM_SLOTS)]
-        slot = choose_slot(held, newest.slot if newest else None, [not own for own in owned])
+        slot = choose_slot(stored, newest.slot if newest else None, [not own for own in owned])
         for i, own in enumerate(owned):
             if own and i != slot:
                 self.segment.unlock(i, Lock.EXCLUSIVE)
         if slot is None and force:
-            slot = choose_slot(held, newest.slot if newest else None, [False] * NUM_SLOTS)
+            slot = choose_slot(stored, newest.slot if newest else None, [False] * NUM_SLOTS)
         if slot is None:
             return None
         words = self._slot(slot)
@@ -122,10 +124,17 @@ class VersionSlots:
         self._unlock(write)
 
     def abort(self, write: SlotWrite) -> None:
-        """Give up an arriving version; its slot stays empty."""
+        """Abandon an arriving version; its slot stays empty."""
         if self._slot(write.slot)[_GENERATION] == write.generation:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
+
+    def pin(self, slot: int) -> None:
+        """Map a slot's pages, and pin them for copies from a GPU, once; where CUDA refuses, copies are only slower."""
+        buffer = self.segment.slot(slot)
+        if slot not in self._pinned and torch.cuda.is_available() and (runtime := torch.cuda.cudart()) is not None:
+            runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
+        self._pinned.add(slot)
 
     def _unlock(self, write: SlotWrite) -> None:
         if write.owns_lock:
@@ -134,31 +143,31 @@ class VersionSlots:
     # ------------------------------------------------------------------------------------------- the readers' side
 
     def newest(self) -> int | None:
-        """The newest complete version; two reads of memory."""
-        held = self.newest_stored()
-        return None if held is None else held.version
+        """The number of the newest complete version; a few reads of memory."""
+        stored = self.newest_stored()
+        return None if stored is None else stored.version
 
     def newest_stored(self) -> StoredVersion | None:
-        """The newest complete version and where it lies."""
+        """The newest complete version and its slot."""
         while (index := int(self.segment.words[_NEWEST]) - 1) >= 0:
-            # The newest slot is never written: one that is not whole has stopped being the newest meanwhile.
-            if (held := self._stored(index)) is not None:
-                return held
+            # The newest slot is never written: one that is not complete has stopped being the newest meanwhile.
+            if (stored := self._stored(index)) is not None:
+                return stored
         return None
 
     def complete_versions(self) -> list[StoredVersion]:
         """All complete versions, oldest first."""
-        found = [h for i in range(NUM_SLOTS) if self.fingerprint and (h := self._stored(i)) is not None]
+        found = [s for i in range(NUM_SLOTS) if self.fingerprint and (s := self._stored(i)) is not None]
         return sorted(found)
 
     def find(self, version: int | None) -> StoredVersion | None:
         """A complete version, or the newest for None."""
         if version is None:
             return self.newest_stored()
-        return next((h for h in self.complete_versions() if h.version == version), None)
+        return next((s for s in self.complete_versions() if s.version == version), None)
 
     def is_valid(self, stored: StoredVersion) -> bool:
-        """True while the slot holds what it held."""
+        """True while the slot still holds this version."""
         return self.generation(stored.slot) == stored.generation
 
     def generation(self, slot: int) -> int:
@@ -168,21 +177,21 @@ class VersionSlots:
     def read(self, into: np.ndarray, version: int | None = None) -> StoredVersion:
         """Copy a version (the newest for None) into a buffer, uint8 [num_bytes]. Raises `VersionNotAvailable`.
 
-        What is returned was whole: a slot that was written during the copy is read again. Never waits for a writer.
+        The copy is never torn: a slot that was written meanwhile is read again. Never waits for a writer.
         """
         return self.read_with(lambda source: np.copyto(into, source), version)[0]
 
     def read_with(self, copy: Callable[[np.ndarray], T], version: int | None = None) -> tuple[StoredVersion, T]:
-        """The same with a way to copy of the caller's own; returns what that returned besides."""
-        while (held := self.find(version)) is not None:
-            is_leased = self.segment.try_lock(held.slot, Lock.SHARED)
+        """Like `read`, with the caller's own way to copy; also returns its result."""
+        while (stored := self.find(version)) is not None:
+            is_locked = self.segment.try_lock(stored.slot, Lock.SHARED)
             try:
-                result = copy(self.segment.slot(held.slot))
+                result = copy(self.segment.slot(stored.slot))
             finally:
-                if is_leased:
-                    self.segment.unlock(held.slot, Lock.SHARED)
-            if self.is_valid(held):
-                return held, result
+                if is_locked:
+                    self.segment.unlock(stored.slot, Lock.SHARED)
+            if self.is_valid(stored):
+                return stored, result
         raise VersionNotAvailable("no version yet" if version is None else f"version {version} is not held")
 
     def _stored(self, index: int) -> StoredVersion | None:

@@ -1,22 +1,23 @@
-"""Carrying versions between a link and a desk: taking in what the other side offers, sending on what arrives here."""
+"""Versions between a link and a version store: a receiver stores what the other end offers, a sender sends its versions on."""
 
-import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...comm.errors import LinkBroken
-from ...comm.links.opening import Link
 from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
-from .chunks import ChunkSizer
-from .digests import digest
-from .frames import Accept, FrameKind, Trailer, TransferAck, ranges_of
-from .incoming import IncomingVersion
+from .byte_ranges import digest, ranges_of
+from .chunk_size import ChunkSizer
 from .protocol import (
     IDLE_S,
     SILENCE_S,
+    Accept,
+    FrameKind,
+    Trailer,
+    TransferAck,
     receive_frame,
     receive_header,
     receive_struct,
@@ -24,17 +25,22 @@ from .protocol import (
     send_idle,
     send_version,
 )
-from .version_store import VersionStore
+from .slots import VersionSlots
+
+if TYPE_CHECKING:
+    from ...comm.links.base import Link
+    from .incoming import IncomingVersion
+    from .version_store import VersionStore
 
 
 def receive_versions(
-    link: Link,
-    version_store: VersionStore,
+    link: "Link",
+    version_store: "VersionStore",
     upstream: str,
     is_closing: Callable[[], bool],
-    on_complete: Callable[[IncomingVersion], None],
+    on_complete: Callable[["IncomingVersion"], None],
 ) -> None:
-    """Take in whatever `upstream` offers, until the link breaks or this process closes.
+    """Store the versions that `upstream` offers, until the link breaks or this process closes.
 
     Consumes offers and their bytes; waits for the link alone; woken by frames, idle ones included.
     """
@@ -42,26 +48,24 @@ def receive_versions(
         kind, num_bytes = receive_header(link, SILENCE_S)
         if kind is FrameKind.IDLE:
             continue
-        offer = receive_struct(link, num_bytes, SILENCE_S)
-        if not isinstance(offer, Offer):
-            raise LinkBroken(f"{type(offer).__name__} from {upstream} where an offer was due")
+        offer = receive_struct(link, num_bytes, Offer, SILENCE_S)
         opened = version_store.begin_receive(offer, upstream)
         if opened is None:
             send_frame(link, Accept(-1), SILENCE_S)
             continue
-        arrival, at = opened
-        takes_delta = at == 0 and arrival.deltas.accept(offer, version_store.slots)
+        incoming, at = opened
+        takes_delta = at == 0 and incoming.deltas.accept(offer, version_store.slots)
         send_frame(link, Accept(at, takes_delta), SILENCE_S)
         if takes_delta and offer.delta is not None:
-            at = _receive_delta(link, version_store, arrival, offer, offer.delta, upstream)
-        if _receive_part(link, version_store, arrival, offer, at, upstream):
-            on_complete(arrival)
+            at = _receive_delta(link, version_store, incoming, offer, offer.delta, upstream)
+        if _receive_part(link, version_store, incoming, offer, at, upstream):
+            on_complete(incoming)
 
 
 def _receive_delta(
-    link: Link, version_store: VersionStore, incoming: IncomingVersion, offer: Offer, delta: Delta, upstream: str
+    link: "Link", version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, delta: Delta, upstream: str
 ) -> int:
-    """Take a difference in, and make the version of it; returns the bytes that are in place then, which is all."""
+    """Receive a part as a difference and write it; returns the number of its bytes, which are all in place then."""
     changes, at = np.empty(delta.num_bytes, np.uint8), 0
     while at < changes.nbytes:
         kind, num_bytes = receive_header(link, SILENCE_S)
@@ -77,9 +81,9 @@ def _receive_delta(
 
 
 def _receive_part(
-    link: Link, version_store: VersionStore, incoming: IncomingVersion, offer: Offer, at: int, upstream: str
+    link: "Link", version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, at: int, upstream: str
 ) -> bool:
-    """Fill a part from `at` on; True once it is right, False if it was given up or has to come again."""
+    """Fill a part from `at` on; True once it is right, False if it was abandoned or must come again."""
     ranges = ranges_of(offer)
     while True:
         kind, num_bytes = receive_header(link, SILENCE_S)
@@ -92,9 +96,7 @@ def _receive_part(
             if not version_store.advance(incoming, offer.part, upstream, at):
                 raise LinkBroken(f"version {offer.version} is no longer taken from {upstream}")
         elif kind is FrameKind.STRUCT:
-            trailer = receive_struct(link, num_bytes, SILENCE_S)
-            if not isinstance(trailer, Trailer):
-                raise LinkBroken(f"{type(trailer).__name__} from {upstream} where a trailer was due")
+            trailer = receive_struct(link, num_bytes, Trailer, SILENCE_S)
             if not trailer.digest:
                 version_store.abandon(incoming, offer.part, upstream)
                 return False
@@ -103,11 +105,14 @@ def _receive_part(
             return is_right
 
 
-def receive_version(link: Link, into: np.ndarray) -> str | None:
-    """Take one version into a buffer, uint8 [num_bytes]: its digest, or None if the other side does not hold it. Raises `LinkBroken`."""
+def receive_version(link: "Link", into: np.ndarray) -> str | None:
+    """Receive one version into a buffer, uint8 [num_bytes]: its digest, or None if the other end does not hold it.
+
+    Raises `LinkBroken`.
+    """
     _, num_bytes = receive_header(link, SILENCE_S)
-    offer = receive_struct(link, num_bytes, SILENCE_S)
-    if not isinstance(offer, Offer):
+    offer = receive_struct(link, num_bytes, (Offer, Trailer), SILENCE_S)
+    if isinstance(offer, Trailer):
         return None
     if offer.num_bytes != into.nbytes:
         raise LinkBroken(f"version {offer.version} has {offer.num_bytes} bytes, not {into.nbytes}")
@@ -128,46 +133,45 @@ def receive_version(link: Link, into: np.ndarray) -> str | None:
 
 
 class VersionSender:
-    """Sends each new version of a desk over one link, until the link breaks or `stop` is set."""
+    """Sends versions of a store over links."""
 
-    def __init__(
-        self, version_store: VersionStore, segment_path: str, stop: threading.Event, chunk_sizer: ChunkSizer
-    ) -> None:
-        self.num_nodes = 2
-        """Nodes of the chain that this link is part of."""
-        self._chunk_sizer = chunk_sizer
+    def __init__(self, version_store: "VersionStore", segment_path: str, chunk_bytes: int | None) -> None:
+        """`chunk_bytes` is the setting `comm.chunk_bytes`."""
+        self._chunk_sizer = ChunkSizer(chunk_bytes)
         self._version_store = version_store
-        # An opening of its own, for leases that stand against the writer's; mapping it takes too long to do it in a repair.
-        self._segment = Segment.open(segment_path)
-        self._stop = stop
+        # An opening of its own, whose locks exclude the writer's; it is mapped now, since that takes too long in a repair.
+        self._slots = VersionSlots(Segment.open(segment_path))
 
-    def send_all(self, link: Link, is_wanted: Callable[[], bool]) -> None:
-        """Send on. Consumes versions of the desk; waits for the next; woken by its arrival. Raises `LinkBroken`."""
+    def send_all(self, link: "Link", is_wanted: Callable[[], bool], num_nodes: int = 2) -> None:
+        """Send each new version down a chain of `num_nodes`, as long as `is_wanted`. Raises `LinkBroken`.
+
+        Consumes versions of the store; waits for the next; woken by its arrival.
+        """
         sent = -1
-        while not self._stop.is_set() and is_wanted():
-            cargo = self._version_store.next_source(self._segment, sent, IDLE_S / 2)
-            if cargo is None:
+        while is_wanted():
+            source = self._version_store.next_source(self._slots, sent, IDLE_S / 2)
+            if source is None:
                 send_idle(link, SILENCE_S)
                 continue
             try:
-                num_bytes, started = cargo.offer.num_bytes, time.monotonic()
-                if send_version(link, cargo, SILENCE_S, self._chunk_sizer.chunk_bytes(self.num_nodes, num_bytes)):
-                    sent = cargo.offer.version
+                num_bytes, started = source.offer.num_bytes, time.monotonic()
+                if send_version(link, source, SILENCE_S, self._chunk_sizer.chunk_bytes(num_nodes, num_bytes)):
+                    sent = source.offer.version
                     self._chunk_sizer.record(num_bytes, time.monotonic() - started)
             finally:
-                cargo.close()
+                source.close()
 
-    def send_one(self, link: Link, version: int) -> None:
-        """Send one complete version if it is still held, else an empty trailer."""
-        cargo = self._version_store.source_of(self._segment, version)
-        if cargo is None:
+    def send_one(self, link: "Link", version: int) -> None:
+        """Send one complete version if it is still stored, else an empty trailer."""
+        source = self._version_store.source_of(self._slots, version)
+        if source is None:
             send_frame(link, Trailer(""), SILENCE_S)
             return
         try:
-            send_version(link, cargo, SILENCE_S)
+            send_version(link, source, SILENCE_S)
         finally:
-            cargo.close()
+            source.close()
 
     def close(self) -> None:
-        """Let go of the segment."""
-        self._segment.close()
+        """Close this opening of the segment."""
+        self._slots.segment.close()

@@ -1,37 +1,40 @@
-"""Where versions come in and go out of one relay: the arriving one, and the complete ones on the shelf.
+"""The versions of one relay: the one that arrives, and the complete ones in the slots.
 
-At most one version arrives at a time. Whoever brings it calls `open`, fills the buffer, tells `advance`, and asks `finish`
-to check the digest; whoever sends it on takes `cargo`, which may leave before it has arrived whole. A newer version
-supersedes an older one that has not arrived whole; a version that comes again goes on at the byte it had reached.
+At most one version arrives at a time. Its sender's thread calls `begin_receive`, fills the buffer, calls `advance`, and at
+the end `finish`, which checks the digest. Threads that send it on call `next_source`, also before it has arrived whole. A
+newer version supersedes an older one that has not arrived whole; a version that is offered again continues at the byte that
+it had reached.
 """
 
 import logging
 import threading
 import time
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ...comm.errors import LinkBroken
-from ...comm.messages.weights import Offer
-from ...comm.shared_memory import Lock, Segment
 from .delta import DeltaCodec, Difference
 from .incoming import IncomingState, IncomingVersion
+from .slot_source import SlotSource
 from .slots import READER_LOCK_S, StoredVersion, VersionSlots
 
+if TYPE_CHECKING:
+    from ...comm.messages.weights import Offer
+    from ...comm.shared_memory import Segment
+
 _log = logging.getLogger(__name__)
-_LOOK_S = 1e-3  # the kernel tells no one that a reader has given its lease back
+_POLL_S = 1e-3  # the kernel does not notify of a lock that a reader gives back
 
 
 class VersionStore:
-    """The incoming and outgoing versions of one segment; any thread may call."""
+    """The incoming and complete versions of one segment; any thread may call."""
 
-    def __init__(self, segment: Segment, lease_s: float = READER_LOCK_S) -> None:
-        """`lease_s` bounds the wait for readers when they lease all slots that may be written."""
+    def __init__(self, segment: "Segment", reader_lock_s: float = READER_LOCK_S) -> None:
+        """`reader_lock_s` bounds the wait for readers when they lock all slots that may be written."""
         self.slots = VersionSlots(segment)
-        self._lease_s = lease_s
         self.num_resumed = 0
-        """Parts that went on in their middle, over another link than the one on which they had begun."""
-        # Bytes come far more often than versions: who waits for a version is not woken by every chunk.
+        """Parts that continued in their middle, over another link than the one on which they had begun."""
+        self._reader_lock_s = reader_lock_s
+        # Bytes arrive far more often than versions: a thread that waits for a version does not wake for every chunk.
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._advanced = threading.Condition(lock)
@@ -41,71 +44,73 @@ class VersionStore:
         self._closed = False
 
     @property
-    def is_closed(self) -> bool:
-        """True from `close` on."""
-        return self._closed
+    def incoming(self) -> IncomingVersion | None:
+        """The version that is on its way in, or for which a slot is reserved."""
+        return self._incoming
+
+    def close(self) -> None:
+        """Abandon the incoming version and wake all waits. The next relay sees a broken link and keeps what it received."""
+        with self._changed:
+            self._closed = True
+            self._abandon()
+            self._notify()
 
     # ------------------------------------------------------------------------------------------------- coming in
 
-    def begin_receive(self, offer: Offer, upstream: str) -> tuple[IncomingVersion, int] | None:
-        """The place for what is offered and the offset to go on from, whoever brought it before; None if not wanted.
+    def begin_receive(self, offer: "Offer", upstream: str) -> tuple[IncomingVersion, int] | None:
+        """The place for an offered version and the offset to continue at, also after another upstream; None if not wanted.
 
-        Raises `WrongDigest` for another layout than that of the versions held, `LinkBroken` when the desk is closed.
+        Raises `WrongDigest` for another layout than that of the stored versions, `LinkBroken` when the store is closed.
         """
-        forced_at = time.monotonic() + self._lease_s
+        forced_at = time.monotonic() + self._reader_lock_s
         with self._changed:
             while True:
                 if self._closed:
                     raise LinkBroken("this relay ends")
-                newest, arrival = self.slots.newest(), self._incoming
+                newest, incoming = self.slots.newest(), self._incoming
                 if newest is not None and newest >= offer.version:
                     return None
-                if arrival is not None and arrival.state is IncomingState.ARRIVING:
-                    if arrival.offer.version > offer.version:
+                if incoming is not None and incoming.state is IncomingState.ARRIVING:
+                    if incoming.offer.version > offer.version:
                         return None
-                    if arrival.offer.identity == offer.identity:
+                    if incoming.offer.identity == offer.identity:
                         break
-                if (arrival := self._begin(offer, IncomingState.ARRIVING, forced_at)) is not None:
+                if (incoming := self._begin(offer, IncomingState.ARRIVING, forced_at)) is not None:
                     break
-            at = arrival.set_upstream(offer, upstream)
+            at = incoming.set_upstream(offer, upstream)
             self.num_resumed += at > 0
             self._notify()
-            return arrival, at
+            return incoming, at
 
-    def reserve_slot(self, offer: Offer) -> IncomingVersion | None:
-        """A slot for an actor to write the next version into ahead of its number; None while a version arrives."""
-        forced_at = time.monotonic() + self._lease_s
+    def reserve_slot(self, offer: "Offer") -> IncomingVersion | None:
+        """A slot that an actor may write the next version into before its number is known; None while a version arrives."""
+        forced_at = time.monotonic() + self._reader_lock_s
         with self._changed:
             while not self._closed:
-                arrival = self._incoming
-                if arrival is not None and arrival.is_open:
-                    return arrival if arrival.state is IncomingState.RESERVED else None
-                if (arrival := self._begin(offer, IncomingState.RESERVED, forced_at)) is not None:
-                    return arrival
+                incoming = self._incoming
+                if incoming is not None and incoming.is_open:
+                    return incoming if incoming.state is IncomingState.RESERVED else None
+                if (incoming := self._begin(offer, IncomingState.RESERVED, forced_at)) is not None:
+                    return incoming
             return None
 
-    def bind_reservation(self, offer: Offer, upstream: str, generation: int) -> IncomingVersion | None:
-        """The arrival in the slot of this generation, bound to the offered version if it was reserved; None if there is none."""
+    def bind_reservation(self, offer: "Offer", upstream: str, generation: int) -> IncomingVersion | None:
+        """The incoming version in the slot of this generation, bound to the offer if it was reserved; None if it is gone."""
         with self._changed:
-            arrival, newest = self._incoming, self.slots.newest()
-            if arrival is None or arrival.slot.generation != generation or not arrival.is_open:
+            incoming, newest = self._incoming, self.slots.newest()
+            if incoming is None or incoming.slot.generation != generation or not incoming.is_open:
                 return None
-            if arrival.state is IncomingState.RESERVED:
+            if incoming.state is IncomingState.RESERVED:
                 if newest is not None and newest >= offer.version:
                     return None
-                arrival.bind(offer)
-            elif arrival.offer.identity != offer.identity:
+                incoming.bind(offer)
+            elif incoming.offer.identity != offer.identity:
                 return None
-            arrival.set_upstream(offer, upstream)
-            return arrival
-
-    def delta_of(self, version: int) -> Difference | None:
-        """The difference as which the newest version came, if it did."""
-        with self._changed:
-            return self._differences.get(version)
+            incoming.set_upstream(offer, upstream)
+            return incoming
 
     def advance(self, incoming: IncomingVersion, part: int, upstream: str, done: int) -> bool:
-        """`upstream` has brought a part up to `done`; False if it is not its to bring any more."""
+        """`done` bytes of a part are in place; False if `upstream` may no longer send the part."""
         with self._changed:
             if not incoming.advance(part, upstream, done):
                 return False
@@ -114,58 +119,47 @@ class VersionStore:
         return True
 
     def finish(self, incoming: IncomingVersion, part: int, digest: str) -> bool:
-        """Check a part that is in place; the last right one makes the version readable. False if it has to come again."""
+        """Check a part that is in place; the last right part makes the version readable. False if the part must come again.
+
+        Digests take long, so they are computed without the lock, and the state is checked again under the lock.
+        """
         is_right = incoming.part_digest(part) == digest
         with self._changed:
             if incoming.state is not IncomingState.ARRIVING:
                 return incoming.state is IncomingState.COMPLETE
+            incoming.record_check(part, is_right)
             if not is_right:
                 _log.warning(
-                    "version %d, part %d: the bytes have not the digest announced", incoming.offer.version, part
+                    "digest mismatch for version %d, part %d; it must come again", incoming.offer.version, part
                 )
-                incoming.reset_part(part)
-                return False
-            incoming.right_parts.add(part)
-            if len(incoming.right_parts) < incoming.offer.num_parts:
-                return True
-        digest, difference = incoming.whole_digest(), incoming.deltas.encode(incoming.buffer, incoming.offer.num_parts)
+            if not incoming.is_checked:
+                return is_right
+        whole, difference = incoming.whole_digest(), incoming.deltas.encode(incoming.buffer, incoming.offer.num_parts)
         with self._changed:
-            if incoming.state is IncomingState.ARRIVING:
+            # Meanwhile the version may have been abandoned, or a part been found wrong that another upstream sent again.
+            if incoming.state is IncomingState.ARRIVING and incoming.is_checked and whole:
                 self._differences = {} if difference is None else {incoming.offer.version: difference}
                 incoming.deltas = DeltaCodec()
-                incoming.digest, incoming.state = digest, IncomingState.COMPLETE
-                self.slots.commit(incoming.slot, digest)
+                incoming.digest, incoming.state = whole, IncomingState.COMPLETE
+                self.slots.commit(incoming.slot, whole)
                 self._notify()
-        return incoming.state is IncomingState.COMPLETE
+            return not incoming.is_abandoned
 
     def abandon(self, incoming: IncomingVersion, part: int, upstream: str) -> None:
-        """`upstream` has given the version up."""
+        """Abandon a version because `upstream`, which sends this part, has."""
         with self._changed:
             if incoming.state is IncomingState.ARRIVING and incoming.is_from(part, upstream):
                 self._abandon()
 
-    def close(self) -> None:
-        """End here and wake everybody. To the next relay this is a broken link: what it has of an arrival stays good."""
-        with self._changed:
-            self._closed = True
-            if self._incoming is not None and self._incoming.is_open:
-                self.slots.abort(self._incoming.slot)
-            self._incoming = None
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        self._advanced.notify_all()
-
-    def _begin(self, offer: Offer, state: IncomingState, forced_at: float) -> IncomingVersion | None:
-        """A slot for what is offered. None after a moment without the lock while readers lease all slots: look again."""
+    def _begin(self, offer: "Offer", state: IncomingState, forced_at: float) -> IncomingVersion | None:
+        """A slot for an offer. While readers lock all slots, waits a moment without the store's lock, and returns None."""
         self.slots.prepare(offer.num_bytes, offer.fingerprint)
         self._abandon()
         slot = self.slots.begin(offer.version, force=time.monotonic() >= forced_at)
         if slot is None:
-            self._changed.wait(_LOOK_S)
+            self._changed.wait(_POLL_S)
             return None
-        self._incoming = IncomingVersion(offer, slot, state)
+        self._incoming = IncomingVersion(offer, slot, state, DeltaCodec(), self._advanced)
         return self._incoming
 
     def _abandon(self) -> None:
@@ -175,101 +169,52 @@ class VersionStore:
             self._notify()
         self._incoming = None  # its buffer is a view that would hold the segment's memory
 
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        self._advanced.notify_all()
+
     # ------------------------------------------------------------------------------------------------- going out
 
-    def next_source(self, segment: Segment, above: int, timeout_s: float) -> "SlotSource | None":
-        """The newest version above `above`, arriving or complete; None if there was none within `timeout_s`.
+    def next_source(self, slots: VersionSlots, above: int, timeout_s: float) -> SlotSource | None:
+        """The newest version above `above`, arriving or complete; None if there is none within `timeout_s`.
 
-        `segment` is an opening of the caller's own, whose lease on the slot lasts until the cargo is closed.
+        `slots` belong to the caller's own opening of the segment; the caller closes the source.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._find(above) is not None, timeout_s)
             found = None if self._closed else self._find(above)
-        return None if found is None else SlotSource(self, segment, found)
+            return None if found is None else self._source(slots, found)
 
-    def source_of(self, segment: Segment, version: int) -> "SlotSource | None":
-        """A complete version, by number; None if it is not held (any more)."""
+    def source_of(self, slots: VersionSlots, version: int) -> SlotSource | None:
+        """A complete version by its number; None if it is not stored."""
         with self._changed:
-            held = self.slots.find(version)
-        return None if held is None else SlotSource(self, segment, held)
+            stored = self.slots.find(version)
+            return None if stored is None else self._source(slots, stored)
+
+    def delta_of(self, version: int) -> Difference | None:
+        """The newest version as the difference that it came as; None for others."""
+        with self._changed:
+            return self._differences.get(version)
 
     def wait_newer(self, version: int, timeout_s: float) -> int | None:
-        """The newest complete version if it is above `version`; waits up to `timeout_s` for one."""
-        with self._changed:
-            self._changed.wait_for(lambda: (self.slots.newest() or 0) > version or self._closed, timeout_s)
+        """The newest complete version; None if it is not above `version` within `timeout_s`."""
+
+        def newer() -> int | None:
             newest = self.slots.newest()
-        return newest if newest is not None and newest > version else None
+            return newest if newest is not None and newest > version else None
 
-    def wait_bytes_ready(self, incoming: IncomingVersion, beyond: int, timeout_s: float) -> int:
-        """Bytes of an arrival in place; waits up to `timeout_s` for more than `beyond`, or for its end."""
-        with self._advanced:
-            self._advanced.wait_for(
-                lambda: incoming.bytes_ready > beyond or not incoming.is_open or self._closed, timeout_s
-            )
-            return incoming.bytes_ready
-
-    def wait_digest(self, incoming: IncomingVersion, timeout_s: float) -> str | None:
-        """The digest of an arrival; waits up to `timeout_s` for its end."""
-        with self._advanced:
-            self._advanced.wait_for(lambda: not incoming.is_open or self._closed, timeout_s)
-            return incoming.digest or None
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or newer() is not None, timeout_s)
+            return newer()
 
     def _find(self, above: int) -> IncomingVersion | StoredVersion | None:
-        arrival, newest = self._incoming, self.slots.newest_stored()
-        is_arriving = arrival is not None and arrival.state is IncomingState.ARRIVING and not arrival.is_delta
-        if arrival is not None and is_arriving and arrival.offer.version > above:
-            return arrival
+        incoming, newest = self._incoming, self.slots.newest_stored()
+        is_arriving = incoming is not None and incoming.state is IncomingState.ARRIVING and not incoming.is_delta
+        if incoming is not None and is_arriving and incoming.offer.version > above:
+            return incoming
         return newest if newest is not None and newest.version > above else None
 
-
-class SlotSource:
-    """A whole version in a slot, on its way to somebody else; leased as soon as it is complete."""
-
-    def __init__(self, version_store: VersionStore, segment: Segment, found: IncomingVersion | StoredVersion) -> None:
-        self._version_store = version_store
-        self._segment = segment
-        self._is_locked = False
-        self._stored_digest = found.digest
+    def _source(self, slots: VersionSlots, found: IncomingVersion | StoredVersion) -> SlotSource:
         if isinstance(found, IncomingVersion):
-            self.difference = None
-            self._incoming, self._slot = found, found.slot.slot
-            self._generations = (found.slot.generation, found.slot.generation + 1)
-            self.offer = Offer(found.offer.version, found.offer.num_bytes, found.offer.fingerprint)
-        else:
-            self.difference = version_store.delta_of(found.version)
-            self._incoming, self._slot, self._generations = None, found.slot, (found.generation,)
-            self.offer = Offer(found.version, segment.slot_bytes, version_store.slots.fingerprint)
-        self._buffer = segment.slot(self._slot)
-
-    def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
-        """Bytes of the slot."""
-        return self._buffer[start:end]
-
-    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
-        """Bytes in place."""
-        if self._incoming is None:
-            return self.offer.num_bytes
-        return self._version_store.wait_bytes_ready(self._incoming, beyond, timeout_s)
-
-    def digest(self, timeout_s: float) -> str | None:
-        """The digest, once known."""
-        if self._incoming is None:
-            return self._stored_digest
-        return self._version_store.wait_digest(self._incoming, timeout_s)
-
-    def is_valid(self) -> bool:
-        """False once the slot holds something else; raises `LinkBroken` when the desk is closed."""
-        if self._version_store.is_closed:
-            raise LinkBroken("this relay ends")
-        if self._incoming is not None and self._incoming.state is IncomingState.ABANDONED:
-            return False
-        is_complete = self._incoming is None or self._incoming.state is IncomingState.COMPLETE
-        if is_complete and not self._is_locked:
-            self._is_locked = self._segment.try_lock(self._slot, Lock.SHARED)
-        return self._version_store.slots.generation(self._slot) in self._generations
-
-    def close(self) -> None:
-        """End the lease."""
-        if self._is_locked:
-            self._segment.unlock(self._slot, Lock.SHARED)
-            self._is_locked = False
+            return SlotSource(slots, found.slot, "", None, found, lambda: self._closed)
+        return SlotSource(slots, found, found.digest, self._differences.get(found.version), None, lambda: self._closed)

@@ -14,10 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone
-from ...comm.fleet import Fleet, Member
-from ...comm.links.opening import Link
+from ...comm.fleet import Fleet, Member, is_shared
+from ...comm.links.opening import Link, remote_backend
 from ...comm.messages.migration import TransferOffered
-from ...relay.weights.push import is_shared, remote_backend
 
 _log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ PATIENCE = 3
 MAX_BATCH = 64
 STARTUP_S = 60.0
 EXIT_GRACE_S = 1.0
+KILL_S = 30.0
 POLL_S = 0.05
 
 
@@ -127,13 +128,12 @@ class _RewardProcess:
 
     def close(self) -> None:
         if self.process is not None:
+            assert self.process.stdin is not None and self.process.stdout is not None
             self.process.kill()
-            try:
-                self.process.communicate(timeout=EXIT_GRACE_S)
-            except subprocess.TimeoutExpired:
-                log.warning(
-                    "the output of a killed reward process is still open: the reward function started a process"
-                )
+            self.process.wait(KILL_S)
+            with suppress(BrokenPipeError):  # part of a request may be unsent
+                self.process.stdin.close()
+            self.process.stdout.close()  # not read to its end: a process that the function has started may hold it open
             self.process, self.unread = None, b""
 
     def _start(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ...comm.errors import PeerGone
-from ...comm.fleet import Fleet, Member, MemoryFleet, MemoryNetwork, StoreFleet
+from ...comm.fleet import Fleet, Member, StoreFleet
+from ...comm.in_memory import MemoryFleet, MemoryNetwork
 from ...comm.store import connect_store
 from ...comm.waits import waiting
 from ...trainer.policy.tensor_parallel import TensorParallel

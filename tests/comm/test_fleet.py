@@ -8,7 +8,8 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import STORE_GONE_EXIT, WaitTimeout
-from headrace.comm.fleet import Fleet, Member, MemberTable, MemoryFleet, MemoryNetwork, StoreFleet
+from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
@@ -245,7 +246,7 @@ def test_a_store_told_to_end_ends(processes):
 def test_the_watchdog_tells_its_owner_once():
     told = []
     hosted = StoreServer("127.0.0.1")
-    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append)
+    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append).start()
     at_end(fleet.leave)
     del hosted.store
     assert until(lambda: told)

@@ -8,7 +8,8 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.links.opening import MemoryLink, ThrottledLink, open_link
+from headrace.comm.in_memory import MemoryLink
+from headrace.comm.links.opening import ThrottledLink, open_link
 from headrace.comm.store import StoreServer, connect_store
 from headrace.comm.waits import waiting
 
@@ -29,7 +30,12 @@ class Clock:
 
 def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=PATIENCE_S):
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(open_link, backend, address, name, end, deadline_s, secret=secrets[end]) for end in (0, 1)]
+        ends = [
+            pool.submit(
+                open_link, backend, connect_store(address, PATIENCE_S), name, end, deadline_s, secret=secrets[end]
+            )
+            for end in (0, 1)
+        ]
         return [end.result() for end in ends]
 
 
@@ -94,21 +100,21 @@ def test_an_end_without_the_secret_is_turned_away(store, backend):
 
 def test_an_end_whose_other_never_comes_says_so(store):
     with pytest.raises(LinkBroken, match="lonely"):
-        open_link("tcp", store.address, "lonely", 0, 0.2)
+        open_link("tcp", connect_store(store.address, PATIENCE_S), "lonely", 0, 0.2)
 
 
 def test_a_stranger_on_the_port_does_not_keep_the_neighbour_out(store):
     import socket
 
     with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(open_link, "tcp", store.address, "busy", 0, PATIENCE_S, secret=SECRET)
         client = connect_store(store.address, PATIENCE_S)
+        listening = pool.submit(open_link, "tcp", client.clone(), "busy", 0, PATIENCE_S, secret=SECRET)
         with waiting("the listening end", "its address", PATIENCE_S) as wait:
             wait.until(lambda: client.check(["link/busy"]))
         host, port = client.get("link/busy").decode().split(":")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(b"x" * 48)
-        other = open_link("tcp", store.address, "busy", 1, PATIENCE_S, secret=SECRET)
+        other = open_link("tcp", client, "busy", 1, PATIENCE_S, secret=SECRET)
         listening.result().close()
         other.close()
 
@@ -116,13 +122,14 @@ def test_a_stranger_on_the_port_does_not_keep_the_neighbour_out(store):
 @pytest.mark.parametrize("backend", ["pigeon", "gloo"])
 def test_an_unknown_back_end_is_a_users_mistake(store, backend):
     with pytest.raises(SettingError, match="comm.link"):
-        open_link(backend, store.address, "x", 0, 1)
+        open_link(backend, store.store, "x", 0, 1)
 
 
 KILLED = """
 import sys, numpy as np
 from headrace.comm.links.opening import open_link
-link = open_link("tcp", sys.argv[1], "killed", 1, 60)
+from headrace.comm.store import connect_store
+link = open_link("tcp", connect_store(sys.argv[1], 60), "killed", 1, 60)
 link.send(np.zeros(1000, np.uint8), 60)
 print("sent", flush=True)
 sys.stdin.read()
@@ -133,7 +140,7 @@ def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store)
     command = [sys.executable, "-c", KILLED, store.address]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     at_end(child.kill)
-    link = open_link("tcp", store.address, "killed", 0, PATIENCE_S)
+    link = open_link("tcp", connect_store(store.address, PATIENCE_S), "killed", 0, PATIENCE_S)
     assert child.stdout and child.stdout.readline() == b"sent\n"
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(link.receive, np.zeros(2000, np.uint8), PATIENCE_S)

@@ -6,7 +6,8 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import StoreGone
-from headrace.comm.mailbox import MemoryMailboxes, MessageSigner, StoreMailboxes
+from headrace.comm.in_memory import MemoryMailboxes
+from headrace.comm.mailbox import MessageSigner, StoreMailboxes
 from headrace.comm.messages import Interrupted, ListStoredRows, Stop
 from headrace.comm.store import StoreServer, connect_store
 
@@ -22,7 +23,7 @@ class StoreWithMailboxes:
         self.mailboxes = []
 
     def open_mailboxes(self, secret=SECRET):
-        self.mailboxes.append(StoreMailboxes(self.hosted.address, secret))
+        self.mailboxes.append(StoreMailboxes(connect_store(self.hosted.address, PATIENCE_S), secret).start())
         return self.mailboxes[-1]
 
     def close(self):
@@ -136,7 +137,7 @@ def test_a_mailbox_whose_store_is_gone_says_so():
     at_end(store.kill)
     assert store.stdout
     address = store.stdout.readline().split()[1]
-    post = StoreMailboxes(address, SECRET)
+    post = StoreMailboxes(connect_store(address, PATIENCE_S), SECRET).start()
     hub = post.open("hub")
     store.kill()
     store.wait()

@@ -89,8 +89,14 @@ def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path: Path):
         "optimizer: {lr: 1e-6, max_grad_norm: .inf}\nrun: {seed: 1_000, save_rows: off, dir: on}\n"
         "queue: {capacity: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"
     )
-    recipe = read_recipe(tmp_path / "recipe.yaml", ["data.shuffle=No", "sampling.stop=[x, 7]", "comm.pace=1e6"])
-    assert (recipe.optimizer.lr, recipe.optimizer.max_grad_norm, recipe.comm.pace) == (1e-6, float("inf"), 1e6)
+    recipe = read_recipe(
+        tmp_path / "recipe.yaml", ["data.shuffle=No", "sampling.stop=[x, 7]", "comm.max_bytes_per_s=1e6"]
+    )
+    assert (recipe.optimizer.lr, recipe.optimizer.max_grad_norm, recipe.comm.max_bytes_per_s) == (
+        1e-6,
+        float("inf"),
+        1e6,
+    )
     assert (recipe.run.seed, recipe.run.save_rows, recipe.run.dir) == (1000, False, "on")
     assert (recipe.data.shuffle, recipe.queue.capacity, recipe.sampling.stop) == (False, None, ("x", "7"))
     assert recipe.queue.tasks[0].needs == ("null_ids", "null", "1e-6")

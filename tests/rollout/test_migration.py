@@ -13,7 +13,7 @@ from support.closing import at_end
 from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import RowId
 from headrace.comm.messages.migration import (

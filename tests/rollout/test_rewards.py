@@ -91,9 +91,9 @@ def test_a_hung_call_ends_at_its_deadline_and_the_next_one_works(pool: MakePool)
 
 
 def test_a_process_that_the_function_leaves_behind_does_not_hold_up_the_end(pool: MakePool):
-    orphan = "    if os.fork() == 0:\n        os.closerange(0, 3)\n        time.sleep(15)\n        os._exit(0)\n"
+    orphan = "    if os.fork() == 0:\n        os.closerange(0, 3)\n        time.sleep(8)\n        os._exit(0)\n"
     source = "import os, time\n" + TRL + orphan + "    return [1.0 for _ in prompts]\n"
-    rewards = pool(source, timeout_s=5.0)
+    rewards = pool(source, timeout_s=3.0)
     assert score(rewards, {"answer": "go"})[0].reward == 1.0
     rewards.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward-")]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.comm.fleet import MemoryNetwork
+from headrace.comm.in_memory import MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     LeaseGrant,

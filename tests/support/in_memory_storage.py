@@ -1,4 +1,4 @@
-"""The storage of rows within one process, for tests that need no unit."""
+"""Rows in the memory of one process, with the interface of `StorageClient`, for tests without a unit."""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from headrace.comm.storage.codec import refuse_objects
 
 
 class MemoryRows:
-    """The rows of one process. Both `put` and `get` copy, so a column never changes under its reader."""
+    """Both `put` and `get` copy, so a column never changes while it is read."""
 
     address = "memory"
 
@@ -43,7 +43,7 @@ class MemoryRows:
         return {key: {name: column.copy() for name, column in row.items()} for key, row in chosen.items()}
 
     def drop(self, keys: Iterable[str]) -> int:
-        """Forget rows."""
+        """Drop rows."""
         with self._lock:
             return sum(self._rows.pop(key, None) is not None for key in keys)
 
@@ -52,13 +52,8 @@ class MemoryRows:
         with self._lock:
             return {key: tuple(row) for key, row in self._rows.items()}
 
-    def count(self) -> int:
-        """Rows held."""
-        with self._lock:
-            return len(self._rows)
-
     def close(self) -> None:
-        """Nothing to end."""
+        """No connection to end."""
 
 
 def _copied(columns: Columns) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 from support.closing import at_end
 from support.policies import tiny_policy
 
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import Interrupted, Stop
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe

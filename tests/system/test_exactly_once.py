@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.mailbox import Envelope, MemoryMailboxes
+from headrace.comm.in_memory import MemoryMailboxes
+from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     DropRows,
     LeaseGrant,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.system import PATIENCE_S, System
 
-from headrace.comm.fleet import MemoryFleet
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.links.base import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.messages import DropRows, HeldRows, Interrupted, LeaseGrant, LeaseRequest, Stop

@@ -3,7 +3,7 @@ import torch
 from support.closing import at_end
 from support.policies import tiny_policy
 
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
@@ -33,10 +33,10 @@ def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path
     segment = Segment.create_anonymous()
     keeper = WeightServer(
         MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings), segment, settings
-    )
+    ).start()
     actor, rollout = load_policy(path), load_policy(path, weights=False)
     layout = Layout.of(actor.weights(), "float32")
-    publisher = WeightPublisher(MemoryFleet.join_network(town, "actor", 0, {}, settings), layout, settings)
+    publisher = WeightPublisher.open(MemoryFleet.join_network(town, "actor", 0, {}, settings), layout, settings)
     weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), rollout, settings)
     for thing in (segment, keeper, publisher, weights):
         at_end(thing.close)

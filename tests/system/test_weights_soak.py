@@ -34,9 +34,9 @@ class Cluster:
         self.fleets, self.closing = [], []
         at_end(self.close)
         self.keepers = [self.server(index) for index in range(2)]
-        self.publisher = WeightPublisher(self.join("actor", 0), self.layout, self.settings)
+        self.publisher = WeightPublisher.open(self.join("actor", 0), self.layout, self.settings)
         self.readers = [
-            WeightReader(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
+            WeightReader.open(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
         ]
         self.closing += [*self.readers, self.publisher]
 
@@ -46,7 +46,7 @@ class Cluster:
 
     def server(self, index):
         segment = Segment.create_anonymous()
-        keeper = WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
+        keeper = WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings).start()
         self.closing += [segment, keeper]
         return keeper
 

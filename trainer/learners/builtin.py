@@ -36,7 +36,7 @@ class ActorLearner(Actor):
         cuts = splits_for(weights, self.policy.config)
         layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, cuts)
         part = WeightShard.of(layout, weights, self.group.rank, self.group.size)
-        self.publisher = WeightPublisher(fleet, layout, recipe.comm, part)
+        self.publisher = WeightPublisher.open(fleet, layout, recipe.comm, part)
         self.num_bytes = layout.num_bytes
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:

@@ -1,4 +1,8 @@
+"""The arena: reserved ranges never overlap, freed memory is reused, and the capacity follows the container."""
+
 import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import PeerGone, StorageFull
 from headrace.comm.storage import arena as module
-from headrace.comm.storage.arena import Arena, ArenaFile
+from headrace.comm.storage.arena import Arena, ArenaFile, memory_limit
 
 
 @pytest.fixture
@@ -18,7 +22,7 @@ def arena():
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
-def test_places_in_use_never_overlap_and_all_comes_back(steps):
+def test_reserved_ranges_never_overlap_and_all_memory_can_be_freed(steps):
     arena, held = Arena(1 << 30), []
     for takes, number in steps:
         if takes or not held:
@@ -35,14 +39,14 @@ def test_places_in_use_never_overlap_and_all_comes_back(steps):
     arena.close()
 
 
-def test_what_comes_back_is_given_out_before_more_memory_is_taken(arena):
+def test_freed_memory_is_reused_before_more_is_taken(arena):
     places = [arena.reserve(1000) for _ in range(3)]
     arena.free(places[0], 1000)
     arena.free(places[1], 1000)
     assert arena.reserve(2000) == places[0]
 
 
-def test_memory_goes_back_to_the_host_but_for_a_spare(arena, monkeypatch):
+def test_freed_memory_goes_back_to_the_host_except_for_a_spare(arena, monkeypatch):
     monkeypatch.setattr(module, "_SPARE_BYTES", 1 << 20)
     size = 8 << 20
     kept, place = arena.reserve(100), arena.reserve(size)
@@ -65,13 +69,13 @@ def test_more_buffers_than_one_call_takes_are_written_in_order(arena):
     assert np.array_equal(read, np.concatenate(buffers))
 
 
-def test_an_arena_has_a_bound(arena):
+def test_a_full_arena_names_the_setting(arena):
     with pytest.raises(StorageFull, match=r"queue\.capacity"):
         arena.reserve(1 << 30)
 
 
-def test_another_opening_sees_the_bytes_and_a_stranger_is_not_taken_for_it(arena):
-    other = ArenaFile.begin_receive(arena.path, arena.magic)
+def test_another_descriptor_sees_the_bytes_and_another_file_is_refused(arena):
+    other = ArenaFile.open(arena.path, arena.magic)
     place = arena.reserve(4)
     other.write(place, [np.arange(4, dtype=np.uint8)])
     read = np.empty(4, np.uint8)
@@ -79,6 +83,40 @@ def test_another_opening_sees_the_bytes_and_a_stranger_is_not_taken_for_it(arena
     assert read.tolist() == [0, 1, 2, 3]
     other.close()
     with pytest.raises(PeerGone, match="another arena"):
-        ArenaFile.begin_receive(arena.path, bytes(module.MAGIC_BYTES))
+        ArenaFile.open(arena.path, bytes(module.MAGIC_BYTES))
     with pytest.raises(PeerGone, match="no arena"):
-        ArenaFile.begin_receive("/proc/self/fd/99999", arena.magic)
+        ArenaFile.open("/proc/self/fd/99999", arena.magic)
+
+
+def control_groups(root: Path, membership: str, limits: dict[str, str]) -> Path:
+    """A root directory with a process's control groups and their limits."""
+    for path, text in {"proc/self/cgroup": membership, **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()}}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/\n", {"memory.max": "4096\n"}, 4096),
+        ("0::/job/step\n", {"job/memory.max": "8192\n", "job/step/memory.max": "max\n"}, 8192),
+        ("5:cpu:/a\n4:memory:/docker/x\n", {"memory/memory.limit_in_bytes": "4096\n", "memory.max": "1\n"}, 4096),
+        (
+            "4:memory,hugetlb:/a\n0::/b\n",
+            {"memory/a/memory.limit_in_bytes": "9223372036854771712\n", "b/memory.max": "512\n"},
+            512,
+        ),
+    ],
+    ids=["container", "nested", "version 1", "both versions"],
+)
+def test_the_least_limit_of_the_control_groups_binds(
+    tmp_path: Path, membership: str, limits: dict[str, str], expected: int
+):
+    assert memory_limit(control_groups(tmp_path, membership, limits)) == expected
+
+
+def test_without_a_limit_the_host_binds(tmp_path: Path):
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    unlimited = control_groups(tmp_path / "group", "0::/\n", {"memory.max": "max\n"})
+    assert memory_limit(tmp_path) == memory_limit(unlimited) == host

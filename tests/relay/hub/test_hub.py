@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.fleet import MemoryFleet
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import (
     BusyReport,
     ConnectionLost,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import PeerGone
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer
 from headrace.relay.queue.replicated_rows import ReplicatedRows, RowNotFound, relay_of, storage_id_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.replicated_rows import ReplicatedRows, storage_id_of

@@ -7,15 +7,16 @@ import torch
 from support.closing import at_end
 from support.timed_link import Clock, TimedLink
 
-from headrace.comm.fleet import Member, MemoryFleet, MemoryNetwork
+from headrace.comm.fleet import Member
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights import chain, push
+from headrace.relay.weights import push
 from headrace.relay.weights import server as keeper
 from headrace.relay.weights import transfer as carrier
 from headrace.relay.weights.chain import chain_order, successor_of
-from headrace.relay.weights.chunks import best_num_chunks, chunk_bytes, push_seconds
+from headrace.relay.weights.chunk_size import best_num_chunks, chunk_bytes, push_seconds
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.server import WeightServer
@@ -161,10 +162,12 @@ class Relays:
         self.layout = Layout.of(self.tensors, "float32")
         self.segments = [Segment.create_anonymous() for _ in range(count)]
         self.fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
-        self.keepers = [WeightServer(f, s, self.settings) for f, s in zip(self.fleets, self.segments, strict=True)]
+        self.keepers = [
+            WeightServer(f, s, self.settings).start() for f, s in zip(self.fleets, self.segments, strict=True)
+        ]
         actor = GatedFleet(self.network, self.join("actor", 0, {}).me, self.settings)
         self.gate = actor.gate = Gate()
-        self.publisher = WeightPublisher(actor, self.layout, self.settings)
+        self.publisher = WeightPublisher.open(actor, self.layout, self.settings)
         at_end(self.close)
 
     def join(self, role, index, info):
@@ -175,7 +178,7 @@ class Relays:
 
     def arrived(self, index, version):
         """Bytes of a version that have reached a relay while it still arrives."""
-        arrival = self.keepers[index].version_store._incoming
+        arrival = self.keepers[index].version_store.incoming
         return arrival.bytes_ready if arrival is not None and arrival.offer.version == version else 0
 
     def wait_until_all_have(self, version, of):
@@ -217,7 +220,7 @@ def test_the_last_relay_has_a_part_of_a_version_before_the_first_has_it_whole():
 
 @pytest.mark.parametrize("kill", [0, 1, 3])
 def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_bytes_nor_a_timeout(kill, monkeypatch):
-    for module in (carrier, chain, keeper, push):
+    for module in (carrier, keeper, push):
         monkeypatch.setattr(module, "SILENCE_S", 10 * PATIENCE_S)
     relays = Relays(4)
     relays.publish(1)

@@ -7,7 +7,7 @@ from support.closing import at_end
 from support.policies import tiny_policy
 
 from headrace.comm.errors import WrongDigest
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.relay.journal.events import Checkpointed, Published
@@ -73,7 +73,7 @@ def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_pa
     run, town, settings = Run(tmp_path), MemoryNetwork(), CommSettings(heartbeat_s=0.02, deadline_s=60)
     segment = Segment.create_anonymous()
     relay = MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings)
-    keeper = WeightServer(relay, segment, settings)
+    keeper = WeightServer(relay, segment, settings).start()
     policy = load_policy(run.start, "bfloat16")
     weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
     for thing in (segment, keeper, weights):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.closing import at_end
 
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages.weights import Delta, Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
@@ -39,9 +39,9 @@ def test_equal_versions_have_an_empty_delta():
 
 
 def test_what_is_no_delta_of_the_base_is_refused():
-    with pytest.raises(ValueError, match="no delta"):
+    with pytest.raises(ValueError, match="does not fit"):
         decode(np.zeros(7, np.uint8), 2, 5)
-    with pytest.raises(ValueError, match="no delta"):
+    with pytest.raises(ValueError, match="does not fit"):
         decode(encode(np.zeros(100, np.uint8), np.ones(100, np.uint8), 2), 2, 5)
 
 
@@ -85,15 +85,15 @@ class Trained:
         self.layout = Layout.of(dict(self.model.named_parameters()), "bfloat16")
         self.segments = [Segment.create_anonymous() for _ in range(2)]
         self.keepers = [self.server(index, segment) for index, segment in enumerate(self.segments)]
-        self.publisher = WeightPublisher(self.join("actor", 0, {}), self.layout, self.settings)
-        self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
+        self.publisher = WeightPublisher.open(self.join("actor", 0, {}), self.layout, self.settings)
+        self.reader = WeightReader.open(self.join("rollout", 1, {}), self.layout, self.settings)
         at_end(self.close)
 
     def join(self, role, index, info):
         return MemoryFleet.join_network(self.network, role, index, info, self.settings)
 
     def server(self, index, segment):
-        return WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings)
+        return WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings).start()
 
     def step(self, version):
         self.model(torch.randn(16, 256)).square().mean().backward()
@@ -156,9 +156,9 @@ class Sharded:
         self.layout = Layout.of(self.tensors, "bfloat16", 2, {"w": TensorSplit(1)})
         self.segments = [Segment.create_anonymous() for _ in range(2)]
         fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
-        self.keepers = [WeightServer(f, s, self.settings) for f, s in zip(fleets, self.segments, strict=True)]
+        self.keepers = [WeightServer(f, s, self.settings).start() for f, s in zip(fleets, self.segments, strict=True)]
         self.publishers = [
-            WeightPublisher(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
+            WeightPublisher.open(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
             for rank in range(2)
         ]
         at_end(self.close)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from headrace.comm.errors import WrongDigest
-from headrace.relay.weights.digests import GRID_BYTES, digest
+from headrace.relay.weights.byte_ranges import GRID_BYTES, digest
 from headrace.relay.weights.layout import ALIGNMENT, Layout, TensorSplit
 
 

@@ -7,7 +7,7 @@ import torch
 from support.closing import at_end
 
 from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
-from headrace.comm.fleet import MemoryFleet, MemoryNetwork
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import VersionReady
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
@@ -47,17 +47,17 @@ class WeightsScene:
     def relay(self, index, host="here"):
         segment = Segment.create_anonymous()
         fleet = self.join("relay", index, {"segment": segment.path}, host)
-        keeper = WeightServer(fleet, segment, self.settings)
+        keeper = WeightServer(fleet, segment, self.settings).start()
         self.closing += [segment, keeper]
         self.fleets.append(fleet)
         return keeper
 
     def publisher(self):
-        self.closing.append(WeightPublisher(self.join("actor"), self.layout, self.settings))
+        self.closing.append(WeightPublisher.open(self.join("actor"), self.layout, self.settings))
         return self.closing[-1]
 
     def reader(self, index=0, layout=None):
-        self.closing.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
+        self.closing.append(WeightReader.open(self.join("rollout", index), layout or self.layout, self.settings))
         return self.closing[-1]
 
     def close(self):
@@ -152,7 +152,7 @@ def test_weights_are_cast_on_the_way():
 def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
     town = WeightsScene(link, num_relays=3)
     publisher, readers = town.publisher(), [town.reader(index) for index in range(3)]
-    assert len({reader._relay.name for reader in readers}) == 3
+    assert len({reader.relay for reader in readers}) == 3
     for version in (1, 2, 3):
         publisher.publish(version, weights(version))
     for reader in readers:
@@ -233,7 +233,7 @@ def test_pulls_of_many_threads_during_pushes_are_whole():
 def test_a_version_that_only_the_dead_head_had_is_brought_to_the_next():
     town = WeightsScene(num_relays=2)
     publisher = town.publisher()
-    town.relays[0]._chain.close()
+    town.relays[0].chain.close()
     publisher.publish(4, weights(4))
     assert until(lambda: town.relays[0].newest == 4)
     assert town.relays[1].newest is None
@@ -251,12 +251,12 @@ def test_an_older_version_comes_from_whichever_relay_still_holds_it(scene):
     assert_is(scene.layout.views(into), 1)
     late = scene.relay(1)
     until(lambda: late.newest == 2)
-    other = next(r for r in (scene.reader(1), scene.reader(2)) if r._relay.name == "relay-1")
+    other = next(r for r in (scene.reader(1), scene.reader(2)) if r.relay == "relay-1")
     if scene.settings.link == "auto":
-        assert [held.version for held in other._slots.complete_versions()] == [2]
+        assert [held.version for held in other.slots.complete_versions()] == [2]
     assert other.pull_version(1, into).version == 1
     assert_is(scene.layout.views(into), 1)
-    with pytest.raises(VersionNotAvailable, match="archive"):
+    with pytest.raises(VersionNotAvailable, match="no checkpoints"):
         other.pull_version(0, into)
 
 
@@ -264,11 +264,11 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
     town = WeightsScene(link="shm")
     reader, actor = town.join("rollout", 7, host="elsewhere"), town.join("actor", 7, host="elsewhere")
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
-        WeightReader(reader, town.layout, town.settings)
-    publisher = WeightPublisher(actor, town.layout, town.settings)
+        WeightReader.open(reader, town.layout, town.settings)
+    publisher = WeightPublisher.open(actor, town.layout, town.settings)
     town.closing.append(publisher)
     publisher.publish(1, weights(1))
-    until(lambda: publisher._failure)
+    until(lambda: publisher.failure)
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
         publisher.publish(2, weights(2))
 
@@ -276,7 +276,7 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
 def test_a_reader_on_a_host_without_a_relay_is_fed():
     town = WeightsScene()
     publisher = town.publisher()
-    reader = WeightReader(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
+    reader = WeightReader.open(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
     town.closing.append(reader)
     publisher.publish(1, weights(1))
     until(lambda: reader.newest() == 1)
@@ -306,7 +306,7 @@ def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
     publisher, reader = town.publisher(), town.reader()
     for version in (1, 2):
         publisher.publish(version, weights(version))
-        until(lambda version=version: reader.newest() == version and reader._checked is not None)
+        until(lambda version=version: reader.newest() == version and reader.checked is not None)
         assert_is(pulled(reader)[1], version)
         assert pulled(reader)[0].version == version
 
@@ -323,7 +323,7 @@ def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dea
     for version in (1, 2, 3):
         publisher.publish(version, weights(version))
         assert until(lambda version=version: town.relays[0].newest == version)
-    assert [relay.name for relay in town.relays[0]._fleet.alive_members("relay")] == ["relay-0", "relay-1"]
+    assert [relay.name for relay in town.fleets[-1].alive_members("relay")] == ["relay-0", "relay-1"]
     asked = 0
     while letters.receive(0) is not None:
         asked += 1

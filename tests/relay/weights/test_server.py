@@ -26,7 +26,7 @@ from headrace.relay.weights.server import WeightServer
 segment = Segment.inherited()
 settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)
 fleet = Fleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
-keeper = WeightServer(fleet, segment, settings)
+keeper = WeightServer(fleet, segment, settings).start()
 print("ready", flush=True)
 sys.stdin.readline()
 keeper.close()
@@ -66,12 +66,12 @@ class Processes:
         return fleet
 
     def publisher(self):
-        publisher = WeightPublisher(self.join("actor"), self.layout, self.settings)
+        publisher = WeightPublisher.open(self.join("actor"), self.layout, self.settings)
         self.closing.append(publisher.close)
         return publisher
 
     def reader(self, index=0):
-        reader = WeightReader(self.join("rollout", index), self.layout, self.settings)
+        reader = WeightReader.open(self.join("rollout", index), self.layout, self.settings)
         self.closing.append(reader.close)
         return reader
 

@@ -16,10 +16,11 @@ from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
+from headrace.relay.weights.byte_ranges import ByteRanges
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
-from headrace.relay.weights.shards import ByteRanges, WeightShard
+from headrace.relay.weights.shards import WeightShard
 
 spans = st.lists(st.integers(1, 50), min_size=2, max_size=12).map(
     lambda gaps: tuple(zip(np.cumsum(gaps)[::2].tolist(), np.cumsum(gaps)[1::2].tolist(), strict=False))
@@ -76,7 +77,7 @@ fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
 fleet.wait_for("relay", 1, 240)
 tensors = dict(model.state_dict())
 layout = Layout.of(tensors, dtype, tp, CUTS)
-publisher = WeightPublisher(fleet, layout, settings, WeightShard.of(layout, tensors, rank, size))
+publisher = WeightPublisher.open(fleet, layout, settings, WeightShard.of(layout, tensors, rank, size))
 for version in (1, 2):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,12 +97,12 @@ def published_by(num_ranks, link, dtype, tp):
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
-    keeper = WeightServer(relay, segment, settings)
+    keeper = WeightServer(relay, segment, settings).start()
     at_end(lambda: hosted)  # holds the store until its members have left
     for close in (relay.leave, rollout.leave, segment.close, keeper.close):
         at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
-    readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
+    readers = [WeightReader.open(rollout, layout, settings, tp_rank=0)]
     here = str(Path(sharded_model.__file__).parents[1])
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
@@ -109,7 +110,7 @@ def published_by(num_ranks, link, dtype, tp):
         with waiting("the actors", "version 2", 240) as wait:
             wait.until(lambda: readers[0].newest() == 2 or any(actor.poll() for actor in actors))
         if link == "auto":
-            readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
+            readers += [WeightReader.open(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
         taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
         receipts = {reader.pull(into, 60) for reader, into in zip(readers, taken, strict=True)}
         assert len(receipts) == 1

@@ -7,7 +7,7 @@ import pytest
 from headrace.comm.errors import WrongDigest
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights.digests import digest
+from headrace.relay.weights.byte_ranges import digest
 from headrace.relay.weights.slots import StoredVersion, VersionNotAvailable, VersionSlots, choose_slot
 
 NUM_BYTES = 300_000

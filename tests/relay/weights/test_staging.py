@@ -7,7 +7,9 @@ from support.closing import at_end
 from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.fleet import Fleet, MemoryFleet, MemoryNetwork
+from headrace.comm.fleet import Fleet
+from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
+from headrace.comm.links.opening import staging_of
 from headrace.comm.recipe import CommSettings, RelaySettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store import StoreServer
@@ -16,7 +18,7 @@ from headrace.launch.config.checks import check_recipe
 from headrace.launch.config.load import read_recipe
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
-from headrace.relay.weights.push import LinkPush, open_push, staging_of
+from headrace.relay.weights.push import LinkPush, open_push
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
 
@@ -29,10 +31,13 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
         Fleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
         for role in ("relay", "actor", "rollout")
     ]
-    keeper = WeightServer(fleets[0], segment, settings)
+    keeper = WeightServer(fleets[0], segment, settings).start()
     tensors = {"w": torch.randn(5_000_003)}  # several buckets, and a rest
     layout = Layout.of(tensors, "float32")
-    publisher, reader = WeightPublisher(fleets[1], layout, settings), WeightReader(fleets[2], layout, settings)
+    publisher, reader = (
+        WeightPublisher.open(fleets[1], layout, settings),
+        WeightReader.open(fleets[2], layout, settings),
+    )
     at_end(lambda: hosted)  # holds the store until its members have left
     for close in (*(fleet.leave for fleet in fleets), segment.close, keeper.close, publisher.close, reader.close):
         at_end(close)
@@ -44,10 +49,10 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
             wait.until(lambda version=version: reader.newest() == version)
         assert reader.pull(into, 60).version == version
         assert torch.equal(layout.views(into)["w"], tensors["w"])
-    way = publisher._transport
-    assert isinstance(way, LinkPush) and way._link.backend == "staged"
+    way = publisher.transport
+    assert isinstance(way, LinkPush) and way.link.backend == "staged"
     with pytest.raises(LinkBroken):  # nobody sends: a broadcast that is waited for ends at its deadline
-        way._link.receive(np.zeros(100_000, np.uint8), 0.2)
+        way.link.receive(np.zeros(100_000, np.uint8), 0.2)
 
 
 def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):

@@ -10,10 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.comm.errors import LinkBroken
 from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
-from headrace.relay.weights.digests import GRID_BYTES, digest, digest_of_ranges
-from headrace.relay.weights.frames import ranges_of
+from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
 from headrace.relay.weights.incoming import IncomingState, watermark
-from headrace.relay.weights.shards import ByteRanges
 from headrace.relay.weights.slots import VersionSlots
 from headrace.relay.weights.version_store import VersionStore
 
@@ -174,7 +172,7 @@ def brought(desk, version):
 def patient():
     """A desk whose readers hold every slot that may be written; it would wait for them for an hour."""
     segment = Segment.create_anonymous()
-    desk, reader = VersionStore(segment, lease_s=3600), Segment.open(segment.path)
+    desk, reader = VersionStore(segment, reader_lock_s=3600), Segment.open(segment.path)
     for version in (1, 2, 3):
         brought(desk, version)
     slots = [held.slot for held in desk.slots.complete_versions() if held.version < 3]
@@ -224,7 +222,7 @@ def test_a_version_that_waited_for_readers_is_not_wanted_once_a_newer_one_arrive
 def test_what_arrives_can_leave_before_it_is_whole(version_store):
     segment = Segment.open(version_store.slots.segment.path)
     arrival, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
-    cargo = version_store.next_source(segment, above=0, timeout_s=1)
+    cargo = version_store.next_source(VersionSlots(segment), above=0, timeout_s=1)
     assert cargo.bytes_ready(0, 0.01) == 0
     threading.Timer(0.02, version_store.advance, (arrival, 0, "a", 100)).start()
     assert cargo.bytes_ready(0, 5) == 100

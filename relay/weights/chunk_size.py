@@ -1,19 +1,20 @@
-"""How fine to cut a version on its way down the chain: Laminar's model, in seconds and bytes.
+"""The chunk size of a version on its way down the chain, by Laminar's model, in seconds and bytes.
 
 With p nodes (the sender included), M bytes in k chunks, and a chunk costing M / k * T_byte + T_start per hop, the last node has
-the last chunk after T(k) = (p + k - 2) * (M * T_byte / k + T_start). Few chunks keep the nodes behind waiting, many cost start-ups.
+the last chunk after T(k) = (p + k - 2) * (M * T_byte / k + T_start). With few chunks the nodes behind wait long; many chunks
+cost start-ups.
 """
 
 import math
 
 START_S = 400e-6
-"""What a data frame costs besides its bytes, in seconds: headers, wake-ups and Python on both sides."""
+"""Seconds that a data frame costs besides its bytes: headers, wake-ups and Python at both ends."""
 _FIRST_BYTE_S = 1 / 2e9  # before the link's speed is known
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 32 << 20
 
 
 def push_seconds(num_nodes: int, num_bytes: float, num_chunks: float, byte_s: float, start_s: float) -> float:
-    """T(k): seconds until the last of `num_nodes` nodes holds everything."""
+    """T(k): seconds until the last of `num_nodes` nodes has everything."""
     return (num_nodes + num_chunks - 2) * (num_bytes * byte_s / num_chunks + start_s)
 
 
@@ -23,13 +24,13 @@ def best_num_chunks(num_nodes: int, num_bytes: float, byte_s: float, start_s: fl
 
 
 def chunk_bytes(num_nodes: int, num_bytes: int, byte_s: float, start_s: float) -> int:
-    """Bytes of a chunk at k*, within what links carry well (64 KiB to 32 MiB)."""
+    """Bytes of a chunk at k*, within the range that links carry well (64 KiB to 32 MiB)."""
     best = num_bytes / best_num_chunks(num_nodes, num_bytes, byte_s, start_s)
     return int(min(max(best, _LEAST_BYTES), _MOST_BYTES))
 
 
 class ChunkSizer:
-    """The chunks of one sender: k* of the speed that its link had last, or what `comm.chunk_bytes` says."""
+    """The chunk size of one sender: k* for the speed of its last transfer, or `comm.chunk_bytes` where that is set."""
 
     def __init__(self, fixed_bytes: int | None = None) -> None:
         self._fixed_bytes = fixed_bytes
@@ -40,5 +41,5 @@ class ChunkSizer:
         return self._fixed_bytes or chunk_bytes(num_nodes, num_bytes, self._byte_s, START_S)
 
     def record(self, num_bytes: int, seconds: float) -> None:
-        """The last version's transfer."""
+        """Measure the speed by a transfer that has ended."""
         self._byte_s = seconds / max(num_bytes, 1)

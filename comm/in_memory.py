@@ -1,0 +1,182 @@
+"""The in-memory counterparts of fleet, mailboxes and links: members of one process, threads in the place of processes."""
+
+import os
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from .errors import LinkBroken
+from .fleet import Fleet, Member, member_name, sorted_members, with_liveness
+from .links.base import Link
+from .links.opening import throttled
+from .mailbox import Mailbox, Mailboxes
+from .recipe import CommSettings
+from .waits import waiting
+
+_PIPE_BYTES = 64 << 20
+
+
+class MemoryMailboxes(Mailboxes):
+    """The same envelopes, signed and verified, in queues of this process."""
+
+    def __init__(self, secret: bytes = b"") -> None:
+        super().__init__(secret)
+        self._inboxes: dict[str, queue.SimpleQueue[bytes | None]] = defaultdict(queue.SimpleQueue)
+        self._epochs: dict[str, int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    def open(self, name: str) -> Mailbox:
+        with self._lock:
+            self._epochs[name] += 1
+            return Mailbox(name, self._epochs[name], self._inboxes[name], self)
+
+    def put(self, to: str, envelope: bytes) -> None:
+        with self._lock:
+            self._inboxes[to].put(envelope)
+
+    def close_inbox(self, name: str) -> None:
+        """Nothing to end: no thread collects for an inbox."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Pipe:
+    """Bytes on their way in one direction of a memory link."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.pieces: deque[np.ndarray] = deque()
+        self.num_bytes = 0
+        self.closed = False
+
+    def wait(self, until: float, operation: str) -> None:
+        """Wait for a change, at most until a moment of the monotonic clock; then raises `LinkBroken`."""
+        if not self.changed.wait(until - time.monotonic()):
+            raise LinkBroken(f"{operation}: the other end did nothing before the deadline")
+
+
+class MemoryLink:
+    """A link within one process. The pieces need not match; `send` waits while more than 64 MiB are under way."""
+
+    backend = "memory"
+
+    def __init__(self, out: _Pipe, into: _Pipe) -> None:
+        self._out = out
+        self._into = into
+
+    @staticmethod
+    def pair() -> "tuple[MemoryLink, MemoryLink]":
+        """Both ends of a new link."""
+        there, back = _Pipe(), _Pipe()
+        return MemoryLink(there, back), MemoryLink(back, there)
+
+    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+        pipe, until = self._out, time.monotonic() + deadline_s
+        with pipe.changed:
+            while pipe.num_bytes > _PIPE_BYTES and not pipe.closed:
+                pipe.wait(until, "send")
+            if pipe.closed:
+                raise LinkBroken("send: the link is closed")
+            pipe.pieces.append(buffer.copy())
+            pipe.num_bytes += buffer.nbytes
+            pipe.changed.notify_all()
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        pipe, until, filled = self._into, time.monotonic() + deadline_s, 0
+        with pipe.changed:
+            while filled < buffer.nbytes:
+                if not pipe.pieces:
+                    if pipe.closed:
+                        raise LinkBroken(f"receive: the link is closed after {filled} of {buffer.nbytes} bytes")
+                    pipe.wait(until, "receive")
+                    continue
+                piece = pipe.pieces.popleft()
+                taken = min(piece.nbytes, buffer.nbytes - filled)
+                buffer[filled : filled + taken] = piece[:taken]
+                if taken < piece.nbytes:
+                    pipe.pieces.appendleft(piece[taken:])
+                filled += taken
+                pipe.num_bytes -= taken
+                pipe.changed.notify_all()
+
+    def close(self) -> None:
+        """End both directions; bytes sent before can still be received."""
+        for pipe in (self._out, self._into):
+            with pipe.changed:
+                pipe.closed = True
+                pipe.changed.notify_all()
+
+
+class MemoryNetwork:
+    """State that the members share in the place of a store: mailboxes, members, and link ends that wait for their other."""
+
+    def __init__(self) -> None:
+        self.mailboxes = MemoryMailboxes()
+        self.lock = threading.Condition()
+        self.members: dict[str, Member] = {}
+        self.incarnations: dict[str, int] = {}
+        self.link_ends: dict[str, Link] = {}
+
+
+class MemoryFleet(Fleet):
+    """One member of a `MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, me: Member, settings: CommSettings) -> None:
+        super().__init__(me, network.mailboxes, settings)
+        self.network = network
+
+    @staticmethod
+    def join_network(
+        network: MemoryNetwork,
+        role: str,
+        index: int = 0,
+        info: Mapping[str, str] | None = None,
+        settings: CommSettings | None = None,
+        host: str = "here",
+    ) -> "MemoryFleet":
+        """Join the network."""
+        name = member_name(role, index)
+        with network.lock:
+            incarnation = network.incarnations[name] = network.incarnations.get(name, 0) + 1
+            me = Member(name, role, index, incarnation, host, os.getpid(), dict(info or {}))
+            network.members[name] = me
+        return MemoryFleet(network, me, settings or CommSettings())
+
+    def members(self, role: str | None = None) -> list[Member]:
+        with self.network.lock:
+            return sorted_members(self.network.members.values(), role)
+
+    def announce(self, **info: str) -> None:
+        with self.network.lock:
+            self.me = msgspec.structs.replace(self.me, info={**self.me.info, **info})
+            self.network.members[self.name] = self.me
+
+    def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
+        """One end of a link in memory, whatever the back end asked for."""
+        ends = self.network.link_ends
+        with waiting(f"link {name}", f"end {1 - end}", deadline_s) as wait, self.network.lock:
+            mine = f"{name}/{end}"
+            if mine not in ends:
+                ends[f"{name}/0"], ends[f"{name}/1"] = MemoryLink.pair()
+            ends[f"{mine}/taken"] = ends[mine]
+            self.network.lock.notify_all()
+            while f"{name}/{1 - end}/taken" not in ends:
+                wait.check()
+                self.network.lock.wait(wait.remaining_s)
+            return throttled(ends[mine], self.settings.max_bytes_per_s)
+
+    def crash(self) -> None:
+        """Simulate a crash: the member counts as dead without having left."""
+        with self.network.lock:
+            self.network.members[self.name] = with_liveness(self.me, is_alive=False)
+
+    def leave(self) -> None:
+        with self.network.lock:
+            if self.network.members.get(self.name, self.me).incarnation == self.incarnation:
+                self.network.members.pop(self.name, None)
