@@ -67,7 +67,7 @@ class Rollout:
         )
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
-        self._meter = _Meter()
+        self._totals = _Totals()
 
     def run(self) -> None:
         """Run until the hub's `Stop`."""
@@ -139,7 +139,7 @@ class Rollout:
             self.leases.held[live.trajectory_id].switches.append((live.num_tokens, receipt.version))
         self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
         self.leases.begin_version()
-        self._meter.pull_s = self._clock.now() - started
+        self._totals.pull_s = self._clock.now() - started
 
     def _read_messages(self, timeout_s: float = 0.0) -> None:
         """Handle every message that has arrived; wait up to `timeout_s` for the first."""
@@ -178,16 +178,16 @@ class Rollout:
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
             self._read_messages(IDLE_S)
-            self._meter.idle_s += self._clock.now() - started
+            self._totals.idle_s += self._clock.now() - started
             return
         for completion in self.generator.step():
             held = self.leases.held.get(completion.trajectory_id)
             if held is None:
                 continue  # another rollout got the lease before it finished
             held.completion = completion
-            self._meter.tokens += len(completion.token_ids)
+            self._totals.tokens += len(completion.token_ids)
             self._rewards.submit(ScoreRequest(held, held.row, completion.text, completion.token_ids))
-        self._meter.busy_s += self._clock.now() - started
+        self._totals.busy_s += self._clock.now() - started
 
     def _submit_scored(self) -> None:
         """Queue scored rows for writing, except those whose claim is unanswered."""
@@ -221,10 +221,10 @@ class Rollout:
     def _report(self) -> None:
         """Report load and totals to the hub, once a period."""
         now = self._clock.now()
-        if now - self._meter.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
+        if now - self._totals.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
             return
-        self._meter.reported_at = now
-        m, g = self._meter, self.generator
+        self._totals.reported_at = now
+        m, g = self._totals, self.generator
         kv_util = g.kv_load / g.kv_capacity
         load = LoadReport(
             version=g.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
@@ -236,7 +236,7 @@ class Rollout:
 
 
 @dataclass(slots=True)
-class _Meter:
+class _Totals:
     """Totals of a rollout since it started; tokens and seconds."""
 
     tokens: int = 0

@@ -193,7 +193,7 @@ class Migration:
             self._mailbox.send("hub", MigrateResult(order.request_id, refusal=refusal))
 
     def _export(self, order: MigrateOrder, to: Member, token_bytes: int, prefill_s: float) -> bool:
-        """Export all trajectories whose lease is certain and offer them; False if there are none."""
+        """Export all trajectories whose lease is certain and offer them; returns whether there were any."""
         started, began = time.monotonic(), self._trace.now()
         movable = [
             x.trajectory_id for x in self._generator.unfinished() if not self._leases.held[x.trajectory_id].claim_id
@@ -208,9 +208,15 @@ class Migration:
         transfer = OutgoingTransfer(
             self._fleet, self._io_pool, to, self._last_request_id, pieces, self._deadlines.link_s
         )
-        by_row = {row.held.row_id: row for row in rows}
         self.pending[self._last_request_id] = PendingMove(
-            order.request_id, order.version, to, by_row, transfer, with_cache, export_s, began
+            order.request_id,
+            order.version,
+            to,
+            {row.held.row_id: row for row in rows},
+            transfer,
+            with_cache,
+            export_s,
+            began,
         )
         offer = TransferOffered(
             request_id=self._last_request_id,
@@ -276,15 +282,10 @@ class Migration:
         if offer.version != generator.weights.version:
             return "version"
         load = Report(
-            rollout=self._fleet.name,
-            version=offer.version,
-            kv_used=self.kv_used,
-            kv_before=0,
-            kv_max=generator.kv_capacity,
-            num_requests=generator.num_running + generator.num_waiting,
-            num_waiting=generator.num_waiting,
+            rollout=self._fleet.name, version=offer.version, kv_used=self.kv_used, kv_before=0, kv_max=generator.kv_capacity,
+            num_requests=generator.num_running + generator.num_waiting, num_waiting=generator.num_waiting,
             batch_bound=self.batch_bound,
-        )
+        )  # fmt: skip
         return "" if can_fit(load, offer.num_tokens, offer.num_rows) else "full"
 
     def _import(self, sender: str, offer: TransferOffered, incoming: IncomingTransfer) -> None:

@@ -91,9 +91,9 @@ def test_moves_do_not_change_a_bit_of_a_trajectory(llama: Path, dtype: str, with
         ids = [live.trajectory_id for live in source.unfinished()]
         if ids and draw.random() < 0.2:
             with_pages = draw.random() < 0.5 if with_cache is None else with_cache
-            parcels = source.export_sequences(draw.sample(ids, draw.randint(1, min(3, len(ids)))), with_pages)
-            target.import_sequences([sent_and_received(parcel) for parcel in parcels])
-            num_moves += len(parcels)
+            states = source.export_sequences(draw.sample(ids, draw.randint(1, min(3, len(ids)))), with_pages)
+            target.import_sequences([sent_and_received(state) for state in states])
+            num_moves += len(states)
         for engine in engines:
             moved |= {done.trajectory_id: done for done in engine.step()}
     assert num_moves > 20 and sum(engine.scheduler.num_preempted for engine in engines) > 0
@@ -102,9 +102,9 @@ def test_moves_do_not_change_a_bit_of_a_trajectory(llama: Path, dtype: str, with
 
 def sent_and_received(state: SequenceState) -> SequenceState:
     held = LeasedRow(RowId(1, 2, 3), 1, 0, {"prompt": "x"})
-    (traveller,) = decode_rows(np.concatenate(encode_rows([MovedRow(held, state)])))
-    assert traveller.held == held
-    return traveller.state
+    (row,) = decode_rows(np.concatenate(encode_rows([MovedRow(held, state)])))
+    assert row.held == held
+    return row.state
 
 
 def run(engine: Engine) -> list[Completion]:
@@ -118,10 +118,10 @@ def test_a_malformed_payload_is_refused(llama: Path):
     engine = Engine(llama)
     engine.add_group([5, 6, 7], PARAMS, [1])
     engine.step()
-    parcels = engine.export_sequences([1], with_cache=True)
-    freight = np.concatenate(encode_rows([MovedRow(LeasedRow(RowId(1, 0, 0), 1, 0, {}), parcel) for parcel in parcels]))
-    assert len(decode_rows(freight)) == 1
-    for broken in (freight[:5], freight[:40], freight[:-1], freight[8:], np.zeros(64, np.uint8)):
+    states = engine.export_sequences([1], with_cache=True)
+    payload = np.concatenate(encode_rows([MovedRow(LeasedRow(RowId(1, 0, 0), 1, 0, {}), state) for state in states]))
+    assert len(decode_rows(payload)) == 1
+    for broken in (payload[:5], payload[:40], payload[:-1], payload[8:], np.zeros(64, np.uint8)):
         with pytest.raises(MessageRefused, match="malformed payload"):
             decode_rows(broken)
 
