@@ -292,7 +292,7 @@ class Migration:
         reason = self._reason_against(offer)
         rows: list[MovedRow] = []
         try:
-            rows = decode_rows(incoming.result())
+            rows = decode_rows(incoming.payload())
         except HeadraceError as error:
             _log.warning("%s: refused the transfer of %s: %s", self._fleet.name, sender, str(error).partition("\n")[0])
             reason = reason or "broken"

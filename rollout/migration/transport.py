@@ -77,7 +77,7 @@ class OutgoingTransfer:
 
 
 class IncomingTransfer:
-    """Bytes on their way here; `result` has them, uint8 [num_bytes], once the transfer is `done`."""
+    """Bytes on their way here; `payload` returns them, uint8 [num_bytes], once the transfer is `done`."""
 
     def __init__(self, fleet: Fleet, io_pool: ThreadPoolExecutor, offer: TransferOffered, link_s: float) -> None:
         fetch = _over_link if offer.link else _from_memory
@@ -88,7 +88,7 @@ class IncomingTransfer:
         """The bytes are here, or the transfer has failed."""
         return self._bytes.done()
 
-    def result(self) -> np.ndarray:
+    def payload(self) -> np.ndarray:
         """The bytes of a transfer that is `done`. Raises `PeerGone` or `LinkBroken` if it failed."""
         return self._bytes.result(timeout=0)
 
