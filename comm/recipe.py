@@ -1,6 +1,6 @@
 """The recipe: every setting of a run, with its default, its bounds or choices, and its meaning.
 
-`launch.config` reads and checks recipe files, and `--help` prints this list. A struct that is built in code is not checked.
+`launch.config` reads and checks recipe files, and `--help` prints this list. Settings that are built in code are not checked.
 """
 
 from typing import Annotated, Literal
@@ -22,35 +22,35 @@ def _words(*words: str) -> Meta:
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`run.*`: where the run lives and how long it is."""
+    """`run.*`: folder, length and schedule of the run."""
 
     dir: str = "runs/run"
     """Run folder: metrics, journal, logs, checkpoints, summary."""
     seed: OptionalCount = 0
-    """Seeds the data order, sampling and everything else that is random."""
+    """Seed of the data order, of sampling and of every other random choice."""
     steps: Count = 100
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     schedule: ScheduleName = "headrace"
-    """How generation, training and weights follow one another (docs/schedules.md)."""
+    """The order of generation, training and weight updates (docs/schedules.md)."""
     mode: Literal["train", "replay"] = "train"
-    """`replay` trains a finished run in `run.dir` again from its saved rows and compares every step."""
+    """`replay` repeats the training of the finished run in `run.dir` from its saved rows, and compares every step."""
     save_rows: bool = True
-    """Keep what each step trained on under `rows/`, for `run.mode=replay`."""
+    """Save the rows of each step under `rows/`, for `run.mode=replay`."""
     resume: Literal["never", "auto"] = "never"
     """`never` refuses a run folder with a journal; `auto` continues from its newest checkpoint if there is one."""
 
 
 class RoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`roles.*`: how many ranks each role has; torchrun starts their sum."""
+    """`roles.*`: the number of ranks of each role; torchrun starts their sum."""
 
     actor: Count = 1
     """Ranks of the trainer."""
     relay: Count = 1
-    """CPU processes that hold weights and experience; spread over the hosts first."""
+    """CPU processes that hold weights and experience; each host gets one before any host gets two."""
     rollout: Count = 1
     """Ranks of the generator; `rollout.tp` of them make one replica."""
     reference: OptionalCount = 0
-    """Ranks of the initial policy for a KL term, each with all of it; 0 lets the trainer's ranks do it."""
+    """Ranks that compute the initial policy for a KL term, each with a whole copy; with 0 the trainer's ranks compute it."""
     task: OptionalCount = 0
     """CPU processes for `queue.tasks`."""
 
@@ -59,7 +59,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`model.*`: the policy."""
 
     path: str = ""
-    """Folder (or hub id) of a Hugging Face decoder-only checkpoint with its tokenizer."""
+    """Folder or Hugging Face Hub id of a decoder-only checkpoint with its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of generator and trainer."""
 
@@ -68,13 +68,13 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`data.*`: the prompts."""
 
     path: str = ""
-    """JSONL or parquet file, or Hugging Face data set, with a `prompt` column (text or chat messages); the reward gets the rest."""
+    """JSONL or parquet file, or Hugging Face data set, with prompts (text or chat messages) in the column `prompt`."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     shuffle: bool = True
-    """Draw a new order in each epoch, from `run.seed`."""
+    """Shuffle the prompts in each epoch, by `run.seed`."""
     too_long: Literal["error", "drop"] = "error"
-    """The fate of a prompt that leaves no room for a response: it ends the run, or is left out."""
+    """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
 
 
 class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,13 +83,13 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     path: str = ""
     """`FILE.py:FUNCTION`, called as f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]."""
     timeout_s: NotNegative = 30.0
-    """Seconds that one call may take; then its process is ended and its trajectories count as failed."""
+    """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1
     """Reward processes per rollout."""
 
 
 class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`batch.*`: what one optimizer step trains on."""
+    """`batch.*`: the data of one optimizer step."""
 
     prompts_per_step: Count = 16
     """Groups per optimizer step."""
@@ -98,8 +98,10 @@ class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class TaskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of `queue.tasks`: FILE.py:FUNCTION gets the columns that it `needs`, a list of one array for each row, and returns
-    the columns that it `yields`, likewise."""
+    """One of `queue.tasks`.
+
+    FILE.py:FUNCTION gets the columns `needs` and returns the columns `yields`; a column is a list of one array for each row.
+    """
 
     name: str = ""
     function: str = ""
@@ -111,49 +113,49 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`queue.*`: how far generation may run ahead of training."""
 
     capacity: Count | None = None
-    """Groups that may be leased or ready at once; null means twice `batch.prompts_per_step`."""
+    """Most groups that are leased or ready at one time; null means twice `batch.prompts_per_step`."""
     max_staleness: OptionalCount | None = None
-    """Bound on (version trained - version that generated); null means that only the capacity bounds it."""
+    """Upper bound of (version in training - version that generated); with null only the capacity bounds it."""
     filter_zero_std: bool = False
     """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
     on_stale: Literal["wait", "evict"] = "wait"
-    """With `max_staleness`, a group that is due: `wait` holds its step back, `evict` throws it out."""
+    """For groups at the bound of `max_staleness`: `wait` delays the step for them, `evict` discards those beyond it."""
     on_failed: Literal["keep", "drop"] = "keep"
-    """A group one of whose members failed: `keep` trains the others, `drop` throws them out."""
+    """For a group with a failed trajectory: `keep` trains its other trajectories, `drop` discards them."""
     sampler: str = ""
-    """FILE.py:CLASS that chooses which of the complete groups is trained next, see `relay.samplers`; empty for the oldest."""
+    """FILE.py:CLASS that chooses the next groups to train (see relay/queue/samplers.py); empty takes the oldest."""
     tasks: tuple[TaskSettings, ...] = ()
-    """Tasks of your own on every trajectory, each with `name`, `function`, `needs` and `yields`; served by `roles.task` ranks."""
+    """Your own tasks for every trajectory, with `name`, `function`, `needs` and `yields`; the `roles.task` ranks run them."""
 
 
 class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`repack.*`: long trajectories of a version are packed onto few rollouts, so that the others can start the next."""
+    """`repack.*`: moving the last trajectories of a version to few rollouts, so that the others can start the next."""
 
     enabled: bool = True
-    """Whether trajectories move."""
+    """Whether trajectories are moved."""
     period_s: Annotated[float, Meta(ge=0.01)] = 5.0
-    """Seconds between two plans; there is one right after each new version too."""
+    """Seconds between two plans; a new version also causes one."""
     batch_bound: Count | None = None
-    """Trajectories of a loaded rollout; null measures the batch whose step takes 1.25 times as long as a small one's."""
+    """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
     transfer: Literal["auto", "pages", "prefill"] = "auto"
-    """A moved trajectory's cache: `pages` travel, `prefill` computes it again, `auto` takes the one measured to cost less."""
+    """KV cache of a moved trajectory: `pages` sends it, `prefill` computes it again, `auto` measures which is cheaper."""
 
 
 class SamplingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`sampling.*`: how trajectories are drawn."""
+    """`sampling.*`: how tokens are drawn."""
 
     max_new_tokens: Count = 256
     """Longest response in tokens."""
     temperature: NotNegative = 1.0
-    """Divides the logits; 0 takes the most probable token."""
+    """Divisor of the logits; 0 takes the most probable token."""
     top_p: Share = 1.0
-    """Draw from the most probable tokens that together have this probability (1 is off)."""
+    """Draw from the most probable tokens whose probabilities sum to this (1 is off)."""
     top_k: OptionalCount = 0
     """Draw from this many most probable tokens (0 is off)."""
     min_p: Share = 0.0
-    """Draw from tokens with at least this share of the highest probability (0 is off)."""
+    """Draw from tokens with at least this fraction of the highest probability (0 is off)."""
     repetition_penalty: Positive = 1.0
-    """Divides the scores of tokens that prompt and response already have (1 is off)."""
+    """Lowers the scores of tokens that already occur in prompt or response by this factor (1 is off)."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the policy's stop tokens."""
 
@@ -162,37 +164,37 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """`generator.*`: the engine of one rollout."""
 
     max_running: Count = 32
-    """Trajectories decoded together."""
+    """Trajectories that are decoded together."""
     kv_gb: NotNegative | None = None
-    """Memory of the KV cache; null is the rest of `gpu_share`, or on a CPU all of `max_running` in half of what is free."""
+    """GB of the KV cache; null is the rest of `gpu_share`; on a CPU the need of `max_running`, at most half of free memory."""
     gpu_share: Share = 0.85
-    """Share of its GPU's memory that a rollout may fill."""
+    """Fraction of its GPU's memory that a rollout may use."""
     prefill_tokens: Count = 2048
-    """Most prompt tokens that one step prefills."""
+    """Most prompt tokens that are prefilled in one step."""
     exact: bool = False
-    """Log-probabilities of generator and trainer equal bit for bit (CPU; Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
+    """Make the log-probabilities of generator and trainer equal bit for bit (CPU; Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
     attention: str = "auto"
-    """Attention back-end of decoding: auto, or one by name (see docs/generator.md)."""
+    """Attention backend of decoding: `auto`, or the name of one (docs/generator.md)."""
 
 
 class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`rollout.*`: the cycle of one rollout."""
 
     engine: Annotated[str, _words("builtin", "emulated", "transformers")] = "builtin"
-    """The project's engine, a device that only takes its time, transformers', or an adapter of your own (docs/service.md)."""
+    """The generator: the project's own, an emulated device, transformers', or your own adapter (docs/service.md)."""
     report_s: NotNegative = 1.0
-    """Seconds between two reports of a rollout's load to the hub (emulated ones in an emulated run)."""
+    """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
     batch_groups: Count | None = None
-    """Groups between two looks for a newer version; null is a rollout's share of a step (`headrace`) or no end (`partial`)."""
+    """Groups between two checks for a newer version; null is a rollout's share of a step, for `partial` no limit."""
     tp: Count = 1
-    """Ranks of one replica of the generator, each with its part of every layer; `roles.rollout` is a multiple of it."""
+    """Tensor-parallel ranks of one replica of the generator; `roles.rollout` is a multiple of it."""
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`trainer.*`: the trainer's engine."""
 
     engine: Annotated[str, _words("builtin", "emulated")] = "builtin"
-    """The project's actor, devices that only take their time, or an adapter of your own (docs/service.md)."""
+    """The trainer: the project's own, emulated devices, or your own adapter (docs/service.md)."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,11 +205,11 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     clip_high: float = 0.2
     """Upper clip of the importance ratio: 1 + clip_high."""
     scale_by_std: bool = True
-    """Divide the group's advantages by their standard deviation (GRPO); false is Dr. GRPO's form."""
+    """Divide advantages by the standard deviation of the group's rewards (GRPO); false is Dr. GRPO."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0
-    """Weight of a KL term (k3) against the initial policy, whose log-probabilities are the task `reference`; 0 for none."""
+    """Weight of a KL term (k3) against the initial policy, by the task `reference`; 0 for none."""
 
 
 class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,103 +220,103 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     warmup_steps: OptionalCount = 0
     """Steps of linear warm-up; constant afterwards."""
     beta1: Share = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the running mean of the gradient."""
     beta2: Share = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay of the running mean of the squared gradient."""
     eps: NotNegative = 1e-8
-    """Added to the denominator of each update."""
+    """Added to the denominator of an update."""
     weight_decay: NotNegative = 0.0
-    """Decoupled decay of the weights, times `lr`."""
+    """Decoupled weight decay, times `lr`."""
     max_grad_norm: NotNegative = 1.0
-    """Clip of the gradient's norm."""
+    """Largest norm of the gradient; a longer one is scaled down."""
     micro_tokens: Count = 8192
     """Token budget of one packed micro-batch."""
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoint.*`: what is written under `checkpoints/`."""
+    """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount = 0
-    """Optimizer steps between two checkpoints; 0 writes none but the export at the end."""
+    """Optimizer steps between two checkpoints; with 0 only the export at the end is written."""
     keep: Count = 2
-    """How many of the newest checkpoints stay on disk."""
+    """Number of the newest checkpoints that stay on disk."""
 
 
 class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`relay.*`: the processes that hold weights and experience."""
 
     staging_device: str | None = None
-    """GPU of a relay's host, not an actor's, that receives weights by NCCL; `cpu`: over Gloo; null: into host memory."""
+    """GPU on a relay's host (not an actor's) for weights over NCCL; `cpu` is over Gloo; null is host memory."""
 
 
 class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`emulated.*`: the devices of an emulated run; by default a 32B policy on H800s (docs/schedules.md says from where)."""
+    """`emulated.*`: the devices of an emulated run; by default a 32B policy on H800s (sources: docs/schedules.md)."""
 
     speed: Annotated[float, Meta(ge=1e-3)] = 1.0
-    """Emulated seconds per second; all times that a run reports are emulated ones."""
+    """Emulated seconds per second; every time that a run reports is emulated."""
     gpus_per_rollout: Count = 4
-    """GPUs of one rollout, a tensor-parallel replica."""
+    """GPUs of one rollout, which is a tensor-parallel replica."""
     train_gpus: Count = 32
     """GPUs of the trainer."""
     colocated: bool = False
     """Trainer and rollouts take turns on the same GPUs (with run.schedule=sync)."""
     weights_ms: NotNegative = 9.9
-    """Milliseconds of a decode step for reading the weights, which all trajectories share."""
+    """Milliseconds of a decode step to read the weights, for all trajectories together."""
     request_us: NotNegative = 41.0
-    """Microseconds of arithmetic per trajectory of a decode step; above `weights_ms` in all, it decides."""
+    """Microseconds of arithmetic per trajectory of a decode step; a step takes their sum or `weights_ms`, if longer."""
     kv_ns: NotNegative = 30.5
-    """Nanoseconds of a decode step per token in the KV cache."""
+    """Nanoseconds of a decode step for each token in the KV cache."""
     prefill_us: NotNegative = 95.0
-    """Microseconds per token that is prefilled."""
+    """Microseconds for each prefilled token."""
     kv_tokens: Count = 700_000
-    """Tokens that the KV cache of a rollout holds."""
+    """Capacity of a rollout's KV cache in tokens."""
     kv_token_bytes: Count = 262_144
     """Bytes of one token's keys and values."""
     kv_gb_s: Positive = 50.0
-    """GB/s at which keys and values move to another rollout."""
+    """GB/s of a KV cache that is sent to another rollout."""
     stretch: Count = 32
-    """Decode steps between two looks at the mail; the device's own time is exact to the step."""
+    """Decode steps between two checks for messages; the device's own time is exact to one step."""
     prompt_tokens: Count = 300
-    """Tokens of every prompt."""
+    """Length of every prompt in tokens."""
     median_tokens: Count = 1600
-    """Median length of a response; lengths are log-normal, cut at sampling.max_new_tokens."""
+    """Median length of a response in tokens. Lengths are log-normal, limited by `sampling.max_new_tokens`."""
     p99_over_median: Annotated[float, Meta(ge=1)] = 10.0
-    """How many times the median the 99th percentile is (before the cut)."""
+    """The 99th percentile of the lengths over their median, before the limit."""
     train_us: NotNegative = 820.0
-    """Microseconds of one GPU that training takes per token of prompt and response."""
+    """Microseconds of one GPU to train one token of prompt or response."""
     weights_gb: NotNegative = 65.0
-    """Size of one version."""
+    """Size of one version of the weights in GB."""
     push_gb_s: Positive = 100.0
-    """GB/s at which the trainer hands a version to a relay: its stall."""
+    """GB/s of a version from the trainer to a relay; the trainer waits for it."""
     chain_gb_s: Positive = 80.0
-    """GB/s at which a version goes down the chain of relays."""
+    """GB/s of a version down the chain of relays."""
     pull_gb_s: Positive = 25.0
-    """GB/s at which each GPU of a rollout loads its share of a version from a relay's memory."""
+    """GB/s of each GPU of a rollout that loads its share of a version from a relay's memory."""
     broadcast_gb_s: Positive = 8.25
-    """GB/s of the broadcast from trainer to rollouts where all of them update together (sync, one_step, stream, partial)."""
+    """GB/s of the broadcast from the trainer to all rollouts (schedules sync, one_step, stream and partial)."""
     reshard_gb_s: Positive = 32.0
-    """GB/s at which colocated devices turn the trainer's weights into the generator's."""
+    """GB/s at which colocated devices convert the trainer's weights to the generator's layout."""
     buffer_kb: Count = 64
-    """Size of the buffer that stands for the weights and really goes its way."""
+    """Size in KB of the buffer that is really sent in place of the weights."""
 
 
 class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`comm.*`: how processes find and watch each other."""
+    """`comm.*`: addresses, deadlines and links of the processes."""
 
     interface: str = "127.0.0.1"
-    """The one address that stores and links of this run listen on."""
+    """The address on which the stores and links of the run listen."""
     heartbeat_s: Annotated[float, Meta(ge=0.01)] = 0.3
     """Seconds between two heartbeats of a process."""
     expiry_s: Annotated[float, Meta(ge=0.1)] = 10.0
-    """Seconds without a heartbeat after which a process counts as dead, unless the end of its connection told before."""
+    """Seconds without a heartbeat after which a process counts as dead; the end of its connection counts at once."""
     deadline_s: Annotated[float, Meta(ge=0.1)] = 300.0
-    """Seconds that a blocking wait may take before it ends the run with a message that names both sides."""
+    """Longest blocking wait in seconds. A longer one ends the run with a message that names both sides."""
     link: Literal["auto", "shm", "tcp", "nccl"] = "auto"
-    """How weights travel; `auto` is shared memory on one host, tcp elsewhere."""
+    """Transport of the weights; `auto` is shared memory on one host and tcp between hosts."""
     delta: bool = False
-    """Send what changed since the last version instead of all of it, over links; worth it where they are slow."""
+    """Send only the difference from the last version over links. This pays off on slow links."""
     chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 25)] | None = None
-    """Bytes in which weights go down the chain; null follows from the links' speed and the chain's length."""
+    """Size of a chunk of weights in the chain of relays; null computes it from the links' speed and the chain's length."""
     max_bytes_per_s: Positive | None = None
     """Most bytes per second of one link; null for no bound."""
 

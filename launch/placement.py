@@ -1,4 +1,7 @@
-"""Who is who: from torchrun's ranks to roles, hosts and GPUs. Pure functions of numbers; all seats compute the same."""
+"""Placement: which role, host and GPU each of torchrun's ranks gets.
+
+The functions depend on numbers only, so all supervisors compute the same placement.
+"""
 
 import shutil
 import subprocess
@@ -13,7 +16,7 @@ from ..comm.recipe import RoleSettings
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one rank is: `slot` counts the ranks of its host that want a GPU; a relay has none."""
+    """The role of one rank, and its host. `slot` counts the ranks of the host that use a GPU; relays and tasks have none."""
 
     role: str
     index: int
@@ -27,15 +30,16 @@ class Placement:
 
 
 def count_ranks(roles: RoleSettings) -> int:
-    """Ranks of all roles."""
+    """The number of ranks of all roles."""
     return sum(astuple(roles))
 
 
 def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Placement]:
-    """The place of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
+    """The placement of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
 
-    Relays take the last ranks of the hosts, one per host first; the others are actors, then rollouts, references and
-    tasks, in rank order, so rank 0 is an actor. The first of each `tp` ranks of a replica is its `rollout`, the others are its `shard`s, all on one host.
+    Relays take the last ranks of the hosts, one per host first. The other ranks are actors, then rollouts, references and
+    tasks, in rank order, so rank 0 is an actor. The first of the `tp` ranks of a replica is its `rollout`, the others are
+    its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
     wanted = count_ranks(roles)
@@ -81,7 +85,7 @@ def _check_replicas_on_one_host(placements: list[Placement], tp: int) -> None:
     for first in range(0, len(ranks), tp):
         if len({place.host for place in ranks[first : first + tp]}) > 1:
             raise SettingError(
-                f"rollout.tp={tp}: the ranks of {ranks[first].name} would lie on two hosts; change roles so that each host"
+                f"rollout.tp={tp}: the ranks of {ranks[first].name} would be on two hosts; change roles so that each host"
                 " has room for whole replicas"
             )
 
@@ -101,17 +105,17 @@ def _place_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict
 
 
 def restartable_roles(roles: RoleSettings) -> frozenset[str]:
-    """Roles whose processes are started again, alone, when they die; the death of any other ends the run.
+    """Roles whose processes are started again when they die; the death of any other ends the run.
 
-    A relay's rows and weights lie on another relay too, where there is one.
+    A relay is one of them if there are several: another relay then has copies of its rows and weights.
     """
     return frozenset({"rollout", "shard", "reference", "task"} | ({"relay"} if roles.relay > 1 else set()))
 
 
 def visible_devices(placement: Placement, num_gpus: int, staging: str | None = None) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a place on a host with `num_gpus`: one each in order, shared when there are too few.
+    """`CUDA_VISIBLE_DEVICES` of a rank on a host with `num_gpus`: one each in order, shared when there are too few.
 
-    A relay has none but its `relay.staging_device`, if that is a GPU.
+    A relay has only `staging`, its `relay.staging_device`, if that is a GPU.
     """
     if placement.slot is None:
         return "" if placement.role == "task" or staging in (None, "cpu") else staging
@@ -121,24 +125,28 @@ def visible_devices(placement: Placement, num_gpus: int, staging: str | None = N
 def check_replicas(roles: RoleSettings, tp: int) -> None:
     """Raise `SettingError` unless the generator's ranks make whole replicas."""
     if roles.rollout % tp:
-        raise SettingError(f"roles.rollout={roles.rollout} ranks make no whole replicas of rollout.tp={tp} ranks")
+        raise SettingError(
+            f"roles.rollout={roles.rollout} is not a multiple of rollout.tp={tp}, the ranks of a replica"
+        )
 
 
 def check_staging(placements: Sequence[Placement], host: int, num_gpus: int, staging: str | None) -> None:
-    """Raise `SettingError` unless the relays of a host may have `relay.staging_device` there."""
+    """Raise `SettingError` unless the relays of a host can use `staging`, their `relay.staging_device`, there."""
     if staging in (None, "cpu") or all(p.role != "relay" for p in placements if p.host == host):
         return
     if not staging.isdigit() or int(staging) >= num_gpus:
-        raise SettingError(f"relay.staging_device={staging} is none of the {num_gpus} GPUs of host {host}, nor cpu")
+        raise SettingError(
+            f"relay.staging_device={staging} is neither cpu nor one of the {num_gpus} GPUs of host {host}"
+        )
     for place in placements:
         if place.host == host and place.role == "actor" and visible_devices(place, num_gpus) == str(int(staging)):
             raise SettingError(
-                f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL wants two; name another, or null"
+                f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL needs two; name another, or null"
             )
 
 
 def count_gpus() -> int:
-    """GPUs of this host, asked of nvidia-smi so that no CUDA context is made; 0 where it is absent."""
+    """The number of this host's GPUs, from nvidia-smi, which makes no CUDA context here; 0 without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""The quickstart: makes a small policy and its task where none are given, then runs the recipe.
+"""The quickstart: makes a small policy and its task unless the user names them, then runs the recipe.
 
 python -m headrace.launch.quickstart [KEY=VALUE ...]
 """
@@ -27,7 +27,7 @@ OPENINGS = (
 
 
 def main(words: Sequence[str]) -> int:
-    """Complete the command line with what is made here, and hand it on; returns the exit code."""
+    """Make the missing parts, complete the command line with them, run it; returns the exit code."""
     words = [str(RECIPE), *words]
     if "--help" in words or "-h" in words:
         return run.main(words)
@@ -42,10 +42,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def missing_parts(recipe: Recipe, *, is_dry_run: bool) -> list[str]:
-    """Overrides for what the recipe does not name, after making the files (unless `is_dry_run`).
+    """Overrides for the parts that the recipe does not name; makes their files unless `is_dry_run`.
 
-    The policy and the task that are made here belong together: a policy of the user's gets the openings of stories as
-    prompts, and the reward function is then the user's too.
+    The policy and the task made here belong together: with a policy of the user's the prompts are openings of stories,
+    and the reward function must be the user's too.
     """
     home = Path("runs") / "quickstart-policy" / f"seed-{recipe.run.seed}"
     parts: dict[str, Path] = {}
@@ -73,10 +73,10 @@ def _make(name: str, path: Path, seed: int) -> None:
 
 
 def make_policy(folder: Path, seed: int) -> None:
-    """Build and warm up the policy of this seed, unless an earlier quickstart has."""
+    """Build and warm up the policy of this seed, unless its folder exists."""
     if folder.is_dir():
         return
-    print_message("a small policy is made and warmed up (once; about half a minute)")
+    print_message("making and warming up a small policy (once; about half a minute)")
     from .recipes.tiny_policy import build_policy
 
     def example(random: Random) -> tuple[str, str]:

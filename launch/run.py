@@ -1,5 +1,5 @@
-"""The program. Without torchrun's environment it is the launcher: it checks the recipe, starts torchrun, tells how the
-run ended. Under torchrun it is a seat.
+"""The program. Without torchrun's environment it is the launcher: it checks the recipe, starts torchrun and prints how the
+run ended. Under torchrun it is the supervisor of one rank.
 
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run | --help]
 """
@@ -24,7 +24,7 @@ from .processes.secret import create_secret
 from .processes.supervisor import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, supervise
 
 PATIENCE_S = 2 * SHUTDOWN_S
-"""Seconds from an interrupt until torchrun is ended with it, and from there until it is killed."""
+"""Seconds from an interrupt until torchrun gets SIGTERM, and from there until it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +41,42 @@ class Arguments:
         options = [word for word in words if word.startswith("-")]
         others = [word for word in words if not word.startswith("-")]
         if unknown := [word for word in options if word != "--dry-run"]:
-            raise SettingError(f"unknown option {unknown[0]}; there are --dry-run and --help")
+            raise SettingError(f"unknown option {unknown[0]}; the options are --dry-run and --help")
         recipe = others[0] if others and "=" not in others[0] else None
         return cls(recipe, others[1:] if recipe else others, bool(options))
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit code: 2 for a user's mistake, told in one message."""
+    """Returns the exit code: 2 for a user's mistake, which is one message."""
     if "--help" in words or "-h" in words or not words:
         from .config.help import usage
 
         sys.stdout.write(usage())
         return 0
-    under_torchrun = "RANK" in os.environ
-    if under_torchrun:
-        block_signals()
+    is_rank = "RANK" in os.environ
     is_first = os.environ.get("RANK", "0") == "0"
+    if is_rank:
+        block_signals()
     try:
         arguments = Arguments.parse(words)
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         if arguments.is_dry_run:
-            if is_first:
-                sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
-            return 0
+            return _print_plan(recipe) if is_first else 0
         if recipe.run.mode == "replay":
-            return replay_run(recipe)
-        if is_first and LAUNCHER not in os.environ:
-            prepare(recipe)
-        if not under_torchrun:
-            return Launch(recipe).run()
-        exit_code = supervise(recipe)
-        if is_first and LAUNCHER not in os.environ:
-            print_summary(Path(recipe.run.dir))
-        return exit_code
+            return _replay(recipe)
+        return _run_rank(recipe, is_first) if is_rank else _launch(recipe)
     except SettingError as error:
         if is_first:
             print_message(f"error: {error}")
         return 2
 
 
-def replay_run(recipe: Recipe) -> int:
+def _print_plan(recipe: Recipe) -> int:
+    sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
+    return 0
+
+
+def _replay(recipe: Recipe) -> int:
     """Replay in this process, with as many threads as the run had; 1 if a step differs."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from ..trainer.replay import replay_steps
@@ -88,8 +84,24 @@ def replay_run(recipe: Recipe) -> int:
     return 1 if replay_steps(recipe) else 0
 
 
+def _launch(recipe: Recipe) -> int:
+    prepare(recipe)
+    return Launch(recipe).run()
+
+
+def _run_rank(recipe: Recipe, is_first: bool) -> int:
+    """Supervise a rank. Without our launcher, the first rank does the launcher's work before and after."""
+    is_first = is_first and LAUNCHER not in os.environ
+    if is_first:
+        prepare(recipe)
+    exit_code = supervise(recipe)
+    if is_first:
+        print_summary(Path(recipe.run.dir))
+    return exit_code
+
+
 def prepare(recipe: Recipe) -> None:
-    """Check the recipe and make the run folder ready for the processes to come."""
+    """Check the recipe and make the run folder ready for the processes of the run."""
     from .config.checks import check_recipe
 
     for warning in check_recipe(recipe):
@@ -101,7 +113,7 @@ def prepare(recipe: Recipe) -> None:
 
 
 def print_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Print how the run in `run_dir` ended, and return its summary; None if there is none."""
+    """Print how the run in `run_dir` ended and return its summary, None without one."""
     from .report.summary import read_summary, show_summary
     from .report.timeline import TRACE_FILE, Timeline
 
@@ -113,7 +125,7 @@ def print_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 class Launch:
-    """torchrun as a child, and the way of signals to the seats."""
+    """torchrun as a child. Signals go to the supervisors, its children."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -123,13 +135,13 @@ class Launch:
         self.kills = iter((signal.SIGTERM, signal.SIGKILL))
 
     def run(self) -> int:
-        """Start torchrun, wait for its end, tell how the run ended; returns the exit code.
+        """Start torchrun, wait for its end, print how the run ended; returns the exit code.
 
-        Waits for signals alone: SIGCHLD when torchrun ended, SIGINT or SIGTERM to pass on.
+        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, SIGINT or SIGTERM to pass on.
         """
         block_signals()
-        own_files = self.run_dir / "logs" / "torchrun"  # empty ones; without a place of theirs they stay in /tmp
-        torchrun = Child("torchrun", self._command(own_files), environment=self._environment())
+        torchrun_logs = self.run_dir / "logs" / "torchrun"  # empty files, which torchrun would leave in /tmp
+        torchrun = Child("torchrun", self._command(torchrun_logs), environment=self._environment())
         while (code := torchrun.poll()) is None:
             received = signal.sigtimedwait(WATCHED, min(3600.0, max(0.0, self.deadline - time.monotonic())))
             if received is not None and received.si_signo != signal.SIGCHLD:
@@ -137,45 +149,44 @@ class Launch:
             if time.monotonic() >= self.deadline:
                 self.deadline = time.monotonic() + PATIENCE_S
                 torchrun.send(next(self.kills, signal.SIGKILL))
-        shutil.rmtree(own_files, ignore_errors=True)
-        return self._tell_end(code)
+        shutil.rmtree(torchrun_logs, ignore_errors=True)
+        return self._exit_code(code)
 
-    def _command(self, own_files: Path) -> list[str]:
+    def _command(self, log_dir: Path) -> list[str]:
         num_ranks = str(count_ranks(self.recipe.roles))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
         config = self.run_dir / CONFIG_FILE
-        return [*torchrun, "--log-dir", str(own_files), "-m", "headrace.launch.run", str(config)]
+        return [*torchrun, "--log-dir", str(log_dir), "-m", "headrace.launch.run", str(config)]
 
     def _environment(self) -> Mapping[str, str]:
         return {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
     def _interrupt(self, torchrun: Child, number: int) -> None:
-        """Hand the first signal to the seats, which end the run in order (torchrun itself would print a traceback)."""
+        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback."""
         if self.received:
             print_message("interrupted again: the run is killed")
             self.kills, self.deadline = iter(()), time.monotonic()
             return
         self.received = number
         self.deadline = time.monotonic() + PATIENCE_S
-        seats = children_of(torchrun.pid)
         print_message(
             f"{signal.Signals(number).name}: the run ends in order, within {SHUTDOWN_S:g} s (a second one kills it)"
         )
-        for pid in seats:
+        supervisors = children_of(torchrun.pid)
+        for pid in supervisors:
             os.kill(pid, number)
-        if not seats:
+        if not supervisors:
             torchrun.send(signal.SIGTERM)
 
-    def _tell_end(self, code: int) -> int:
+    def _exit_code(self, code: int) -> int:
+        """Print how the run ended; `code` is torchrun's exit code."""
         summary = print_summary(self.run_dir)
         if self.received:
             return 128 + self.received
         if summary is None:
             print_message(f"error: the run ended without a summary; see {self.run_dir}/logs")
             return 1
-        if code != 0 and summary.get("exit_code") == 0:
-            return 1
-        return int(summary.get("exit_code", code))
+        return int(summary.get("exit_code", code)) or (1 if code else 0)
 
 
 def children_of(pid: int) -> list[int]:
@@ -185,7 +196,7 @@ def children_of(pid: int) -> list[int]:
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         if parent == pid:
             children.append(int(stat.parent.name))
     return children

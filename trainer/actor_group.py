@@ -1,6 +1,6 @@
-"""The actor's ranks: one process group of their own, FSDP2 shards, and what rank 0 tells the others.
+"""The trainer's ranks: their process group, FSDP2 shards, and collectives.
 
-Only rank 0 talks to the hub. What it takes it shares with the others as metadata, and each rank fetches its own rows.
+Only rank 0 talks to the hub. It broadcasts the metadata of each batch, and each rank fetches its own rows.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,15 @@ from ..comm.fleet import Fleet, StoreFleet
 from ..comm.messages import Message, decode, encode
 from ..comm.store import connect_store
 from ..comm.waits import waiting
-from ..relay.queue.stream import SingleRank, ThreadTeam
 
 if TYPE_CHECKING:
     from .policy.model import Policy
 
-_SLACK_S = 60.0  # a rank may wait as long as rank 0 waits for the hub, and a little more
+_SLACK_S = 60.0  # a rank waits while rank 0 waits for the hub, so its bound is longer
 
 
 class ActorGroup:
-    """The ranks of the trainer; with `size` 1 nothing is shared and nothing is sharded."""
+    """The ranks of the trainer; with `size` 1 nothing is sharded and the collectives do nothing."""
 
     def __init__(self, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
         self.rank = rank
@@ -38,7 +37,7 @@ class ActorGroup:
 
     @staticmethod
     def join(fleet: Fleet, size: int, device: torch.device, deadline_s: float) -> "ActorGroup":
-        """Meet the other ranks on the fleet's store. The default process group of an actor is the actor's own."""
+        """Open the process group on the fleet's store. It is the default group of the trainer's processes."""
         group = ActorGroup(fleet.me.index, size, device, deadline_s)
         if size > 1:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
@@ -48,7 +47,7 @@ class ActorGroup:
         return group
 
     def connect(self, store: Store) -> None:
-        """Meet the other ranks on a store of their own."""
+        """Open the process group on this store; a collective."""
         with waiting("the other actor ranks", "their process group", self._deadline_s):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
@@ -58,13 +57,13 @@ class ActorGroup:
                 timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
             )
 
-    def clone_for_thread(self) -> ThreadTeam:
-        """The same ranks for a thread of each: its collectives do not meet those of this group."""
-        return ThreadGroup(self.rank, self.size, self._deadline_s) if self.size > 1 else SingleRank()
+    def clone_for_thread(self) -> "ThreadGroup | None":
+        """A second group of the same ranks, for the collectives of a thread of each; None for a single rank."""
+        return ThreadGroup(self.rank, self.size, self._deadline_s + _SLACK_S) if self.size > 1 else None
 
     @property
     def is_lead(self) -> bool:
-        """Rank 0: the one that talks to the hub and writes the run folder."""
+        """Whether this is rank 0, which talks to the hub and writes the run folder."""
         return self.rank == 0
 
     def shard(self, policy: "Policy") -> None:
@@ -78,19 +77,16 @@ class ActorGroup:
         fully_shard(policy, mesh=mesh)
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """Sums over the ranks."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
-        """Maxima over the ranks."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def close(self) -> None:
-        """End the process group."""
         if self.size > 1:
             dist.destroy_process_group()
 
-    def _reduced(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -99,19 +95,19 @@ class ActorGroup:
 
 
 class ThreadGroup:
-    """The ranks of an actor for a thread of each, over Gloo: the threads of their streams."""
+    """A Gloo group of the trainer's ranks for the threads of their streams (`ThreadTeam`)."""
 
     def __init__(self, rank: int, size: int, deadline_s: float) -> None:
         self.rank = rank
         self.size = size
         self._deadline_s = deadline_s
-        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s + _SLACK_S))
+        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         assert isinstance(ranks, dist.ProcessGroup)
         self._ranks = ranks
 
     def broadcast(self, message: Message | None) -> Message:
         """Rank 0's message on all ranks; the others pass None and wait for it."""
-        with waiting("actor 0", "what is next", self._deadline_s + _SLACK_S):
+        with waiting("actor 0", "the next message", self._deadline_s):
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
             length = torch.tensor([len(body)])
             dist.broadcast(length, 0, group=self._ranks)
@@ -121,12 +117,11 @@ class ThreadGroup:
         return decode(body.numpy().tobytes())
 
     def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether any rank has raised it."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._ranks)
         return tensor.bool().tolist()
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """A tensor of all ranks' shards, gathered; a collective."""
+    """The whole tensor from the shards of all ranks; a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Trajectories as the trainer sees them, and their packing into micro-batches without padding."""
+"""Trajectories with the columns that training needs, packed into micro-batches without padding."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,22 +22,20 @@ class Trajectory:
     rollout_logprobs: np.ndarray
     loss_mask: np.ndarray
     version: int
-    reward: float
     advantage: float | np.ndarray = 0.0
-    """Of the whole response, or [R] for each of its tokens."""
+    """One for the whole response, or [R], one for each token."""
     ref_logprobs: np.ndarray | None = None
-    """[R] float32 of the initial policy."""
+    """[R] float32, by the initial policy."""
 
     @classmethod
     def of(cls, row: RowRef, columns: dict[str, np.ndarray], advantage: float) -> "Trajectory":
-        """A row with its columns; a column `advantages` takes the place of `advantage`."""
+        """A row with its columns; a column `advantages` replaces `advantage`."""
         return cls(
             prompt_ids=columns["prompt_ids"],
             response_ids=columns["response_ids"],
             rollout_logprobs=columns["rollout_logprobs"],
             loss_mask=columns["loss_mask"],
             version=row.version,
-            reward=row.reward,
             advantage=columns.get("advantages", advantage),
             ref_logprobs=columns.get("ref_logprobs"),
         )
@@ -48,23 +46,17 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-PADDING_TRAJECTORY = Trajectory(
-    prompt_ids=np.zeros(1, np.int32),
-    response_ids=np.zeros(1, np.int32),
-    rollout_logprobs=np.zeros(1, np.float32),
-    loss_mask=np.zeros(1, np.uint8),
-    version=-1,
-    reward=0.0,
-)
-"""A trajectory without weight, for a rank that has to run a round and has nothing to train."""
+_ZERO = np.zeros(1, np.int32)
+PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=_ZERO, version=-1)
+"""A trajectory without weight, for a rank that has an empty micro-batch and must take part in the collectives."""
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Trajectories one after the other, T tokens in all, R of them drawn by the policy.
+    """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
-    token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each drawn token;
-    targets, rollout_logprobs, advantages, mask, ref_logprobs (if there are any) [R]; is_fresh [R]: drawn by the very version in training.
+    token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
+    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training.
     """
 
     token_ids: Tensor
@@ -79,14 +71,13 @@ class PackedBatch:
 
 
 def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> PackedBatch:
-    """Lay trajectories end to end; `version` is the one in training."""
+    """Pack trajectories end to end; `version` is the one in training."""
     lengths = [t.num_tokens for t in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on.
     predictors = [
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
-    repeats = [len(t.response_ids) for t in trajectories]
     refs = [t.ref_logprobs for t in trajectories if t.ref_logprobs is not None]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -98,14 +89,11 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
         predictors=joined(predictors, torch.long),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
-        advantages=joined(
-            (_per_token(t.advantage, n) for t, n in zip(trajectories, repeats, strict=True)), torch.float32
-        ),
+        advantages=joined((np.broadcast_to(t.advantage, len(t.response_ids)) for t in trajectories), torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
-        is_fresh=joined([np.repeat([t.version == version for t in trajectories], repeats)], torch.bool),
+        is_fresh=joined(
+            [np.repeat([t.version == version for t in trajectories], [len(t.response_ids) for t in trajectories])],
+            torch.bool,
+        ),
         ref_logprobs=None if len(refs) < len(trajectories) else joined(refs, torch.float32),
     )
-
-
-def _per_token(advantage: float | np.ndarray, num_tokens: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(advantage, dtype=np.float64), num_tokens)

@@ -1,6 +1,6 @@
 """Checkpoints of the trainer: `checkpoints/step_N/{dcp,hf}` and the `latest` pointer, written last and atomically.
 
-A folder that `latest` does not name may be incomplete and is never resumed from.
+A folder that `latest` does not name may be incomplete; a run never resumes from it.
 """
 
 import os
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .actor_group import ActorGroup
+if TYPE_CHECKING:
+    from .actor_group import ActorGroup
 
 
 class TrainingState(Stateful):
-    """What DCP saves: model, optimizer, random number generators and the steps done."""
+    """The state that DCP saves: model, optimizer, random number generators and the number of steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -37,12 +38,8 @@ class TrainingState(Stateful):
         return {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
+        model, optimizer = state_dict["model"], state_dict["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         torch.set_rng_state(state_dict["rng"]["cpu"])
         if "cuda" in state_dict["rng"]:
             torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
@@ -50,9 +47,9 @@ class TrainingState(Stateful):
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of one run; keeps the newest `keep`. Saving and loading are collectives of `group`."""
+    """The folder `checkpoints/` of a run, with the newest `keep`. `save` and `load` are collectives of `group`."""
 
-    def __init__(self, run_dir: Path, keep: int, group: ActorGroup) -> None:
+    def __init__(self, run_dir: Path, keep: int, group: "ActorGroup") -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = keep
         self.group = group
@@ -66,34 +63,28 @@ class Checkpoints:
         return int(pointer.read_text().removeprefix("step_")) if pointer.exists() else None
 
     def save(self, state: TrainingState) -> Path:
-        """Write the training state after `state.step` steps; the caller has written `hf` beside it."""
+        """Write the training state beside the `hf` folder that the caller has written, and move the pointer."""
         path = self.path(state.step)
         with _quiet():
             save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=self.group.size == 1)
         if self.group.is_lead:
-            self._point_to(path)
+            pointer = self.folder / "latest.new"
+            pointer.write_text(path.name)
+            os.replace(pointer, self.folder / "latest")
+            steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
+            for step in steps[: -self.keep]:
+                shutil.rmtree(self.path(step))
         return path
 
     def load(self, state: TrainingState, step: int) -> None:
-        """Put model, optimizer, generators and step of a checkpoint into `state`."""
+        """Load the checkpoint of a step into `state`."""
         with _quiet():
             load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=self.group.size == 1)
-
-    def _point_to(self, path: Path) -> None:
-        pointer = self.folder / "latest.new"
-        pointer.write_text(path.name)
-        os.replace(pointer, self.folder / "latest")
-        self._prune()
-
-    def _prune(self) -> None:
-        steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
-        for step in steps[: -self.keep]:
-            shutil.rmtree(self.path(step))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns where it works in a single process; with one actor rank that is what is meant."""
+    """Without DCP's warning that it runs in a single process, which is right for one actor rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

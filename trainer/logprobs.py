@@ -1,41 +1,43 @@
-"""Log-probabilities of trajectories: packed, as training reads them, and by the row, for the task `reference`."""
+"""Log-probabilities of trajectories: of a packed batch, for training, and of each row, for the task `reference`."""
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.recipe import Recipe
-from ..relay.queue.stream import Batch
 from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack
 from .policy.model import Policy
 
+if TYPE_CHECKING:
+    from ..relay.queue.batch import Batch
+
 NEEDED = ("prompt_ids", "response_ids")
+"""The columns that `response_logprobs` reads."""
 
 
 def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Log-probability of each drawn token and the entropy it was drawn with, [R] each, tempered as in the loss."""
+    """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
     with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
 
 
-def response_logprobs(policy: Policy, batch: Batch, device: torch.device, recipe: Recipe) -> list[np.ndarray]:
-    """[R] float32 for each row of this rank's, in the order of `batch.rows`, tempered as in the loss.
+def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:
+    """[R] float32 for each of this rank's rows, in the order of `batch.rows`, at the temperature of sampling.
 
-    A collective of the ranks over which the policy is sharded.
+    A collective of the ranks that share a sharded policy.
     """
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
-        trajectories = [_trajectory(batch.columns[row.key]) for row in part]
+        tokens = [[batch.columns[row.key][name] for name in NEEDED] for row in part]
+        lengths = [len(response) for _, response in tokens]
+        trajectories = [
+            Trajectory(prompt, response, np.zeros(n, np.float32), np.ones(n, np.uint8), version=-1)
+            for (prompt, response), n in zip(tokens, lengths, strict=True)
+        ]
         with torch.no_grad():
             logprobs, _ = packed_logprobs(policy, pack(trajectories or [PADDING_TRAJECTORY], -1, device), recipe)
-        values = logprobs.float().cpu().numpy()
-        found += np.split(values, np.cumsum([len(t.response_ids) for t in trajectories])[:-1]) if trajectories else []
+        found += np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths)[:-1]) if part else []
     return found
-
-
-def _trajectory(columns: dict[str, np.ndarray]) -> Trajectory:
-    length = len(columns["response_ids"])
-    nothing = np.zeros(length, np.float32)
-    mask = np.ones(length, np.uint8)
-    return Trajectory(columns["prompt_ids"], columns["response_ids"], nothing, mask, version=-1, reward=0.0)

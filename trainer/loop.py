@@ -1,7 +1,7 @@
-"""The trainer's loop: take the groups of a step as they become ready, update, publish, go on.
+"""The trainer's loop: accumulate the groups of a step as they become ready, update the weights, publish them.
 
-Consumes groups from the experience queue; waits for the hub only (a named wait of rank 0); woken by its `TrainBatch` messages. It
-never waits for a rollout, and publishing costs it one copy.
+It consumes groups from the experience queue. It waits for `TrainBatch` messages of the hub (a named wait of rank 0), never for a
+rollout. Publishing costs one copy of the weights.
 """
 
 import resource
@@ -16,9 +16,10 @@ from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, Training
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
+from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
-from ..relay.queue.stream import Batch, ExperienceStream, RunStopped
-from ..relay.queue.tasks import REFERENCE, TRAIN
+from ..relay.queue.stream import ExperienceStream, RunStopped
+from ..relay.queue.tasks import REFERENCE
 from .learners.base import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .step_log import StepLog
@@ -26,7 +27,7 @@ from .step_stats import StepStats
 
 
 class Trainer:
-    """One rank of the trainer with its wires. Rank 0 also talks to the hub and writes the run folder."""
+    """One rank of the trainer. Rank 0 also talks to the hub and writes the run folder."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -39,10 +40,13 @@ class Trainer:
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.mailbox = fleet.open_mailbox(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
+        tasks = [TRAIN]
+        if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
+            tasks.append(REFERENCE.name)
         self.stream = ExperienceStream(
             self.mailbox,
             self.storage,
-            [TRAIN, *tasks_of(recipe)],
+            tasks,
             steps=range(self.learner.version, recipe.run.steps),
             max_tokens=recipe.optimizer.micro_tokens,
             thread_team=self.group.clone_for_thread(),
@@ -60,7 +64,9 @@ class Trainer:
                 self.train_step(step)
                 every = self.recipe.checkpoint.every
                 if every and (step + 1) % every == 0:
-                    self.checkpoint()
+                    path = self.learner.checkpoint()
+                    if self.recorder is not None:
+                        self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
         except RunStopped:
             self.learner.discard()
         self.finish()
@@ -68,31 +74,31 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
         started, self.waited_s = self.clock.now(), 0.0
-        tally, received, total = StepStats(self.recipe.sampling.max_new_tokens), 0, 1
+        stats, received, total = StepStats(self.recipe.sampling.max_new_tokens), 0, 1
         fleet_metrics: dict[str, float] = {}
         while received < total:
-            batch = self.take(step)
-            hand_out = batch.row_batch
-            if not isinstance(hand_out, TrainBatch):
+            batch = self.next_batch(step)
+            taken = batch.row_batch
+            if not isinstance(taken, TrainBatch):
                 self.trace.enter(batch.task, step=step)
                 self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
-            received, total, fleet_metrics = received + len(hand_out.groups), hand_out.total, hand_out.metrics
+            received, total, fleet_metrics = received + len(taken.groups), taken.total, taken.metrics
             if self.step_log is not None:
                 self.step_log.add(batch)
             self.trace.enter("train", step=step)
-            self.learner.accumulate(batch, tally)
-        metrics: dict[str, Value] = {**self.learner.step(tally), **tally.metrics(step)}
+            self.learner.accumulate(batch, stats)
+        metrics: dict[str, Value] = {**self.learner.step(stats), **stats.metrics(step)}
         if self.recorder is not None:
             self.mailbox.send("hub", StepTrained(step))
         metrics |= self.publish()
         if self.step_log is not None:
             self.step_log.write(step)
         if self.recorder is not None:
-            self.recorder.step(step, self.clock.now() - started, self.waited_s, tally, metrics | fleet_metrics)
+            self.recorder.step(step, self.clock.now() - started, self.waited_s, stats, metrics | fleet_metrics)
 
-    def take(self, step: int) -> Batch:
-        """The next batch, the same on all ranks but for its rows. Raises `RunStopped` on all when the hub ends the run."""
+    def next_batch(self, step: int) -> Batch:
+        """This rank's share of the next batch. Raises `RunStopped` on all ranks when the hub ends the run."""
         started = self.clock.now()
         self.trace.enter("wait", step=step)
         batch = self.stream.next()
@@ -100,20 +106,14 @@ class Trainer:
         return batch
 
     def publish(self) -> dict[str, Value]:
-        """Hand the present weights to the relays; returns after the copy."""
+        """Publish the present weights to the relays; returns after the copy."""
         started = self.clock.now()
         self.trace.enter("publish")
         self.learner.publish()
         return {"weights/push_s": self.clock.now() - started, "weights/bytes": self.learner.num_bytes}
 
-    def checkpoint(self) -> None:
-        """Write weights for users and the whole training state for `run.resume`."""
-        path = self.learner.checkpoint()
-        if self.recorder is not None:
-            self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
-
     def finish(self) -> None:
-        """Export the last weights, tell the hub the facts for the summary, close the wires."""
+        """Export the last weights, send the hub the facts for the summary, and close everything."""
         self.stream.close()
         export = self.learner.export()
         self.learner.close()
@@ -125,7 +125,7 @@ class Trainer:
 
 
 class RunRecorder:
-    """What rank 0 keeps of the run: metrics, and the facts for the summary."""
+    """Rank 0's record of the run: metrics, and the facts for the summary."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.mailbox: Mailbox = trainer.mailbox
@@ -136,7 +136,6 @@ class RunRecorder:
         self.num_tokens = 0
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
-        """Write down one step."""
         tokens = sum(row.num_tokens for row in stats.rows)
         metrics |= {
             "timing_s/step": step_s,
@@ -152,7 +151,7 @@ class RunRecorder:
         print(console_line(step, self.num_steps, metrics), flush=True)
 
     def finish(self, export: str) -> None:
-        """Tell the hub the facts for the summary."""
+        """Send the hub the facts for the summary."""
         elapsed_s, num = self.log.elapsed_s, len(self.rewards)
         facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
         facts["tokens_per_s"] = round(self.num_tokens / max(elapsed_s, 1e-9), 1)
@@ -161,12 +160,6 @@ class RunRecorder:
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         self.log.close()
         self.mailbox.send("hub", TrainingDone(num, facts))
-
-
-def tasks_of(recipe: Recipe) -> list[str]:
-    """Tasks that the trainer's ranks do besides training."""
-    reference = recipe.algorithm.kl_coef > 0 and not recipe.roles.reference
-    return [REFERENCE.name] if reference else []
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""Policy-gradient losses and advantages as pure functions of per-token tensors."""
+"""The policy-gradient loss and the advantages, as pure functions of tensors."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-4) 
     """GRPO's advantage of each sample of one group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     rewards [n] -> advantages [n]: r - mean(r), divided by the standard deviation of the group if `scale_by_std`. Equal rewards
-    give exact zeros: the rounding of their mean would be a gradient, which Adam scales up to a full step.
+    give exact zeros: rounding errors of their mean would give a gradient, and Adam would scale it up to a full step.
     """
     if rewards.max() == rewards.min():
         return torch.zeros_like(rewards)
@@ -43,8 +43,8 @@ def grpo_loss(
     """Clipped surrogate (PPO, arXiv 1707.06347, formula 7), summed over tokens, not yet divided by their number.
 
     All arguments are [T], one entry per response token: `logprobs` and `entropy` of the policy in training,
-    `rollout_logprobs` of the policy that generated (whatever its version), `mask` 0 for tokens that bear no loss,
-    `ref_logprobs` of the initial policy, for a KL term.
+    `rollout_logprobs` of the version that generated, `mask` 0 for tokens without loss, `ref_logprobs` of the initial policy,
+    for a KL term.
     """
     log_ratio = logprobs - rollout_logprobs
     ratio = log_ratio.exp()
@@ -64,8 +64,9 @@ def grpo_loss(
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """KL(policy | reference) by each token drawn from the policy, [T]: r - 1 - log r with r = p_ref / p; never negative, unbiased
-    (J. Schulman, "Approximating KL divergence", 2020; DeepSeekMath, arXiv 2402.03300, formula 4).
+    """Estimate of KL(policy | reference) from each token that the policy drew, [T]: r - 1 - log r with r = p_ref / p.
+
+    Never negative and unbiased (J. Schulman, "Approximating KL divergence", 2020; DeepSeekMath, arXiv 2402.03300, formula 4).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - 1 - log_ratio

@@ -32,9 +32,8 @@ class MetricsLog:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in metrics.items():
-            if isinstance(value, Mapping):
-                continue
-            self._board.add_scalar(name, value, step)
+            if not isinstance(value, Mapping):
+                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._file.close()
@@ -42,7 +41,7 @@ class MetricsLog:
 
 
 def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str:
-    """What the console shows of a step."""
+    """The line of a step on the console."""
     m = metrics
     mismatch = f"{m['mismatch/logprob_abs_diff']:.1e}" if "mismatch/logprob_abs_diff" in m else "-"
     return (
@@ -54,7 +53,7 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str
 
 
 def _keep_before(path: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run does again."""
+    """Drop the lines of steps that a resumed run repeats."""
     if path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The reference policy on ranks of its own: log-probabilities of the initial policy for every trajectory, as it comes in.
+"""The reference policy on ranks of its own: log-probabilities of the initial policy for every trajectory.
 
-Consumes rows of the task `reference`; waits for the hub only; woken by its hand-outs. Each rank has the whole policy and asks
-for itself, so the faster ones do more.
+It consumes rows of the task `reference` and waits for batches from the hub only. Each rank has the whole policy and requests
+its own rows, so faster ranks do more.
 """
 
 from ..comm.fleet import Fleet
@@ -15,15 +15,15 @@ from .policy.model import default_device, load_policy
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
-    """The reference's process, until the hub ends the run."""
+    """The process of a reference rank, until the hub ends the run."""
     device = default_device(exact=recipe.generator.exact)
     policy = load_policy(recipe.model.path, recipe.model.dtype, device)
-    mailbox, units = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
+    mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
     max_tokens = recipe.optimizer.micro_tokens
-    stream = ExperienceStream(mailbox, units, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
+    stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=max_tokens).start()
     for batch in stream:
         stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
     stream.close()
     mailbox.send("hub", HeldRows([], []))
-    units.close()
+    storage.close()
     mailbox.close()

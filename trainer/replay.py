@@ -1,8 +1,7 @@
 """Replay of a finished run: the same batches in the same order give the same losses, however asynchronous the run was.
 
-Which trajectories were trained when is the only thing that asynchrony decides about training, and the run folder holds it.
-Each actor rank of the run is a rank of the replay, with the rows that it trained. Rank 0 is the caller's process; it starts
-the others.
+Asynchrony decides only which trajectories each step trains, and the run folder records that. Each actor rank of the run is a
+rank of the replay, with the rows that it trained. Rank 0 is the caller's process; it starts the other ranks.
 """
 
 import json
@@ -28,10 +27,10 @@ COMPARED = ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl",
 
 
 def replay_steps(recipe: Recipe) -> int:
-    """Train the steps of the run in `run.dir` again from its initial weights, one line per step; returns how many differ.
+    """Train the steps of the run in `run.dir` again from its initial weights, and return how many differ.
 
-    Bit for bit on the machine of the run; elsewhere the differences are printed. Raises `SettingError` if a step's rows are
-    not there, or were trained by another number of ranks than `roles.actor`.
+    On the machine of the run they are equal bit for bit. Prints one line per step, with the differences. Raises `SettingError`
+    if a step's rows are missing, or if another number of ranks than `roles.actor` trained it.
     """
     lines = (Path(recipe.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     recorded = [json.loads(line) for line in lines]
@@ -44,8 +43,8 @@ def replay_steps(recipe: Recipe) -> int:
                 f"{name} {row[name]!r} -> {metrics[name]!r}" for name in COMPARED if row[name] != metrics[name]
             ]
             num_different += bool(differences)
-            told = "; ".join(differences) or "the same"
-            print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {told}")
+            result = "; ".join(differences) or "the same"
+            print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {result}")
     print(f"{len(recorded)} steps replayed, {num_different} of them differ")
     return num_different
 
@@ -53,11 +52,10 @@ def replay_steps(recipe: Recipe) -> int:
 def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
     num_ranks = recipe.roles.actor
     for step in steps:
-        saved = StepReplay(Path(recipe.run.dir), step)
-        if saved.num_ranks != num_ranks:
+        recorded = StepReplay(Path(recipe.run.dir), step).num_ranks
+        if recorded != num_ranks:
             raise SettingError(
-                f"roles.actor={num_ranks}: step {step + 1} was trained by {saved.num_ranks} actor ranks, and a replay needs"
-                " as many"
+                f"roles.actor={num_ranks}: step {step + 1} was trained by {recorded} actor ranks, and a replay needs as many"
             )
         for rank in range(1, num_ranks):
             StepReplay(Path(recipe.run.dir), step, rank)
@@ -65,7 +63,7 @@ def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
 
 @contextmanager
 def _other_ranks(recipe: Recipe, steps: list[int], folder: str) -> Iterator[None]:
-    """Processes of ranks 1 and later, which end with the last step, or with the body if it fails."""
+    """Processes of ranks 1 and later. They end after the last step, or are killed when the body fails."""
     processes = [
         multiprocessing.get_context("spawn").Process(target=_follow, args=(recipe, rank, steps, folder), daemon=True)
         for rank in range(1, recipe.roles.actor)
@@ -87,7 +85,7 @@ def _follow(recipe: Recipe, rank: int, steps: list[int], folder: str) -> None:
 
 
 def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator[dict[str, Any]]:
-    """One rank of the replay: yields the metrics of each step. The ranks meet through a file in `folder`."""
+    """One rank of the replay: yields the metrics of each step. The ranks connect through a file in `folder`."""
     num_ranks, device = recipe.roles.actor, default_device(exact=recipe.generator.exact)
     group = ActorGroup(rank, num_ranks, device, recipe.comm.deadline_s)
     if num_ranks > 1:
@@ -97,8 +95,8 @@ def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator
         group.connect(FileStore(f"{folder}/ranks", num_ranks))
     actor = Actor(recipe, group)
     for step in steps:
-        tally = StepStats(recipe.sampling.max_new_tokens)
+        stats = StepStats(recipe.sampling.max_new_tokens)
         for batch in StepReplay(Path(recipe.run.dir), step, rank).batches():
-            actor.accumulate(batch, tally)
-        yield {**actor.step(tally), **tally.metrics(step)}
+            actor.accumulate(batch, stats)
+        yield {**actor.step(stats), **stats.metrics(step)}
     group.close()

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..comm.fleet import Fleet
 from ..comm.messages import RowId, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
+from ..relay.queue.batch import TRAIN
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream
-from ..relay.queue.tasks import TRAIN
 from ..relay.weights.layout import Layout
 from ..relay.weights.publisher import WeightPublisher
 from .policy.model import load_policy

@@ -1,7 +1,7 @@
-"""What each step trained on, kept in the run folder: `rows/step_N.safetensors` with the rows' columns and the hand-outs.
+"""The training data of each step in the run folder: `rows/step_N.safetensors` with the batches and their rows' columns.
 
-A hand-out is kept as it came, with its micro-batches, since they decide what is packed together: so a replay adds up the same
-numbers in the same order. With several actor ranks each keeps its own rows, rank 1 in `rows/step_N.1.safetensors`.
+A batch is saved with its micro-batches, which decide the packing, so a replay adds up the same numbers in the same order. With
+several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensors`.
 """
 
 import json
@@ -14,13 +14,13 @@ from safetensors.numpy import save_file
 
 from ..comm.errors import SettingError
 from ..comm.messages import TrainBatch, decode, encode
-from ..relay.queue.stream import Batch
+from ..relay.queue.batch import Batch
 
 _NUM_RANKS = "ranks"
 
 
 class StepLog:
-    """Collects one rank's batches of a step, and writes them when it is over."""
+    """Collects one rank's batches of a step, in their order, and writes them at its end."""
 
     def __init__(self, run_dir: Path, rank: int = 0, num_ranks: int = 1) -> None:
         self._run_dir = run_dir
@@ -29,11 +29,10 @@ class StepLog:
         self._batches: list[Batch] = []
 
     def add(self, batch: Batch) -> None:
-        """A batch, in the order in which they came."""
         self._batches.append(batch)
 
     def write(self, step: int) -> None:
-        """Write the step's file, whole or not at all, and begin the next."""
+        """Write the step's file atomically, and start the next step."""
         path = _path(self._run_dir, step, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         columns: dict[str, np.ndarray] = {}
@@ -50,34 +49,34 @@ class StepLog:
 
 
 class StepReplay:
-    """One rank's file of a step, as a replay reads it. Raises `SettingError` if it is not there."""
+    """One rank's file of a step, for a replay. Raises `SettingError` if it is missing."""
 
     def __init__(self, run_dir: Path, step: int, rank: int = 0) -> None:
         self._path = _path(run_dir, step, rank)
         if not self._path.exists():
             raise SettingError(
-                f"run.dir: {self._path} is not there; a run can be replayed if it ran with run.save_rows=true"
+                f"run.dir: {self._path} is missing; a run can be replayed if it ran with run.save_rows=true"
             )
         with safe_open(self._path, framework="numpy") as file:
             self._metadata: dict[str, str] = file.metadata() or {}
         if _NUM_RANKS not in self._metadata:
-            raise SettingError(f"run.dir: {self._path} is of an older version, which did not keep the micro-batches")
+            raise SettingError(f"run.dir: {self._path} was written by an older version, without micro-batches")
         self.num_ranks = int(self._metadata[_NUM_RANKS])
-        """The actor ranks that trained the step."""
+        """The number of actor ranks that trained the step."""
 
     def batches(self) -> Iterator[Batch]:
-        """The batches in their order."""
+        """The batches in the order of training."""
         columns: dict[str, dict[str, np.ndarray]] = {}
         with safe_open(self._path, framework="numpy") as file:
-            for place in file.keys():  # noqa: SIM118 - not a mapping
-                key, _, name = place.partition("/")
-                columns.setdefault(key, {})[name] = file.get_tensor(place)
+            for tensor in file.keys():  # noqa: SIM118 - not a mapping
+                key, _, name = tensor.partition("/")
+                columns.setdefault(key, {})[name] = file.get_tensor(tensor)
         for number in range((len(self._metadata) - 1) // 2):
-            hand_out = decode(self._metadata[f"{number}"].encode())
-            assert isinstance(hand_out, TrainBatch)
-            rows = {row.key: row for row in hand_out.rows()}
-            parts = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
-            yield Batch(hand_out, parts, columns)
+            row_batch = decode(self._metadata[f"{number}"].encode())
+            assert isinstance(row_batch, TrainBatch)
+            rows = {row.key: row for row in row_batch.rows()}
+            micro_batches = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
+            yield Batch(row_batch, micro_batches, columns)
 
 
 def _path(run_dir: Path, step: int, rank: int) -> Path:

@@ -1,15 +1,18 @@
-"""Sums over the micro-batches of a step, and the metrics that they make."""
+"""Sums over the micro-batches of a step, and the metrics computed from them."""
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..comm.messages.queue import RowRef
-from ..relay.queue.stream import Batch
-from .actor_group import ActorGroup
 from .batch import PackedBatch
 from .loss import LossTerms
+
+if TYPE_CHECKING:
+    from ..relay.queue.batch import Batch
+    from .actor_group import ActorGroup
 
 _SUMS = (
     "tokens", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
@@ -19,12 +22,15 @@ _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
 
 class StepStats:
-    """Adds up what one optimizer step trains on. Importance weights count all tokens; `mismatch/*` only those drawn by the
-    very version in training, so that engine mismatch and staleness stay apart."""
+    """Statistics of the data of one optimizer step.
+
+    Importance weights count all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the
+    mismatch of generator and trainer apart from staleness.
+    """
 
     def __init__(self, max_new_tokens: int) -> None:
         self.rows: list[RowRef] = []
-        """Of all ranks."""
+        """The rows of all ranks."""
         self.group_stds: list[float] = []
         self._max_new_tokens = max_new_tokens
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
@@ -32,16 +38,15 @@ class StepStats:
 
     @property
     def num_tokens(self) -> float:
-        """Tokens that bear loss; of this rank before `reduce`, of all after it."""
+        """Tokens with loss: of this rank before `reduce`, of all ranks after it."""
         return self._sums["tokens"]
 
     @property
     def mean_reward(self) -> float:
-        """Mean over the trajectories of the step."""
         return sum(row.reward for row in self.rows) / len(self.rows)
 
-    def add(self, batch: Batch) -> None:
-        """Add all groups of a hand-out, as all ranks do, and the responses that this rank trains."""
+    def add(self, batch: "Batch") -> None:
+        """Add the groups of a batch, which are the same on all ranks, and the responses of this rank."""
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
@@ -67,13 +72,13 @@ class StepStats:
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
 
-    def reduce(self, group: ActorGroup) -> None:
-        """Make the sums those of all ranks."""
+    def reduce(self, group: "ActorGroup") -> None:
+        """Sum over the ranks; a collective."""
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
-        """The data's and the loss's metrics of a step that trained `version`."""
+        """Metrics of the data and of the loss, for a step that trained `version`."""
         rewards = torch.tensor([row.reward for row in self.rows])
         staleness = [version - row.version for row in self.rows]
         s, n = self._sums, max(self._sums["tokens"], 1.0)

@@ -1,4 +1,6 @@
-"""The base class of messages, and the names of rows and groups that they mention."""
+"""The base class of messages, and the names of rows, groups, processes and storage units that they mention."""
+
+import re
 
 import msgspec
 
@@ -56,3 +58,18 @@ class RowId(msgspec.Struct, frozen=True, order=True):
 def trajectory_group(number: int) -> int:
     """The bits that the numbers of all samples of one group share; `number` is a `RowId.number`."""
     return number >> _SAMPLE_BITS
+
+
+def storage_id_of(relay: str, incarnation: int) -> str:
+    """The name of the storage unit in one incarnation of a relay's process: "relay-1#2"."""
+    return f"{relay}#{incarnation}"
+
+
+def process_of(name: str) -> str:
+    """The process that an inbox ("relay-1/weights") or a storage unit ("relay-1#2") belongs to."""
+    return re.split("[/#]", name, maxsplit=1)[0]
+
+
+def role_of(process: str) -> str:
+    """The role of a process: "relay" of "relay-1"."""
+    return process.partition("-")[0]

@@ -12,6 +12,11 @@ class LeaseRequest(Message, frozen=True):
     version: int
     num_groups: int
 
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the process that asks: it numbers its requests from `incarnation << 32` on."""
+        return self.request_id >> 32
+
 
 class Lease(msgspec.Struct, frozen=True):
     """One group leased to a rollout: the data set's row as JSON, the samples to draw, and the number of this attempt."""

@@ -2,8 +2,8 @@
 
     python -m headrace.launch.bench [WORKLOAD ...] [--list] [--runs N] [--json FILE]
 
-WORKLOAD is a name that `--list` shows: a workload, a group of workloads, or a row. Rows that are measured together come
-together. Without a name all workloads run.
+WORKLOAD is a name that `--list` shows: a workload, a group of workloads, or a row, which runs its workload. Without a name
+all workloads run.
 """
 
 import argparse
@@ -20,22 +20,20 @@ from .harness import ENVIRONMENT, HEADING, Measurement, Options, Work, line, med
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """An entry of the list; the module, which may be slow to import, is loaded when it runs."""
+    """An entry of the list. Its module, which may be slow to import, is imported when it runs."""
 
     name: str
     group: str
     module: str
     measures: str
     rows: tuple[str, ...] = ()
-    """Names of its rows, where they differ from its own."""
+    """Names of its rows if they differ from its own."""
 
     @property
     def names(self) -> set[str]:
-        """The names that select it."""
         return {self.name, self.group, *self.rows}
 
     def load(self) -> Work:
-        """Import the function that runs it once."""
         return import_module(f".{self.module}", __package__).WORKLOADS[self.name]
 
 
@@ -69,7 +67,7 @@ CATALOGUE = (
 
 
 def choose(words: Sequence[str]) -> list[Workload]:
-    """The workloads that the words name, all without words; raises KeyError with a message for an unknown word."""
+    """The workloads that the words name, all of them without words; raises KeyError with a message for an unknown word."""
     known = {name for workload in CATALOGUE for name in workload.names}
     for word in words:
         if word not in known:
@@ -79,7 +77,7 @@ def choose(words: Sequence[str]) -> list[Workload]:
 
 
 def describe(workload: Workload) -> str:
-    """Its line of `--list`."""
+    """The line of `--list` for a workload."""
     rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
     return f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}\n"
 
@@ -92,9 +90,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="run each N times; the table shows medians")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
     defaults = Options()
-    parser.add_argument(
-        "--megabytes", type=int, default=defaults.megabytes, help="size of a version (tcp-link, shm-copies)"
-    )
+    parser.add_argument("--megabytes", type=int, default=defaults.megabytes, help="of a version (tcp-link, shm-copies)")
     parser.add_argument("--seconds", type=float, default=defaults.seconds, help="duration of `load`")
     parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
@@ -113,7 +109,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Path | None) -> None:
-    """Run the workloads, print their rows and write those so far to `path`."""
+    """Run the workloads; print their rows and write them to `path` after each workload."""
     rows: list[Measurement] = []
     print(HEADING, flush=True)
     for workload in workloads:

@@ -1,9 +1,9 @@
-"""This engine beside transformers' two.
+"""This engine compared with transformers' two generators.
 
-Random weights. Prompts and response lengths are drawn once per scenario (lengths log-normal, sigma 0.9, cut at 256), and every
-contender must produce exactly the tokens asked for, with log-probabilities. On the CPU one thread and tokens per second of
-the process's CPU time, on a GPU of wall time; contenders in turn, the best of their rounds. The kernel floor is the time of
-the bare linear and attention kernels of one decode step.
+The weights are random. Prompts and response lengths are drawn once per scenario (log-normal lengths, sigma 0.9, at most 256).
+Every engine must produce exactly the requested tokens, with log-probabilities. Tokens per second count the process's CPU
+time on one thread, or on a GPU the wall time; engines take turns and their best round counts. The kernel floor is the time
+of the linear and attention kernels of one decode step alone.
 """
 
 import math
@@ -35,7 +35,7 @@ _FLOOR_SLOTS, _FLOOR_CONTEXT = 32, 192
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The requests that every contender serves."""
+    """The requests that every engine serves."""
 
     name: str
     size: str
@@ -48,7 +48,7 @@ class Scenario:
     slots: int = 32
 
     def groups(self) -> list[tuple[list[int], list[int]]]:
-        """Prompts, each with the response lengths of its samples."""
+        """Each prompt with the response lengths of its samples."""
         rng = random.Random(0)
         prompts = [
             [rng.randrange(10, 4000) for _ in range(rng.randint(*self.prompt_lengths))] for _ in range(self.num_prompts)
@@ -59,7 +59,7 @@ class Scenario:
         ]
 
     def requests(self) -> list[tuple[list[int], int]]:
-        """The same, one prompt and length for each sample."""
+        """The prompt and the response length of each sample."""
         return [(prompt, length) for prompt, lengths in self.groups() for length in lengths]
 
 
@@ -100,26 +100,26 @@ def by_engine(path: Path, scenario: Scenario) -> Callable[[], None]:
     groups = scenario.groups()
 
     def run() -> None:
-        asked: dict[int, int] = {}
+        requested: dict[int, int] = {}
         for prompt, lengths in groups:
-            ids = range(len(asked), len(asked) + len(lengths))
-            asked.update(zip(ids, lengths, strict=True))
+            ids = range(len(requested), len(requested) + len(lengths))
+            requested.update(zip(ids, lengths, strict=True))
             engine.add_group(prompt, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths], ids)
         done = {}
         while not engine.idle:
             done |= {c.trajectory_id: len(c.logprobs) for c in engine.step()}
-        assert done == asked, "the engine made other lengths than asked"
+        assert done == requested, "the engine returned other lengths than requested"
 
     return run
 
 
 def by_generate(path: Path, scenario: Scenario) -> Callable[[], None]:
     """A run of transformers' `generate` on padded batches."""
-    model, asked = _reference(path, scenario), scenario.requests()
+    model, requested = _reference(path, scenario), scenario.requests()
 
     def run() -> None:
-        for start in range(0, len(asked), scenario.slots):
-            batch = asked[start : start + scenario.slots]
+        for start in range(0, len(requested), scenario.slots):
+            batch = requested[start : start + scenario.slots]
             longest, most = max(len(p) for p, _ in batch), max(n for _, n in batch)
             tokens = torch.tensor([[0] * (longest - len(p)) + p for p, _ in batch])
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in batch])
@@ -135,11 +135,11 @@ def by_generate(path: Path, scenario: Scenario) -> Callable[[], None]:
 
 def by_generate_batch(path: Path, scenario: Scenario) -> Callable[[], None]:
     """A run of transformers' continuous batching."""
-    model, asked = _reference(path, scenario), scenario.requests()
+    model, requested = _reference(path, scenario), scenario.requests()
     known = signature(ContinuousBatchingConfig).parameters
     wanted: dict[str, Any] = {"max_requests_per_batch": scenario.slots, "return_logprobs": True}
     if scenario.device == "cpu":
-        # Left alone it sizes its dense mask for far more than this workload needs, and is three times slower.
+        # By default its dense mask is far larger than this workload needs, and it is three times slower.
         wanted |= {"num_blocks": 64, "max_batch_tokens": 512}
     batching = ContinuousBatchingConfig(**{k: v for k, v in wanted.items() if k in known})
     generation = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=256, pad_token_id=0, eos_token_id=-1)
@@ -149,13 +149,15 @@ def by_generate_batch(path: Path, scenario: Scenario) -> Callable[[], None]:
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=batching, block=True
         ) as manager:
-            for index, (prompt, n) in enumerate(asked):
+            for index, (prompt, n) in enumerate(requested):
                 manager.add_request(prompt, request_id=str(index), max_new_tokens=n)
-            while len(done) < len(asked):
+            while len(done) < len(requested):
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     done[result.request_id] = len(result.logprobs)
-        assert done == {str(i): n for i, (_, n) in enumerate(asked)}, "generate_batch made other lengths than asked"
+        assert done == {str(i): n for i, (_, n) in enumerate(requested)}, (
+            "generate_batch returned other lengths than requested"
+        )
 
     return run
 
@@ -166,7 +168,7 @@ def _reference(path: Path, scenario: Scenario) -> Any:
 
 
 def _clock(device: str) -> float:
-    """Seconds: of this process's CPU time, or on a GPU of the wall once its work is done."""
+    """Seconds of this process's CPU time, or of wall time once the GPU's work is done."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -175,7 +177,7 @@ def _clock(device: str) -> float:
 
 @torch.inference_mode()
 def floor(path: Path, dtype: str, steps: int = 24) -> tuple[float, float]:
-    """CPU milliseconds of one decode step at _FLOOR_SLOTS rows of _FLOOR_CONTEXT cached tokens, and of its bare kernels."""
+    """CPU milliseconds of one decode step at _FLOOR_SLOTS rows of _FLOOR_CONTEXT cached tokens, and of its kernels alone."""
     engine = Engine(path, dtype, max_running=_FLOOR_SLOTS, device="cpu", prefill_tokens=_FLOOR_SLOTS * _FLOOR_CONTEXT)
     for index in range(_FLOOR_SLOTS):
         engine.add_group([index + 5] * (_FLOOR_CONTEXT - steps // 2), SamplingParams(ignore_eos=True), [index])

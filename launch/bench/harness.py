@@ -1,4 +1,4 @@
-"""The parts that all benchmarks share: options, rows of results, timing, and child processes."""
+"""The common parts of all benchmarks: options, measurements, timing, processes."""
 
 import os
 import select
@@ -17,16 +17,16 @@ from ...comm.environment import STREAMING_COPY_ENV
 from ...comm.waits import waiting
 
 ENVIRONMENT = {**STREAMING_COPY_ENV, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Environment of all processes of a benchmark: large copies as in a run, and no warnings about hosts without a name."""
+"""Environment of all processes of a benchmark: large copies as in a run, no warnings about hosts without a name."""
 PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The sizes that a user can choose."""
+    """The sizes that a user can set."""
 
     megabytes: int = 256
-    """Size of a version, where memory or loopback is the limit."""
+    """Size of a version in the workloads tcp-link and shm-copies."""
     seconds: float = 60.0
     """Duration of `load`."""
     events: int = 1_000_000
@@ -36,7 +36,8 @@ class Options:
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """One figure: `value` in `unit`, and its `ratio` to `peer`; medians where `runs` holds (value, ratio) of several runs."""
+    """One figure: `value` in `unit`, and its `ratio` to `peer`. `runs` holds (value, ratio) of several runs; the figure is then
+    their median."""
 
     name: str
     peer: str
@@ -68,7 +69,7 @@ def _short(value: float) -> str:
 
 
 def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """One row for each figure, from several runs of one workload."""
+    """The medians of several runs of one workload, one measurement for each figure."""
     rows: list[Measurement] = []
     for same in zip(*runs, strict=True):
         values, ratios = [row.value for row in same], [row.ratio for row in same]
@@ -81,14 +82,14 @@ def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 
 def write_json(value: object, path: Path) -> None:
-    """Write rows, or another value, for machines and readable."""
+    """Write measurements, or another value, as indented JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def best_seconds(
     *works: Callable[[], object], repeats: int = 10, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """The shortest time of each of several works. They take turns, so that other load on the machine affects all alike."""
+    """The shortest time of each function. They take turns, so that other load on the machine affects all alike."""
     best = [float("inf")] * len(works)
     for _ in range(repeats):
         for index, work in enumerate(works):
@@ -99,21 +100,21 @@ def best_seconds(
 
 
 def command(module: str, *words: object) -> list[str]:
-    """The command that runs a module of this folder as a process of its own."""
+    """The command that runs a module of this folder as a process."""
     return [sys.executable, "-m", f"{__package__}.{module}", *map(str, words)]
 
 
-class Child:
-    """A process that reports in lines. It ends when its standard input does, or by itself."""
+class BenchProcess:
+    """A process that reports in lines. It ends by itself or when its standard input ends."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start it, with `environment` in place of this process's own."""
+        """Start the process, with `environment` in place of the benchmarks' own."""
         self.name = " ".join(words)
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # no byte may wait in a buffer that `select` does not see
+            bufsize=0,  # `select` does not see bytes in a buffer
             env=environment or {**os.environ, **ENVIRONMENT},
         )
 
@@ -128,7 +129,7 @@ class Child:
                 self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(PATIENCE_S)
             self.process.stdout.close()
 
     def ask(self, start: str = "") -> str:
@@ -147,6 +148,6 @@ class Child:
                 if select.select([output], [], [], wait.remaining_s)[0]:
                     text = output.readline()
                     if not text:
-                        raise RuntimeError(f"{self.name} has ended early; its messages are above")
+                        raise RuntimeError(f"{self.name} ended before its answer; its messages are above")
                     if text.startswith(start.encode()):
                         return text.decode().strip()

@@ -1,4 +1,4 @@
-"""A tcp link over loopback beside a raw socket.
+"""A tcp link over loopback compared with a raw socket.
 
 python -m headrace.launch.bench.links STORE SOCKET NUM_BYTES      (the receiving process)
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from ...comm.links.opening import open_link
 from ...comm.store import StoreServer, connect_store
-from .harness import Child, Measurement, Options, best_seconds, command
+from .harness import BenchProcess, Measurement, Options, best_seconds, command
 
 _PIECE = 1 << 20
 _REPEATS = 12
@@ -18,12 +18,12 @@ _DEADLINE_S = 30.0
 
 
 def tcp_link(options: Options) -> list[Measurement]:
-    """A link against a raw socket; both send a version in pieces of 1 MiB to another process, in turns."""
+    """A link compared with a raw socket; in turns, both send a version in pieces of 1 MiB to another process."""
     num_bytes, hosted = options.megabytes << 20, StoreServer("127.0.0.1")
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = command("links", hosted.address, f"127.0.0.1:{listener.getsockname()[1]}", num_bytes)
-        with Child(words):
+        with BenchProcess(words):
             listener.settimeout(_DEADLINE_S)
             connection = listener.accept()[0]
             link = open_link("tcp", connect_store(hosted.address, _DEADLINE_S), "bench", 0, _DEADLINE_S)

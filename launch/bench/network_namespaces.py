@@ -1,4 +1,4 @@
-"""A cluster in network namespaces: one shaped link per host, both ways, on one switch. Needs root and iproute2.
+"""A cluster in network namespaces: one shaped duplex link per host on one switch. Needs root and iproute2.
 
     python -m headrace.launch.bench.network_namespaces chain PREFIX NUM_HOSTS NUM_BYTES
     python -m headrace.launch.bench.network_namespaces gloo RANK NUM_HOSTS STORE NUM_BYTES
@@ -18,19 +18,20 @@ import torch
 import torch.distributed as dist
 
 from ...comm.store import StoreServer, connect_store
-from .harness import Child, best_seconds, command
+from .harness import BenchProcess, best_seconds, command
 from .relay_cluster import RelayCluster
 
 _REPEATS = 2
+_DEADLINE = timedelta(seconds=120)
 
 
 def can_shape() -> bool:
-    """Whether this process can make namespaces and shaped links."""
+    """Whether this process can create namespaces and shaped links."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 
 
 class Network:
-    """Hosts 0 to `num_hosts` - 1, each with a link of `bytes_per_s`; it ends with the `with` block."""
+    """Hosts 0 to `num_hosts` - 1, each with a link of `bytes_per_s`, for the length of a `with` block."""
 
     def __init__(self, num_hosts: int, bytes_per_s: float) -> None:
         self._prefix = f"headrace{os.getpid()}-"
@@ -52,18 +53,20 @@ class Network:
         self._stack.close()
 
     def chain_seconds(self, num_hosts: int, num_bytes: int) -> float:
-        """Seconds that our chain takes to bring a version from host 0 to all others."""
+        """Seconds that our chain takes to push a version from host 0 to all others."""
         return self._slowest([(0, command("network_namespaces", "chain", self._prefix, num_hosts, num_bytes))])
 
     def gloo_seconds(self, num_hosts: int, num_bytes: int) -> float:
         """Seconds that Gloo's broadcast takes for the same."""
-        store = f"{_address(0)}:29517"  # inside namespaces of our own no port is taken
+        store = f"{_address(0)}:29517"  # in our own namespaces every port is free
         words = [command("network_namespaces", "gloo", rank, num_hosts, store, num_bytes) for rank in range(num_hosts)]
         return self._slowest(list(enumerate(words)))
 
     def _slowest(self, commands: list[tuple[int, list[str]]]) -> float:
         with ExitStack() as stack:
-            children = [stack.enter_context(Child([*_enter(self._prefix, host), *words])) for host, words in commands]
+            children = [
+                stack.enter_context(BenchProcess([*_enter(self._prefix, host), *words])) for host, words in commands
+            ]
             return max(float(child.line("seconds").split()[1]) for child in children)
 
     def _add(self, host: int | str, stack: ExitStack) -> str:
@@ -84,7 +87,7 @@ class Network:
 
 
 def _enter(prefix: str, host: int) -> list[str]:
-    """The words in front of a command that runs on a host."""
+    """The words before a command that run it on a host."""
     return ["ip", "netns", "exec", f"{prefix}{host}"]
 
 
@@ -109,15 +112,15 @@ def _gloo(rank: str, num_hosts: str, store_address: str, num_bytes: str) -> None
     store: Any = connect_store(store_address, 60)
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(int(rank)))]
-    options._timeout = timedelta(seconds=120)
+    options._timeout = _DEADLINE
     group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), int(rank), int(num_hosts), options)  # pyright: ignore
     version = torch.zeros(int(num_bytes), dtype=torch.uint8)
 
     def broadcast() -> None:
-        group.broadcast([version], dist.BroadcastOptions()).wait()
-        group.barrier().wait()
+        group.broadcast([version], dist.BroadcastOptions()).wait(_DEADLINE)
+        group.barrier().wait(_DEADLINE)
 
-    group.barrier().wait()
+    group.barrier().wait(_DEADLINE)
     print("seconds", *best_seconds(broadcast, repeats=_REPEATS), flush=True)
     del hosted
 

@@ -1,4 +1,4 @@
-"""An emulated cluster: relays in processes of their own, an actor and readers in this one.
+"""An emulated cluster: each relay is a process, the actor and the readers are in this one.
 
     python -m headrace.launch.bench.relay_cluster STORE INDEX SETTINGS      (one relay)
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal, Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -23,36 +23,22 @@ from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.reader import WeightReader
 from ...relay.weights.server import WeightServer
-from .harness import Child, command
+from .harness import BenchProcess, command
 
 _SECRET = b"bench"
 
 
 class RelayCluster:
-    """A store, relays in their own processes, an actor and readers in this one."""
+    """A store, relays in processes, an actor and readers in this process."""
 
     def __init__(
-        self,
-        num_relays: int,
-        num_bytes: int,
-        link: Literal["shm", "tcp"] = "tcp",
-        pace: float | None = None,
-        *,
-        chunk_bytes: int | None = None,
-        interface: str = "127.0.0.1",
-        places: Sequence[tuple[list[str], str]] = (),
+        self, num_relays: int, num_bytes: int, places: Sequence[tuple[list[str], str]] = (), **settings: Any
     ) -> None:
-        """`places` has, for each relay, the words in front of its command that bring it to its host, and its interface there."""
-        self._settings = CommSettings(
-            interface=interface,
-            link=link,
-            heartbeat_s=0.3,
-            expiry_s=30.0,
-            deadline_s=60.0,
-            max_bytes_per_s=pace,
-            chunk_bytes=chunk_bytes,
-        )
-        self._places = places or [([], interface)] * num_relays
+        """`settings` are fields of `CommSettings`. `places` has for each relay the words before its command that run it on
+        its host, and its interface there."""
+        usual = {"interface": "127.0.0.1", "link": "tcp", "heartbeat_s": 0.3, "expiry_s": 30.0, "deadline_s": 60.0}
+        self._settings = CommSettings(**{**usual, **settings})
+        self._places = places or [([], self._settings.interface)] * num_relays
         self._received = [(0, 0.0)] * num_relays
         self._stack = ExitStack()
         self.tensors = {f"w{i}": torch.full((num_bytes // 32,), float(i)) for i in range(8)}
@@ -74,7 +60,6 @@ class RelayCluster:
         self._stack.__exit__(*error)  # pyright: ignore[reportArgumentType]
 
     def reader(self) -> WeightReader:
-        """A reader of the nearest relay."""
         reader = WeightReader.open(self._join("rollout", self._stack), self.layout, self._settings)
         self._stack.callback(reader.close)
         return reader
@@ -89,41 +74,41 @@ class RelayCluster:
         return time.monotonic() - started
 
     def push(self) -> float:
-        """Publish, and wait for all relays; returns the seconds until the last one has the version."""
+        """Publish; returns the seconds until the last relay has the version."""
         started = time.monotonic()
         self.publish()
         return self.wait() - started
 
     def wait(self, without: frozenset[int] = frozenset()) -> float:
-        """The moment at which the newest version has arrived at all relays except those in `without`."""
+        """The time at which the newest version has arrived at all relays except those in `without`."""
         for index, relay in enumerate(self.relays):
             while index not in without and self._received[index][0] < self.version:
-                version, moment = relay.line(deadline_s=120).split()
-                self._received[index] = int(version), float(moment)
-        return max(moment for index, (_, moment) in enumerate(self._received) if index not in without)
+                version, arrival = relay.line(deadline_s=120).split()
+                self._received[index] = int(version), float(arrival)
+        return max(arrival for index, (_, arrival) in enumerate(self._received) if index not in without)
 
     def _join(self, role: str, stack: ExitStack) -> Fleet:
         fleet = Fleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
         stack.callback(fleet.leave)
         return fleet
 
-    def _start(self, index: int) -> Child:
+    def _start(self, index: int) -> BenchProcess:
         enter, interface = self._places[index]
         settings = msgspec.json.encode({**msgspec.to_builtins(self._settings), "interface": interface}).decode()
-        return Child([*enter, *command("relay_cluster", self._hosted.address, index, settings)])
+        return BenchProcess([*enter, *command("relay_cluster", self._hosted.address, index, settings)])
 
 
 def _relay(address: str, index: int, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
     fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
-    keeper = WeightServer(fleet, segment, settings).start()
+    server = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
-        if (newest := keeper.version_store.wait_newer(version, 0.2)) is not None:
+        if (newest := server.version_store.wait_newer(version, 0.2)) is not None:
             version = newest
             print(version, time.monotonic(), flush=True)
-    keeper.close()
+    server.close()
     fleet.leave()
 
 

@@ -1,4 +1,4 @@
-"""A storage unit beside TransferQueue's."""
+"""A storage unit compared with TransferQueue's."""
 
 import os
 from contextlib import ExitStack, closing
@@ -9,7 +9,7 @@ import numpy as np
 
 from ...comm.storage.client import StorageClient
 from ..processes.child import print_message
-from .harness import ENVIRONMENT, Child, Measurement, Options, best_seconds, command
+from .harness import ENVIRONMENT, BenchProcess, Measurement, Options, best_seconds, command
 
 _NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS = 1024, 9, 8192
 _ROUNDS = 8
@@ -18,12 +18,12 @@ _ROUNDS = 8
 def beside_peer(options: Options) -> list[Measurement]:
     """Put, get, list, clear of 1,024 rows x 9 columns x 8,192 int32, in turns with the peer; the best round of each."""
     if options.peer_python is None:
-        print_message("units is left out: --peer-python names no interpreter that has TransferQueue")
+        print_message("units is left out: name an interpreter with TransferQueue by --peer-python")
         return []
     table = np.random.default_rng(0).integers(0, 1000, (_NUM_COLUMNS, _NUM_ROWS, _NUM_TOKENS), dtype=np.int32)
     rows = {str(i): {f"column_{j}": table[j, i] for j in range(_NUM_COLUMNS)} for i in range(_NUM_ROWS)}
     with ExitStack() as stack:
-        unit = stack.enter_context(Child(command("storage_load", "unit")))
+        unit = stack.enter_context(BenchProcess(command("storage_load", "unit")))
         client = stack.enter_context(closing(StorageClient(unit.line())))
         peer = stack.enter_context(_peer(options.peer_python))
         rounds: list[dict[str, float]] = []
@@ -43,12 +43,14 @@ def beside_peer(options: Options) -> list[Measurement]:
     ]
 
 
-def _peer(python: str) -> Child:
-    """TransferQueue, ready, in an interpreter and an environment of its own."""
+def _peer(python: str) -> BenchProcess:
+    """TransferQueue in its own interpreter and environment, once it is ready."""
     script = str(Path(__file__).with_name("transferqueue_peer.py"))
     sizes = [str(size) for size in (_NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS)]
     ours = {"PYTHONPATH", *ENVIRONMENT}
-    peer = Child([python, script, *sizes], {name: value for name, value in os.environ.items() if name not in ours})
+    peer = BenchProcess(
+        [python, script, *sizes], {name: value for name, value in os.environ.items() if name not in ours}
+    )
     peer.line("ready")
     return peer
 

@@ -3,7 +3,7 @@
     python -m headrace.launch.bench.storage_load unit                                          (the unit)
     python -m headrace.launch.bench.storage_load writers ADDRESS FIRST_WRITER NUM_WRITERS SECONDS
 
-Each writer puts one row after the other, at most a few ahead of the readers. A reader lists the rows, checks every byte, and
+Each writer puts rows one after another, at most a few ahead of the readers. A reader lists the rows, checks every byte and
 drops them.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from ...comm.storage.client import StorageClient
 from ...comm.storage.server import StorageServer
 from ...comm.waits import waiting
-from .harness import Child, Measurement, Options, command
+from .harness import BenchProcess, Measurement, Options, command
 
 _NUM_WRITERS, _NUM_PROCESSES, _NUM_READERS = 64, 4, 8
 _NUM_TOKENS = 8192
@@ -28,20 +28,22 @@ _PATIENCE_S = 120.0
 
 
 def load(options: Options) -> list[Measurement]:
-    """Rows and bytes per second through a unit, and the memory of its process at the end against after a quarter.
+    """Rows and bytes per second through a unit, and the memory of its process at the end over that after a quarter.
 
     Raises AssertionError if a row was lost or changed, or if a row is left in the unit.
     """
     per_process = _NUM_WRITERS // _NUM_PROCESSES
     with ExitStack() as stack:
-        unit = stack.enter_context(Child(command("storage_load", "unit")))
+        unit = stack.enter_context(BenchProcess(command("storage_load", "unit")))
         address, ended = unit.line(), threading.Event()
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="reader"))
         stack.callback(ended.set)
         reading = [pool.submit(_read, address, reader, ended) for reader in range(_NUM_READERS)]
         started = time.monotonic()
         writers = [
-            stack.enter_context(Child(command("storage_load", "writers", address, first, per_process, options.seconds)))
+            stack.enter_context(
+                BenchProcess(command("storage_load", "writers", address, first, per_process, options.seconds))
+            )
             for first in range(0, _NUM_WRITERS, per_process)
         ]
         time.sleep(options.seconds / 4)
@@ -49,7 +51,7 @@ def load(options: Options) -> list[Measurement]:
         num_written = sum(int(writer.line(deadline_s=options.seconds + _PATIENCE_S)) for writer in writers)
         elapsed_s = time.monotonic() - started
         ended.set()
-        num_read = sum(reader.result() for reader in reading)
+        num_read = sum(reader.result(_PATIENCE_S) for reader in reading)
         held, late = map(int, unit.ask().split())
     assert (num_read, held) == (num_written, 0), f"{num_written} written, {num_read} read, {held} B left"
     num_bytes = sum(column.nbytes for column in row_of(0, 0).values())
@@ -61,7 +63,7 @@ def load(options: Options) -> list[Measurement]:
 
 
 def row_of(writer: int, number: int) -> dict[str, np.ndarray]:
-    """The row with this number of this writer: all rows of a run differ."""
+    """Row `number` of this writer: all rows of a run differ."""
     token_ids = np.arange(_NUM_TOKENS, dtype=np.int32) * (writer + 1) + number
     return {
         "token_ids": token_ids,
@@ -71,7 +73,7 @@ def row_of(writer: int, number: int) -> dict[str, np.ndarray]:
 
 
 def _read(address: str, reader: int, ended: threading.Event) -> int:
-    """Consume the rows of some writers until `ended`, and then the rest; returns their number."""
+    """Consume this reader's share of the rows until `ended`, then the rest; returns their number."""
     client, num_read, is_last = StorageClient(address, deadline_s=_PATIENCE_S), 0, False
     while not is_last:
         is_last = ended.is_set()
@@ -79,7 +81,7 @@ def _read(address: str, reader: int, ended: threading.Event) -> int:
         for key, columns in client.get_many(mine).items():
             writer, number = map(int, key.split("."))
             for name, column in row_of(writer, number).items():
-                assert np.array_equal(columns[name], column), f"column {name} of row {key} has other bytes"
+                assert np.array_equal(columns[name], column), f"column {name} of row {key} has wrong bytes"
         num_read += client.drop(mine)
         if not mine:
             time.sleep(1e-3)
@@ -88,7 +90,7 @@ def _read(address: str, reader: int, ended: threading.Event) -> int:
 
 
 def _write(address: str, writer: int, seconds: float) -> int:
-    """Put rows for so long, waiting for the readers; returns their number."""
+    """Put rows for `seconds`, at most `_AHEAD` ahead of the readers; returns their number."""
     client, number, until = StorageClient(address, deadline_s=_PATIENCE_S), 0, time.monotonic() + seconds
     while time.monotonic() < until:
         client.put(f"{writer}.{number}", row_of(writer, number))
@@ -109,14 +111,14 @@ def _is_held(client: StorageClient, key: str) -> bool:
 
 
 def _serve_writers(address: str, first: str, count: str, seconds: str) -> None:
-    """A process of writers; prints the number of their rows."""
+    """The process of some writers; prints the number of their rows."""
     with ThreadPoolExecutor(int(count)) as pool:
         writers = range(int(first), int(first) + int(count))
         print(sum(pool.map(lambda writer: _write(address, writer, float(seconds)), writers)))
 
 
 def _serve_unit() -> None:
-    """A unit's process; prints its address, and for each line on stdin the bytes of its rows and of its memory."""
+    """The unit's process; prints its address, and for each line on stdin the bytes of its rows and of its memory."""
     unit = StorageServer("127.0.0.1").start()
     print(unit.address, flush=True)
     for _ in sys.stdin:

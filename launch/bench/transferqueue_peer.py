@@ -2,8 +2,8 @@
 
     PEER_PYTHON launch/bench/transferqueue_peer.py NUM_ROWS NUM_COLUMNS NUM_TOKENS
 
-Run by path, because that interpreter has TransferQueue, Ray and torch but not this project. It prints `ready`; for each line
-on stdin it then puts, lists, gets and clears all rows once and prints the seconds of each as JSON.
+It runs by path, because that interpreter has TransferQueue, Ray and torch but not this project. It prints `ready`. For each
+line on stdin it puts, lists, gets and clears all rows once and prints the seconds of each as JSON.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(num_rows: int, num_columns: int, num_tokens: int) -> None:
     ray, queue = import_module("ray"), import_module("transfer_queue")
     torch, tensordict = import_module("torch"), import_module("tensordict")
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        # Its actors ask for more cores than a small machine has, and `init` would wait for them for ever.
+        # Its actors request more cores than a small machine has; `init` would wait for them for ever.
         ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder)
         queue.init()
         columns = {

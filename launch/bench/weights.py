@@ -1,6 +1,6 @@
-"""The weights: copies on one host, the actor's stall, the chain of relays, its repair.
+"""The weights: copies on one host, the actor's stall, the chain of relays and its repair.
 
-Hosts are processes on this machine. Their links are held to a pace where the network is what is measured.
+Hosts are processes on this machine. Where the network is measured, their links are limited to a pace.
 """
 
 import signal
@@ -17,14 +17,14 @@ from .relay_cluster import RelayCluster
 
 _PACE = 40e6
 _PACED_BYTES = 64 << 20
-# A dozen processes on few cores wake each other late: the links must take far longer than that.
+# A dozen processes on few cores are scheduled late: the links must take far longer than that.
 _SHAPED_PACE, _SHAPED_BYTES = 10e6, 64 << 20
 _CHUNKS = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 _REPEATS = 5
 
 
 def shm_copies(options: Options) -> list[Measurement]:
-    """Push and pull through a relay's segment on this host, against `numpy.copyto` of the same bytes, in turns."""
+    """Push and pull through a relay's segment on this host over `numpy.copyto` of the same bytes, in turns."""
     num_bytes = options.megabytes << 20
     source, into = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     with RelayCluster(1, num_bytes, link="shm") as cluster:
@@ -34,7 +34,7 @@ def shm_copies(options: Options) -> list[Measurement]:
             stalls.append(cluster.publish())
             cluster.wait()
             copies += best_seconds(lambda: np.copyto(into, source), repeats=1)
-            time.sleep(0.2)  # the next slot is claimed meanwhile, as it is in a training step
+            time.sleep(0.2)  # meanwhile the next slot is claimed, as in a training step
         copy_s, pull_s, digest_s = best_seconds(
             lambda: np.copyto(into, source),
             lambda: reader.newest() and reader.pull(into, 60),
@@ -50,10 +50,10 @@ def shm_copies(options: Options) -> list[Measurement]:
 
 
 def actor_stall(options: Options) -> list[Measurement]:
-    """The actor's stall with 6 relays against that with 1, links held to a pace."""
+    """The actor's stall with 6 relays over that with 1, on links limited to a pace."""
     stalls = {}
     for num_relays in (1, 6):
-        with RelayCluster(num_relays, _PACED_BYTES, pace=_PACE) as cluster:
+        with RelayCluster(num_relays, _PACED_BYTES, max_bytes_per_s=_PACE) as cluster:
             cluster.push()
             timings = []
             for _ in range(_REPEATS):
@@ -64,9 +64,9 @@ def actor_stall(options: Options) -> list[Measurement]:
 
 
 def stopped_relay(options: Options) -> list[Measurement]:
-    """Steps of 50 ms with a push after each while a relay is stopped: the slowest of a hundred against the median."""
+    """Steps of 50 ms with a push after each while a relay is stopped: the 99th percentile over the median."""
     steps = []
-    with RelayCluster(3, 4 << 20, pace=_PACE) as cluster:
+    with RelayCluster(3, 4 << 20, max_bytes_per_s=_PACE) as cluster:
         cluster.push()
         cluster.relays[1].process.send_signal(signal.SIGSTOP)
         for _ in range(100):
@@ -80,7 +80,7 @@ def stopped_relay(options: Options) -> list[Measurement]:
 
 
 def chain(options: Options) -> list[Measurement]:
-    """A push to 11 relays (12 hosts with the actor's) against one to a single relay, and against the model."""
+    """A push to 11 relays (12 hosts with the actor's) over one to a single relay, and over the model's time."""
     pair, all_hosts = _best_push(1, 3), _best_push(11, 3)
     num_chunks = best_num_chunks(12, _PACED_BYTES, 1 / _PACE, START_S)
     return [
@@ -90,7 +90,7 @@ def chain(options: Options) -> list[Measurement]:
 
 
 def chunk_sizes(options: Options) -> list[Measurement]:
-    """A push to 5 relays with chunks of several sizes against the model, and with the chosen size against the best."""
+    """A push to 5 relays with chunks of several sizes over the model's time, and with the chosen size over the best."""
     chosen = _best_push(5, _REPEATS)
     seconds = {chunk_bytes: _best_push(5, _REPEATS, chunk_bytes) for chunk_bytes in _CHUNKS}
     rows = [
@@ -103,7 +103,7 @@ def chunk_sizes(options: Options) -> list[Measurement]:
 
 
 def _best_push(num_relays: int, repeats: int, chunk_bytes: int | None = None) -> float:
-    with RelayCluster(num_relays, _PACED_BYTES, pace=_PACE, chunk_bytes=chunk_bytes) as cluster:
+    with RelayCluster(num_relays, _PACED_BYTES, max_bytes_per_s=_PACE, chunk_bytes=chunk_bytes) as cluster:
         cluster.push()
         return min(cluster.push() for _ in range(repeats))
 
@@ -113,7 +113,7 @@ def _model_seconds(num_nodes: int, num_chunks: float) -> float:
 
 
 def gloo_broadcast(options: Options) -> list[Measurement]:
-    """Gloo's broadcast to 12 hosts against our chain, and the chain against one to 2, in shaped network namespaces."""
+    """Gloo's broadcast to 12 hosts over our chain, and the chain over one to 2, in shaped network namespaces."""
     if not can_shape():
         print_message("gloo-broadcast-12-hosts is left out: shaped links need root, ip and tc")
         return []
@@ -128,8 +128,8 @@ def gloo_broadcast(options: Options) -> list[Measurement]:
 
 
 def relay_killed(options: Options) -> list[Measurement]:
-    """A push in whose middle a relay is killed, against an unbroken one."""
-    with RelayCluster(5, _PACED_BYTES, pace=_PACE) as cluster:
+    """A push during which a relay is killed, over an undisturbed one."""
+    with RelayCluster(5, _PACED_BYTES, max_bytes_per_s=_PACE) as cluster:
         cluster.push()
         unbroken = min(cluster.push() for _ in range(2))
         started = time.monotonic()

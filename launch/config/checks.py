@@ -1,4 +1,7 @@
-"""What can be said about a recipe before anything is started; every check raises `SettingError`."""
+"""Checks of a recipe before any process is started: settings that exclude each other, files, data, functions.
+
+Every check raises `SettingError`. Bounds of one setting are at its field in `comm/recipe.py`.
+"""
 
 import ast
 import os
@@ -19,72 +22,80 @@ _SPECIAL_TOKENS = 16
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
-    """Check files, data and the reward function of a recipe; returns warnings."""
-    if recipe.generator.exact and recipe.model.dtype != "float32":
-        raise SettingError(
-            "generator.exact: a run is exact with model.dtype=float32 only, since the trainer keeps fp32 weights"
-        )
-    if recipe.generator.exact and recipe.roles.actor > 1:
-        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
-    if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
-        raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
-    if SCHEDULES[recipe.run.schedule].staleness is not None and recipe.queue.max_staleness is not None:
-        raise SettingError(
-            f"queue.max_staleness: run.schedule={recipe.run.schedule} has a staleness of its own; leave the bound at null"
-        )
+    """Check settings, files, data and functions of a recipe; returns warnings."""
+    check_combinations(recipe)
     check_replicas(recipe.roles, recipe.rollout.tp)
     check_run_folder(recipe)
     if is_emulated(recipe):
         check_data(recipe.data)
         return []
-    check_reward(recipe.reward.path)
-    check_tasks(recipe)
+    _check_functions(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_tp(recipe, policy)
     return check_lengths(recipe, data, policy)
 
 
+def is_emulated(recipe: Recipe) -> bool:
+    """Whether the run's devices are emulated."""
+    return "emulated" in (recipe.rollout.engine, recipe.trainer.engine)
+
+
+def check_combinations(recipe: Recipe) -> None:
+    """Refuse settings that exclude each other."""
+    exact, tp, roles, queue, schedule = (
+        recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue, recipe.run.schedule,
+    )  # fmt: skip
+    if tp > 1 and exact:
+        raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
+    if tp > 1 and recipe.rollout.engine != "builtin":
+        raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
+    if exact and recipe.model.dtype != "float32":
+        raise SettingError("generator.exact: set model.dtype=float32, since the trainer keeps float32 weights")
+    if exact and roles.actor > 1:
+        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
+    if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
+        raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
+    if SCHEDULES[schedule].staleness is not None and queue.max_staleness is not None:
+        raise SettingError(f"queue.max_staleness: run.schedule={schedule} has its own bound; leave this at null")
+    if queue.on_stale == "evict" and queue.max_staleness is None:
+        raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
+    if bool(queue.tasks) != bool(roles.task):
+        raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
+    if roles.reference and recipe.algorithm.kl_coef == 0:
+        raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
+    _check_emulation(recipe)
+
+
+def _check_emulation(recipe: Recipe) -> None:
+    emulated = is_emulated(recipe)
+    if emulated and recipe.rollout.engine != recipe.trainer.engine:
+        raise SettingError("rollout.engine and trainer.engine: emulate both or neither")
+    if not emulated and recipe.emulated.speed != 1:
+        raise SettingError("emulated.speed: only emulated devices (rollout.engine, trainer.engine) have a speed")
+    if emulated and recipe.roles.actor > 1:
+        raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
+    if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
+        raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
+
+
 def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
     """The policy can be split over the ranks of a replica."""
     if recipe.rollout.tp == 1:
         return
-    if recipe.rollout.engine != "builtin":
-        raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
-    if recipe.generator.exact:
-        raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
     from transformers import AutoConfig
 
-    from ...trainer.policy.tensor_parallel import check_splittable
+    from ...trainer.policy.families import check_splittable
 
     check_splittable(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
 
 
-def is_emulated(recipe: Recipe) -> bool:
-    """Whether the devices are emulated; raises `SettingError` if only some are, or are told to be fast and do not exist."""
-    engines = {"rollout.engine": recipe.rollout.engine, "trainer.engine": recipe.trainer.engine}
-    emulated = [name for name, engine in engines.items() if engine == "emulated"]
-    if len(emulated) == 1:
-        raise SettingError(
-            f"{emulated[0]}=emulated: rollout.engine and trainer.engine are emulated together or not at all"
-        )
-    if not emulated and recipe.emulated.speed != 1:
-        raise SettingError(
-            "emulated.speed: only devices that are emulated (rollout.engine, trainer.engine) can be sped up"
-        )
-    if emulated and recipe.roles.actor > 1:
-        raise SettingError("roles.actor: one process emulates all of the trainer's GPUs, see emulated.train_gpus")
-    if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
-        raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
-    return bool(emulated)
-
-
 def check_run_folder(recipe: Recipe) -> None:
-    """The run folder can be written, and what it holds already is wanted."""
-    folder = Path(_given("run.dir", recipe.run.dir, "a folder for what the run writes"))
+    """The run folder can be written, and holds no run unless the recipe resumes it."""
+    folder = Path(_given("run.dir", recipe.run.dir, "a folder for the files of the run"))
     if (folder / "journal.jsonl").exists() and recipe.run.resume != "auto":
         raise SettingError(
-            f"run.dir: {folder} holds a run already; set run.resume=auto to go on with it, or another run.dir"
+            f"run.dir: {folder} holds a run already; set run.resume=auto to resume it, or another run.dir"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,25 +105,14 @@ def check_run_folder(recipe: Recipe) -> None:
         raise SettingError(f"run.dir: no permission to write in {folder}")
 
 
-def check_tasks(recipe: Recipe) -> None:
-    """The tasks on trajectories can be what the recipe says, and somebody does them."""
-    queue, roles = recipe.queue, recipe.roles
-    pipeline(queue, recipe.algorithm)
-    for task in queue.tasks:
+def _check_functions(recipe: Recipe) -> None:
+    """The functions that the recipe names exist, and the tasks' columns fit together."""
+    check_function("reward.path", recipe.reward.path)
+    pipeline(recipe.queue, recipe.algorithm)
+    for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
-    if queue.sampler:
-        check_function("queue.sampler", queue.sampler)
-    if bool(queue.tasks) != bool(roles.task):
-        raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
-    if roles.reference and recipe.algorithm.kl_coef == 0:
-        raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
-    if queue.on_stale == "evict" and queue.max_staleness is None:
-        raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
-
-
-def check_reward(path: str) -> None:
-    """There is a reward function."""
-    check_function("reward.path", path)
+    if recipe.queue.sampler:
+        check_function("queue.sampler", recipe.queue.sampler)
 
 
 def check_function(setting: str, path: str) -> None:
@@ -134,13 +134,13 @@ def check_function(setting: str, path: str) -> None:
 
 
 def check_data(settings: DataSettings) -> list[Any]:
-    """The prompts of the data, after each row was looked at."""
+    """The prompts of the data; every row is checked."""
     _given("data.path", settings.path, "a file or data set with a `prompt` column")
     return list(checked_prompts(open_rows(settings), settings.path))
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
-    """Every prompt leaves room for a response in the policy's context, unless too long ones are to be dropped."""
+    """Every prompt leaves room for a response in the policy's context, unless `data.too_long` drops the others."""
     context, wanted = policy.context, recipe.sampling.max_new_tokens
     if not context:
         return []
@@ -151,7 +151,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
         raise SettingError(
             f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room"
             f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
-            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are like it. Shorten them, take a model"
+            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are too long. Shorten them, take a model"
             " with a longer context, or set data.too_long=drop to leave them out"
         )
     num_cut = sum(context - wanted < length < context for length in lengths.values())
@@ -159,7 +159,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     if num_cut:
         warnings.append(
             f"{num_cut} of {len(prompts)} prompts leave less than sampling.max_new_tokens={wanted}"
-            f" of the context of {context} tokens; their responses are cut earlier"
+            f" of the context of {context} tokens; their responses are cut to fit"
         )
     return warnings
 
@@ -173,7 +173,7 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int
     ]
     if not doubtful:
         return {}
-    from ...rollout.engine.prompts import prompt_tokens
+    from ...rollout.engine.text import prompt_tokens
     from ...trainer.policy.model import load_tokenizer
 
     tokenizer = load_tokenizer(policy.folder)

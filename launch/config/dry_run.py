@@ -1,4 +1,4 @@
-"""`--dry-run`: what a recipe would start and need, in numbers, without starting anything."""
+"""`--dry-run`: the roles, the batch arithmetic and the memory of a recipe, without starting it."""
 
 from collections.abc import Iterator
 from pathlib import Path

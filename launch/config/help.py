@@ -1,4 +1,4 @@
-"""`--help`: how to call the program, and every setting with its default, its type with bounds or choices, and its meaning."""
+"""`--help`: the usage of the program, and every setting with its default, type, bounds or choices, and meaning."""
 
 import ast
 import inspect

@@ -1,8 +1,8 @@
-"""How a recipe is read: a YAML file, and `key=value` words with dotted keys that override it.
+"""Reads a recipe: a YAML file, and `key=value` words with dotted keys that override it.
 
-A mistake in either is a `SettingError` that names the setting. A scalar stays text until the setting's type decides what it
-means: `1e-6` is a number, `0012` may be a name, and `on` is true only where a truth value is wanted. The resolved recipe is
-saved as `config.yaml` in the run folder, where each process reads it.
+A mistake in either is a `SettingError` that names the setting. The setting's type decides the meaning of a scalar: `1e-6`
+is a number, `0012` may be a name, and `on` is true only for a boolean setting. The resolved recipe is saved as
+`config.yaml` in the run folder, where each process reads it.
 """
 
 import difflib
@@ -23,12 +23,12 @@ from ...comm.recipe import Recipe
 CONFIG_FILE = "config.yaml"
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
-"""A `ValidationError` as msgspec words it: the reason, the setting, and the place within its value."""
+"""The text of msgspec's `ValidationError`: the reason, the setting, and the place within its value."""
 _NAMES = {kinds.BoolType: "true or false", kinds.NoneType: "null", kinds.StrType: "str"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads every scalar but null as text; YAML 1.1 has its own ideas of numbers and of `on` and `off`."""
+    """Reads every scalar but null as text; YAML 1.1 reads `on` as true and `1e-6` as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
         first: [(tag, pattern) for tag, pattern in pairs if tag.endswith(":null")]
@@ -54,7 +54,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def save_recipe(recipe: Recipe) -> Path:
-    """Writes the resolved recipe into its run folder and returns the file."""
+    """Write the resolved recipe into its run folder; returns the path."""
     path = Path(recipe.run.dir) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(recipe_yaml(recipe), encoding="utf-8")
@@ -79,7 +79,7 @@ def known_settings() -> Mapping[str, kinds.Field]:
 
 
 def describe(kind: kinds.Type) -> str:
-    """The values that a setting takes: its type with bounds, or its choices."""
+    """The allowed values of a setting: its type with bounds, or its choices."""
     match kind:
         case kinds.UnionType(types=members):
             return " or ".join(map(describe, members))
@@ -131,7 +131,7 @@ def _parse(word: str) -> Mapping[str, Any]:
 
 
 def _typed(kind: kinds.Type, value: Any) -> Any:
-    """A scalar's text as a value of the setting's type; a text that does not fit stays, and `convert` refuses it."""
+    """A scalar's text as a value of the setting's type; a text that does not fit stays text, and `convert` refuses it."""
     for member in kind.types if isinstance(kind, kinds.UnionType) else (kind,):
         with suppress(ValueError, yaml.YAMLError):
             match member, value:

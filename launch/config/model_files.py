@@ -1,4 +1,4 @@
-"""A policy's folder on disk, read without torch: is it whole, how large is it, how long may its texts be."""
+"""The files of a policy's checkpoint, read without torch: completeness, size, context length."""
 
 import json
 import math
@@ -25,13 +25,13 @@ class ModelFiles:
 
     @classmethod
     def read(cls, path: str) -> "ModelFiles":
-        """Look into `model.path`; raises `SettingError` unless configuration, weights and tokenizer are there."""
+        """Read `model.path`; raises `SettingError` unless configuration, weights and tokenizer are there."""
         folder = _find(path)
         try:
             config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         except FileNotFoundError:
             raise SettingError(
-                f"model.path: {folder} has no config.json, so it is no Hugging Face checkpoint"
+                f"model.path: {folder} has no config.json, so it is not a Hugging Face checkpoint"
             ) from None
         except (OSError, ValueError) as error:
             raise SettingError(f"model.path: cannot read {folder / 'config.json'}: {error}") from error
@@ -63,7 +63,9 @@ def _find(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise SettingError(f"model.path: there is no folder {path}, and the hub does not give it ({reason})") from error
+        raise SettingError(
+            f"model.path: there is no folder {path}, and it cannot be downloaded from the hub ({reason})"
+        ) from error
 
 
 def _count_elements(file: Path) -> int:

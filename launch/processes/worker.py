@@ -1,10 +1,10 @@
-"""The process of one role, as its seat starts it: joins the fleet, runs the role, and tells the hub how it ended.
+"""The process of one role: it joins the fleet, runs the role, and reports an error to the hub. A supervisor starts it.
 
     python -m headrace.launch.processes.worker --role rollout --index 1 --run runs/demo
 
 SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
 ends the process at once. SIGUSR1 writes the stacks of all threads into the log. With `--failed TEXT` the process only
-reports that the role of that name died, on its seat's behalf.
+reports to the hub, for the supervisor, that the process of this role died.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from ...comm.plugins import ProcessFunction, resolve_engine
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.load import CONFIG_FILE, read_recipe
-from ..placement import restartable_roles
+from ..placement import count_ranks, place_ranks, restartable_roles
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class SignalReporter:
-    """What signals mean to a worker; may come before there is a mailbox to tell the hub with."""
+    """Reports the first SIGINT or SIGTERM to the hub, as soon as there is a mailbox for it."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -57,18 +57,18 @@ class SignalReporter:
             signal.signal(number, self._on_signal)
 
     def report_by(self, mailbox: "Mailbox") -> None:
-        """From now on tell the hub through `mailbox`; tells it at once what came earlier."""
+        """Report through `mailbox` from now on; an earlier signal is reported at once."""
         self.mailbox = mailbox
         if self.received:
-            self._tell()
+            self._report()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.received:
             os._exit(128 + number)
         self.received = number
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.mailbox is not None:
             from ...comm.messages import Interrupted
 
@@ -84,7 +84,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     signals.report_by(mailbox)
 
     def on_thread_death(death: threading.ExceptHookArgs) -> None:
-        """A role without one of its threads would wait for ever: end the process as if the main thread had failed."""
+        """End the process as if the main thread had failed: without this thread the role would wait for ever."""
         assert isinstance(death.exc_value, Exception)
         code = _fail(mailbox, recipe, role, death.exc_value)
         fleet.leave()
@@ -93,7 +93,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     threading.excepthook = on_thread_death
     try:
         main_of(role, recipe)(fleet, recipe)
-    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was, it is told
+    except Exception as error:  # noqa: BLE001 - the last frame of the process: it reports every error
         return _fail(mailbox, recipe, role, error)
     finally:
         threading.excepthook = threading.__excepthook__
@@ -102,9 +102,9 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
 
 
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
-    """What runs in a role's process: the role's loop, or a function that the user named as its engine.
+    """The function that a role's process runs: the role's loop, or the function that the recipe names as its engine.
 
-    A class is an adapter, which the role's own loop calls.
+    An engine that is a class is an adapter, which the role's own loop calls.
     """
     engines = {"actor": ("trainer.engine", recipe.trainer.engine), "rollout": ("rollout.engine", recipe.rollout.engine)}
     if role in engines and isinstance(engine := resolve_engine(*engines[role]), ProcessFunction):
@@ -113,7 +113,7 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
 
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
-    """Log an error of the role and tell who has to know; a crashed rollout, say, is only started again, by its seat."""
+    """Log an error of the role; report it to the hub unless the supervisor starts this role again."""
     if isinstance(error, SettingError):
         report(mailbox, recipe, role, str(error), exit_code=2)
         sys.stderr.write(f"{error}\n")
@@ -125,23 +125,19 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
 
 
 def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code: int) -> None:
-    """Tell the hub that the run fails; in the hub's own place, write the summary and tell everybody to stop."""
+    """Report to the hub that the run fails. If it is the hub itself that fails, write the summary and stop all roles."""
     from ...comm.messages import Failed, Stop
-    from ...relay.hub.shutdown import write_summary
 
     if role != "hub":
         mailbox.send("hub", Failed(error, exit_code))
         return
+    from ...relay.hub.shutdown import write_summary
+
     write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
-    for name, count in (
-        ("actor", recipe.roles.actor),
-        ("rollout", recipe.num_replicas),
-        ("relay", recipe.roles.relay),
-        ("reference", recipe.roles.reference),
-        ("task", recipe.roles.task),
-    ):
-        for index in range(count):
-            mailbox.send(f"{name}-{index}", Stop("failed"))
+    num_ranks = count_ranks(recipe.roles)
+    for place in place_ranks(recipe.roles, num_ranks, num_ranks, recipe.rollout.tp):
+        if place.role != "shard":  # a shard ends with its rollout
+            mailbox.send(place.name, Stop("failed"))
 
 
 def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
@@ -156,14 +152,16 @@ def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str
 
 
 def main(argv: list[str]) -> int:
-    """Entry of the process; the flags are those of this module's docstring."""
+    """Entry of the process; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m headrace.launch.processes.worker", description="One role's process."
     )
-    parser.add_argument("--role", required=True, choices=_MAINS, help="what to be")
-    parser.add_argument("--index", type=int, required=True, help="which one of its role")
+    parser.add_argument("--role", required=True, choices=_MAINS, help="the role")
+    parser.add_argument("--index", type=int, required=True, help="its number among the processes of the role")
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with config.yaml")
-    parser.add_argument("--failed", metavar="TEXT", help="only report that this role died, and why")
+    parser.add_argument(
+        "--failed", metavar="TEXT", help="only report to the hub that this process died, with this text"
+    )
     arguments = parser.parse_args(argv)
     for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
         os.environ.setdefault(key, value)
@@ -174,7 +172,7 @@ def main(argv: list[str]) -> int:
 
     from ...comm.store import find_address
 
-    address = find_address(_STORE_DEADLINE_S)  # once it is published, the run folder is complete too
+    address = find_address(_STORE_DEADLINE_S)  # the run folder is complete before the address is published
     recipe = read_recipe(arguments.run / CONFIG_FILE)
     if arguments.failed is not None:
         name = "hub" if arguments.role == "hub" else f"{arguments.role}-{arguments.index}"
@@ -183,7 +181,7 @@ def main(argv: list[str]) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process. A role that failed leaves threads behind, and one of them inside torch aborts the interpreter's exit."""
+    """End the process. A failed role leaves threads behind; one inside torch would abort the interpreter's exit."""
     if code == 0:
         sys.exit(0)
     logging.shutdown()

@@ -1,7 +1,7 @@
-"""One run after the other for a comparison: started like any run, its machine's CPU watched, its figures read and kept."""
+"""Runs for a comparison, one after another: each is a real run whose figures are read and kept."""
 
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,23 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
+from ...comm.waits import waiting
 from ..config.checks import check_recipe
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
-from ..processes.child import print_message
+from ..processes.child import Child, print_message
 from .figures import Figures, figures_of, window_of
+from .plots import draw_gantt
 from .timeline import Timeline
 
 RESULT_FILE = "outcome.json"
 POLL_S = 0.5
+END_S = 120.0
+"""Seconds that an interrupted run has to end, more than the launcher takes until it kills the run."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How a run came out; `cpu` is the share of the machine that was busy while it was measured, with whatever else ran,
-    `own_cpu` the share that the run itself took."""
+    """The result of one run. `cpu` is the busy share of the machine while the run was measured, other load included;
+    `own_cpu` is the share that the run itself took."""
 
     folder: str
     rollouts: int
@@ -32,11 +36,6 @@ class Result(msgspec.Struct, frozen=True):
     cpu: float
     own_cpu: float
     figures: Figures
-
-    @property
-    def run_dir(self) -> Path:
-        """The run's folder."""
-        return Path(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +47,38 @@ class Experiment:
     home: Path
 
     def run(self, folder: str, settings: Mapping[str, object]) -> Result:
-        """Run with these settings, or read what an earlier call with the same recipe has left; raises `SettingError`."""
+        """Run with these settings, or read the result of an earlier run of the same recipe; raises `SettingError`."""
         run_dir = self.home / folder
         words = [*self.overrides, *(f"{key}={value}" for key, value in settings.items()), f"run.dir={run_dir}"]
         recipe = read_recipe(self.recipe, words)
         if not recipe.data.path:
             words.append(f"data.path={self._prompts(recipe)}")
             recipe = read_recipe(self.recipe, words)
-        if (outcome := _kept(run_dir, recipe)) is not None:
-            return outcome
+        if (result := _kept(run_dir, recipe)) is not None:
+            return result
         check_recipe(recipe)
         print_message(f"{folder} runs")
-        watch = CpuMonitor()
-        started, before = time.monotonic(), os.times()
-        code = watch.watch(subprocess.Popen([sys.executable, "-m", "headrace.launch.run", self.recipe, *words],
-                                          stdout=subprocess.DEVNULL))  # fmt: skip
-        if code != 0:
+        monitor, started, before = CpuMonitor(), time.monotonic(), os.times()
+        if code := monitor.watch([sys.executable, "-m", "headrace.launch.run", self.recipe, *words]):
             raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
         seconds, after = time.monotonic() - started, os.times()
         own = (after.children_user + after.children_system - before.children_user - before.children_system) / seconds
         timeline = Timeline.read(run_dir)
         window = window_of(timeline, recipe.run.steps)
-        outcome = Result(
+        result = Result(
             folder=str(run_dir),
             rollouts=recipe.roles.rollout,
             train_gpus=recipe.emulated.train_gpus,
-            cpu=watch.share(window.start / timeline.speed, window.end / timeline.speed),
+            cpu=monitor.share(window.start / timeline.speed, window.end / timeline.speed),
             own_cpu=own / (os.cpu_count() or 1),
-            figures=figures_of(run_dir, recipe.emulated.prefill_us * 1e-6),
+            figures=figures_of(run_dir, timeline, window, recipe.emulated.prefill_us * 1e-6),
         )
-        (run_dir / RESULT_FILE).write_bytes(msgspec.json.encode(outcome))
-        return outcome
+        draw_gantt(timeline, folder, run_dir / "gantt.png")
+        (run_dir / RESULT_FILE).write_bytes(msgspec.json.encode(result))
+        return result
 
     def _prompts(self, recipe: Recipe) -> Path:
-        """Rows for as many groups as the run takes; an emulated rollout does not read them."""
+        """Rows for all groups of the run; an emulated rollout does not read them."""
         path = self.home / "prompts.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         num_rows = recipe.run.steps * recipe.batch.prompts_per_step
@@ -90,27 +87,27 @@ class Experiment:
 
 
 class CpuMonitor:
-    """Samples of how busy the machine is, while a process runs."""
+    """Samples of how busy the machine is while a run is under way."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
 
-    def watch(self, process: "subprocess.Popen[bytes]") -> int:
-        """Watch until the process ends; returns its exit code."""
+    def watch(self, command: Sequence[str]) -> int:
+        """Run a command to its end; returns its exit code. An interrupt here ends the command in order first."""
+        run = Child("the run", command, console=False, death_signal=signal.SIGTERM)
         try:
-            while True:
+            while (code := run.poll()) is None:
                 self._samples.append((time.time(), *busy_and_all()))
-                try:
-                    return process.wait(POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
+                time.sleep(POLL_S)
+            return code
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+            if run.poll() is None:
+                run.send(signal.SIGTERM)
+                with waiting(run.name, "its end", END_S) as wait:
+                    wait.until(lambda: run.poll() is not None, POLL_S)
 
     def share(self, start: float, end: float) -> float:
-        """Share of the machine's CPU that was busy between two moments of the wall clock, as near as the samples lie."""
+        """Share of the machine's CPU that was busy between two times of the wall clock, to the nearest samples."""
         inside = [sample for sample in self._samples if start - POLL_S <= sample[0] <= end + POLL_S]
         return (inside[-1][1] - inside[0][1]) / (inside[-1][2] - inside[0][2])
 
@@ -122,7 +119,7 @@ def busy_and_all() -> tuple[float, float]:
 
 
 def _kept(run_dir: Path, recipe: Recipe) -> Result | None:
-    """The outcome of a finished run with the same recipe; None if there is none. Raises `SettingError` for another run."""
+    """The result of a finished run of this recipe, None without one. Raises `SettingError` for a run of another recipe."""
     config, kept = run_dir / CONFIG_FILE, run_dir / RESULT_FILE
     if not kept.exists():
         return None

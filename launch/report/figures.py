@@ -1,27 +1,26 @@
-"""What a finished run comes to, between its warm-up and its last steps: all of it read from the run folder."""
+"""The figures of a finished run between its warm-up and its last steps, from the files of the run folder."""
 
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.journal import read_events
-from .timeline import Span, Timeline
+from .timeline import CounterSample, Span, Timeline
 
 WARM_UP_STEPS = 3
-"""Steps in which the rollouts, which all begin at once, fall out of step."""
+"""First steps, which do not count: the rollouts still generate in step with each other."""
 LAST_STEPS = 2
-"""Steps in which nothing new is begun any more, since the run ends."""
+"""Last steps, which do not count: the rollouts begin nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a run that counts: steps [first, last) and their time [start, end), in the timeline's seconds."""
+    """The measured part of a run: steps [first, last) and their time [start, end), in the timeline's seconds."""
 
     first: int
     last: int
@@ -30,11 +29,10 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
         return self.end - self.start
 
     def share(self, span: Span) -> float:
-        """Seconds of a span that lie in it."""
+        """Seconds of a span that are inside the window."""
         return max(0.0, min(span.end, self.end) - max(span.start, self.start))
 
 
@@ -54,24 +52,18 @@ class Figures(msgspec.Struct, frozen=True):
     idle_rollout: float
     kv_util: float
     recompute_share: float
-    """Share of a rollout's time that goes into computing keys and values again."""
+    """Share of a rollout's time spent computing keys and values again."""
     weight_wait_s: float
-    """Seconds per rollout and step in which it had nothing to generate between two versions: from when it ran dry (or was
-    stopped) on one until it generates on the next."""
+    """Seconds per rollout and step between two versions: from the end of generation on one until it starts on the next."""
     latency: Latency
     staleness: dict[str, float]
-    """Share of the trajectories by (version in training when trained) - (version that began it)."""
+    """Share of the trajectories by staleness: the version that was trained minus the version that began the trajectory."""
 
 
-def figures_of(run_dir: Path, prefill_s: float) -> Figures:
-    """Read a run folder; `prefill_s` is the time that a token's prefill takes.
-
-    A run needs more than `WARM_UP_STEPS + LAST_STEPS` steps.
-    """
-    timeline = Timeline.read(run_dir)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    window = window_of(timeline, len(rows))
-    inside = rows[window.first : window.last]
+def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: float) -> Figures:
+    """The figures of the window; `prefill_s` is the time that a token's prefill takes."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    inside = [json.loads(line) for line in lines[window.first : window.last]]
     rollouts = [name for name in timeline.spans if name.startswith("rollout")]
     trained: Counter[str] = Counter()
     for row in inside:
@@ -91,7 +83,7 @@ def figures_of(run_dir: Path, prefill_s: float) -> Figures:
 
 
 def window_of(timeline: Timeline, num_steps: int) -> Window:
-    """The part of a run of `num_steps` steps that counts, by when its trainer began to wait for each step."""
+    """The measured part of a run of `num_steps` steps; a step starts when the trainer begins to wait for its rows."""
     starts: dict[int, float] = {}
     for span in timeline.spans["actor-0"]:
         if "step" in span.facts:
@@ -103,13 +95,13 @@ def window_of(timeline: Timeline, num_steps: int) -> Window:
 
 def weight_wait_s(spans: Sequence[Span], window: Window) -> float:
     """Seconds of the window between generating on one version and generating on the next."""
-    total, dry = 0.0, None
+    total, last = 0.0, None
     for span in spans:
         if span.state != "generate":
             continue
-        if dry is not None and span.facts["version"] != dry.facts["version"]:
-            total += window.share(Span("wait", dry.end, span.start, {}))
-        dry = span
+        if last is not None and span.facts["version"] != last.facts["version"]:
+            total += window.share(Span("wait", last.end, span.start, {}))
+        last = span
     return total
 
 
@@ -117,17 +109,17 @@ def _share(spans: Sequence[Span], state: str, window: Window) -> float:
     return sum(window.share(span) for span in spans if span.state == state) / window.seconds
 
 
-def _mean_sample(samples: Sequence[Sequence[Any]], name: str, window: Window) -> float:
+def _mean_sample(samples: Sequence[Sequence[CounterSample]], name: str, window: Window) -> float:
     values = [value for each in samples for value in _inside(each, name, window)]
     return sum(values) / max(len(values), 1)
 
 
-def _inside(samples: Sequence[Any], name: str, window: Window) -> list[float]:
+def _inside(samples: Sequence[CounterSample], name: str, window: Window) -> list[float]:
     return [sample.values[name] for sample in samples if window.start <= sample.at < window.end]
 
 
-def _growth(samples: Sequence[Sequence[Any]], name: str, window: Window) -> float:
-    """By how much a number that only grows does so per second, on average."""
+def _growth(samples: Sequence[Sequence[CounterSample]], name: str, window: Window) -> float:
+    """Growth per second of a number that only grows, averaged over the processes."""
     grown = 0.0
     for each in samples:
         values = _inside(each, name, window)

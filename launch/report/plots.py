@@ -1,6 +1,7 @@
-"""Pictures of compared runs: bars for the figures, and a Gantt chart of each run's timeline."""
+"""Plots of compared runs: bars of the figures, and a Gantt chart of a run's timeline."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ _COLOURS = {
 
 
 def draw_comparison(figures: Mapping[str, Figures], path: Path) -> None:
-    """One picture of all runs: throughput, idle shares, KV utilisation, staleness, trajectory latency, weight waiting."""
+    """Plot the figures of all runs: throughput, idle shares, KV use, staleness, trajectory latency, weight waiting."""
     names = list(figures)
     each = list(figures.values())
-    figure, axes = _pyplot().subplots(2, 3, figsize=(15, 7), layout="constrained")
+    figure, axes = pyplot().subplots(2, 3, figsize=(15, 7), layout="constrained")
     panels: dict[str, dict[str, list[float]]] = {
         "tokens/s": {"": [f.tokens_per_s for f in each]},
         "idle share": {"trainer": [f.idle_actor for f in each], "rollouts": [f.idle_rollout for f in each]},
@@ -40,17 +41,16 @@ def draw_comparison(figures: Mapping[str, Figures], path: Path) -> None:
 
 
 def draw_gantt(timeline: Timeline, title: str, path: Path) -> None:
-    """Who did what when, one line per process; the rollouts' weight versions tell neighbours apart by shade."""
+    """Plot the states of all processes over time, one line per process, with the weight versions of the rollouts."""
     names = [name for name, spans in timeline.spans.items() if spans]
     zero = min(spans[0].start for spans in timeline.spans.values() if spans)
-    figure, axis = _pyplot().subplots(figsize=(16, 0.35 * len(names) + 1.5), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(16, 0.35 * len(names) + 1.5), layout="constrained")
     for line, name in enumerate(names):
         spans = timeline.spans[name]
         axis.broken_barh(
             [(span.start - zero, span.end - span.start) for span in spans],
             (line - 0.4, 0.8),
             facecolors=[_COLOURS.get(span.state, "#999999") for span in spans],
-            alpha=None,
         )
         for span in spans:
             if span.state == "generate" and span.end - span.start > 20:
@@ -58,7 +58,7 @@ def draw_gantt(timeline: Timeline, title: str, path: Path) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("seconds (emulated, where devices are)")
-    axis.set_title(f"{title}: {', '.join(f'{state}' for state in _COLOURS)}")
+    axis.set_title(f"{title}: {', '.join(_COLOURS)}")
     _save(figure, path)
 
 
@@ -67,17 +67,16 @@ def _staleness(each: list[Figures]) -> dict[str, list[float]]:
     return {lag: [figures.staleness.get(lag, 0.0) for figures in each] for lag in lags}
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's `pyplot`, drawing into files; raises `SettingError` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
-        raise SettingError("pictures need matplotlib: install headrace[report]") from error
+        raise SettingError("plots need matplotlib: install headrace[report]") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return import_module("matplotlib.pyplot")
 
 
 def _save(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=110)
-    _pyplot().close(figure)
+    pyplot().close(figure)

@@ -1,4 +1,4 @@
-"""The end of a run as its user sees it: `summary.json` as a table."""
+"""The table that a run prints at its end, from `summary.json`."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,11 @@ from typing import Any
 from ..processes.child import print_message
 from ..processes.supervisor import SUMMARY_FILE
 
+_PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
+
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """What the hub wrote when the run ended, None if it could not."""
+    """The summary that the hub wrote when the run ended, None without one."""
     try:
         return json.loads((run_dir / SUMMARY_FILE).read_text())
     except (OSError, ValueError):
@@ -31,25 +33,21 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and text of each line of the table."""
-    rows = [("run", f"{summary.get('status')} after {summary.get('steps')} steps")]
-    if "reward_first" in summary:
-        rows.append(
-            ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}  (first and last tenth)")
-        )
-    rows.append(("tokens/s", f"{summary.get('tokens_per_s', 0):,.0f}"))
-    rows.append(("staleness", _histogram(summary.get("staleness", {}))))
-    rows.append(("versions per trajectory", _histogram(summary.get("versions_per_trajectory", {}))))
-    account = summary["accounting"]
+    account, has_reward = summary["accounting"], "reward_first" in summary
     parts = " + ".join(f"{account[key]} {key.replace('_', ' ')}" for key in _PARTS if key in account)
-    rows.append(
-        ("accounting", f"{account['leased']} leased = {parts}: {'holds' if account['holds'] else 'DOES NOT HOLD'}")
-    )
-    if summary.get("export"):
-        rows.append(("exported model", str(summary["export"])))
-    return rows
-
-
-_PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
+    verdict = "holds" if account["holds"] else "DOES NOT HOLD"
+    rows = {
+        "run": f"{summary.get('status')} after {summary.get('steps')} steps",
+        "reward": "{reward_first:.3f} -> {reward_last:.3f}  (first and last tenth)".format_map(summary)
+        if has_reward
+        else "",
+        "tokens/s": f"{summary.get('tokens_per_s', 0):,.0f}",
+        "staleness": _histogram(summary.get("staleness", {})),
+        "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
+        "accounting": f"{account['leased']} leased = {parts}: {verdict}",
+        "exported model": str(summary.get("export") or ""),
+    }
+    return [(name, text) for name, text in rows.items() if text]
 
 
 def _histogram(counts: Mapping[str, int]) -> str:

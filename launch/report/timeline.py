@@ -1,4 +1,4 @@
-"""What every process of a run did when: the files under `trace/` on one axis, and `trace.json` for Perfetto."""
+"""The timeline of a run: the processes' files under `trace/` on one time axis, and `trace.json` for Perfetto."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Timeline:
 
     @staticmethod
     def read(run_dir: Path) -> "Timeline":
-        """The timeline of a run folder; what a killed process did not finish writing is left out."""
+        """The timeline of a run folder, without a last line that a killed process did not finish."""
         timeline = Timeline()
         for path in sorted((run_dir / "trace").glob("*.jsonl")):
             timeline._read(path)
@@ -66,8 +66,8 @@ class Timeline:
                 lane = {"tid": span.facts.get("lane", 0)}
                 events.append({"ph": "X", "name": span.state, "args": span.facts, **times, **common, **lane})
             for sample in self.samples[name]:
-                for what, value in sample.values.items():
-                    point = {"ph": "C", "name": what, "ts": 1e6 * (sample.at - zero), "args": {what: value}}
+                for counter, value in sample.values.items():
+                    point = {"ph": "C", "name": counter, "ts": 1e6 * (sample.at - zero), "args": {counter: value}}
                     events.append(point | common)
         path.write_text(json.dumps({"traceEvents": events}))
 

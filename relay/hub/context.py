@@ -1,55 +1,68 @@
-"""What all offices of the hub share: its state, the journal, and the way to tell others."""
+"""State, journal and mailbox, which the hub's handlers share, and the base class of the handlers."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ...comm.mailbox import Mailbox
 from ...comm.messages import DropRows
+from ...comm.messages.base import RowId, process_of
 from ..journal import events as ev
-from ..journal.journal import Journal
-from ..journal.state import Group, HubState, apply
-from ..queue.replicated_rows import relay_of
+from ..journal.records import Group, RowStatus
+from ..journal.state import HubState, apply
+
+if TYPE_CHECKING:
+    from ...comm.mailbox import Mailbox
+    from ..journal.journal import Journal
 
 Routes = dict[type, Callable[[str, Any], None]]
-"""What an office does about a message, by its type: called with the sender's name and the message."""
-
-
-class Handler(Protocol):
-    """A part of the hub: the rules for some messages, and what it does about what became possible or was lost."""
-
-    routes: Routes
-
-    def advance(self) -> None:
-        """Meet the requests that can be met now."""
-        ...
-
-    def on_process_death(self, process: str, reason: str) -> None:
-        """Forget a dead process, named as in the fleet; everything that it held comes back."""
-        ...
+"""Message type -> function that handles it, called with the sender's name and the message."""
 
 
 class HubContext:
-    """The hub's state, which changes through `commit` alone."""
+    """The hub's state, which changes through `commit` alone.
 
-    def __init__(self, mailbox: Mailbox, state: HubState, journal: Journal) -> None:
+    `relays` are those heard of so far; leases are granted and moves are planned while `is_leasing`.
+    """
+
+    def __init__(self, mailbox: "Mailbox", state: HubState, journal: "Journal") -> None:
         self.mailbox = mailbox
         self.state = state
         self.journal = journal
         self.relays: set[str] = set()
-        """Those that have been heard of: each hosts a storage unit."""
+        self.is_leasing = True
 
     def commit(self, event: ev.Event) -> None:
-        """Journal an event, then let it take effect."""
+        """Write an event to the journal, then apply it."""
         self.journal.append(ev.stamped(event))
         apply(event, self.state)
 
-    def drop_rows(self, rows: Iterable[tuple[Group, int]], *, everywhere: bool = False) -> None:
-        """Tell the units to forget rows, named by group and sample: those that hold them, or all there are."""
+    def drop_rows(self, rows: Iterable[RowId], *, everywhere: bool = False) -> None:
+        """Tell the relays that store these rows, or all relays, to drop them."""
         for_relay: dict[str, list[str]] = {}
-        for group, sample in rows:
-            row = group.rows[sample]
-            key = group.row_id(sample).key(row.attempt)
-            for relay in self.relays if everywhere else map(relay_of, row.storage_ids):
-                for_relay.setdefault(relay, []).append(key)
+        for row_id in rows:
+            row = self.state.groups[row_id.group].rows[row_id.sample]
+            for relay in self.relays if everywhere else map(process_of, row.storage_ids):
+                for_relay.setdefault(relay, []).append(row_id.key(row.attempt))
         for relay, keys in for_relay.items():
             self.mailbox.send(relay, DropRows(keys))
+
+    def evict(self, groups: Iterable[Group], reason: str) -> None:
+        """Throw groups out, finished or not; later results of their rows are fenced off."""
+        for group in groups:
+            self.drop_rows(group.row_ids(RowStatus.READY))
+            self.commit(ev.Evicted(group=group.id, reason=reason))
+
+
+class Handler:
+    """A part of the hub: handles the messages in `routes`, and acts on what became possible or was lost."""
+
+    routes: Routes
+
+    def __init__(self, context: HubContext) -> None:
+        self.context = context
+        self.state = context.state
+
+    def advance(self) -> None:
+        """Meet the requests that can be met now."""
+
+    def on_process_death(self, process: str, reason: str) -> None:
+        """Forget a dead process, named as in the fleet, and take back what it holds."""

@@ -1,47 +1,52 @@
-"""The hub's office for those who consume rows: complete groups go to the trainer's step, single rows to the other tasks.
+"""Hands rows to consumers: complete groups to the trainer's step, single rows to the other tasks.
 
-Whatever an answer says can be said again from the state alone, so an answer that was lost, or a hub that was, costs nothing.
+An answer can be repeated from the state alone, so the loss of an answer or of the hub costs nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ...comm.messages import ColumnsAdded, DropRows, RequestRows, RowBatch, RowId, StepTrained, TrainBatch
+from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
 from ..journal import events as ev
-from ..journal.records import Group, RowStatus
-from ..journal.task_records import TaskRecord
-from ..queue.admission import Admission
-from ..queue.controller import Controller, group_ref_of
-from ..queue.replicated_rows import relay_of
-from ..queue.tasks import TRAIN
-from .context import HubContext, Routes
-from .telemetry import FleetStats
+from ..journal.records import RowStatus, TaskRecord
+from ..queue.batch import TRAIN
+from ..queue.controller import Controller, Task, group_ref_of
+from ..queue.samplers import TokenBalanced
+from .context import Handler, HubContext
+from .telemetry import FleetStats, Snapshot
+
+if TYPE_CHECKING:
+    from ..queue.admission import Admission
 
 _MICRO_BATCHES_PER_RANK = 8
-"""Micro-batches for each rank of the trainer in one hand-out: enough to fill them well, few enough that the first begins early."""
+"""Micro-batches for each rank of the trainer in one answer: enough to fill them well, few enough that the first begins early."""
 
 
-class Dispatcher:
-    """Who asks for rows, and who has which."""
+class Dispatcher(Handler):
+    """The requests for rows, and the batches that consumers work on."""
 
     def __init__(
-        self, context: HubContext, admission: Admission, fleet_stats: FleetStats, controllers: Mapping[str, Controller]
+        self, context: HubContext, admission: "Admission", fleet_stats: FleetStats, tasks: Mapping[str, Task]
     ) -> None:
-        self.context = context
+        super().__init__(context)
         self.admission = admission
         self.fleet_stats = fleet_stats
-        self.controllers = controllers
+        # The consumers of one task ask one by one, for equal shares.
+        self.controllers = {name: Controller(task, TokenBalanced) for name, task in tasks.items() if name != TRAIN}
         self._pending_requests: dict[str, RequestRows] = {}
         self._consumers: dict[str, set[str]] = {}
-        self.routes: Routes = {
+        self._reported: Snapshot | None = None
+        self.routes = {
             RequestRows: self._on_request,
             StepTrained: self._on_step_trained,
             ColumnsAdded: self._on_columns,
         }
 
     def advance(self) -> None:
-        """Throw out what is too stale, then hand out what is ready to those who ask."""
-        self._evict()
+        """Evict the groups that are too stale, then answer the requests for which rows are ready."""
+        self.context.evict(self.admission.stale(self.state), "older than queue.max_staleness")
         for consumer, request in list(self._pending_requests.items()):
             answer = self._answer(consumer, request)
             if answer is not None:
@@ -49,12 +54,12 @@ class Dispatcher:
                 del self._pending_requests[consumer]
 
     def on_process_death(self, process: str, reason: str) -> None:
-        """A consumer is gone: its rows go to others, and what it may have added to rows that left the queue is dropped."""
+        """The batches of a dead consumer come back, and columns that it added to rows outside the queue are dropped."""
         self._pending_requests.pop(process, None)
         for consumers in self._consumers.values():
             consumers.discard(process)
-        for task, record in self.context.state.tasks.items():
-            for number in [n for n, hand_out in record.begin_receive.items() if hand_out.consumer == process]:
+        for task, record in self.state.tasks.items():
+            for number in [n for n, batch in record.open_batches.items() if batch.consumer == process]:
                 self._drop_leftovers(record, number)
                 self.context.commit(ev.TaskReturned(task=task, number=number, reason=reason))
 
@@ -66,46 +71,47 @@ class Dispatcher:
         return None
 
     def _train(self, request: RequestRows) -> TrainBatch | None:
-        """The groups of a step beyond those received."""
-        state = self.context.state
+        """The groups of the step in progress beyond those received; None for a request of the next step."""
+        state = self.state
         if request.step != state.step:
-            return None  # it asks ahead
+            return None
         for group in self.admission.select_groups(state, _MICRO_BATCHES_PER_RANK * request.max_tokens):
             self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
         given = [state.groups[group_id] for group_id in state.in_training[request.received :]]
         if not given:
             return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
+        self._reported = self.fleet_stats.snapshot(state)
         return TrainBatch(
             request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
-            groups=groups, metrics=self.fleet_stats.snapshot(state),
+            groups=groups, metrics=self._reported.metrics,
         )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
-        """A hand-out of this consumer's that it has not received, or a new one."""
-        state, controller = self.context.state, self.controllers[task]
-        record = state.tasks.get(task, TaskRecord())
-        for number, hand_out in record.begin_receive.items():
-            if hand_out.consumer == consumer and number not in request.open_batches:
-                groups = self._still_there(hand_out.attempts)
-                return RowBatch(request_id=request.request_id, task=task, batch_id=number, groups=groups)
-        groups = controller.next(state, request.max_tokens, len(self._consumers[task]))
-        if not groups:
-            return None
-        rows = [group.row(index) for group in groups for index in range(len(group.samples))]
-        attempts = [attempt for group in groups for attempt in group.attempts]
-        number = record.num_batches + 1
-        self.context.commit(ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts))
+        """A batch that this consumer was given and has not received, or a new one."""
+        record = self.state.tasks.get(task, TaskRecord())
+        for number, batch in record.open_batches.items():
+            if batch.consumer == consumer and number not in request.open_batches:
+                groups = self._still_queued(batch.attempts)
+                break
+        else:
+            groups = self.controllers[task].next(self.state, request.max_tokens, len(self._consumers[task]))
+            if not groups:
+                return None
+            number = record.num_batches + 1
+            refs = [ref for group in groups for ref in group.rows()]
+            rows, attempts = [ref.row for ref in refs], [ref.attempt for ref in refs]
+            self.context.commit(
+                ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts)
+            )
         return RowBatch(request_id=request.request_id, task=task, batch_id=number, groups=groups)
 
-    def _still_there(self, attempts: Mapping[RowId, int]) -> list[GroupRef]:
-        state = self.context.state
-        rows = [row_id for row_id, attempt in attempts.items() if state.has_attempt(row_id, attempt)]
-        groups = {state.group_of(row_id).id: state.group_of(row_id) for row_id in rows}
-        return [
-            group_ref_of(group, [row_id.sample for row_id in rows if state.group_of(row_id) is group])
-            for group in groups.values()
-        ]
+    def _still_queued(self, attempts: Mapping[RowId, int]) -> list[GroupRef]:
+        samples: dict[GroupId, list[int]] = {}
+        for row_id, attempt in attempts.items():
+            if self.state.has_attempt(row_id, attempt):
+                samples.setdefault(row_id.group, []).append(row_id.sample)
+        return [group_ref_of(self.state.groups[group_id], found) for group_id, found in samples.items()]
 
     def _on_request(self, sender: str, request: RequestRows) -> None:
         self._pending_requests[sender] = request
@@ -113,52 +119,42 @@ class Dispatcher:
             self._consumers.setdefault(task, set()).add(sender)
 
     def _on_columns(self, sender: str, done: ColumnsAdded) -> None:
-        """A consumer has done a hand-out; what is not its own any more is dropped again."""
-        state = self.context.state
+        """A consumer has finished a batch: its columns count where the row is still in the queue, as the attempt given."""
+        state = self.state
         record = state.tasks.get(done.task, TaskRecord())
-        hand_out = record.begin_receive.get(done.batch_id)
-        if hand_out is None or hand_out.consumer != sender:
-            return  # told twice, or given to somebody else meanwhile
+        batch = record.open_batches.get(done.batch_id)
+        if batch is None or batch.consumer != sender:
+            return  # the report is repeated, or the rows went to another consumer meanwhile
         self._drop_leftovers(record, done.batch_id)
         rows: list[RowId] = []
         kept: list[list[str]] = []
         for row_id, units in zip(done.rows, done.storage_ids, strict=True):
-            if not state.has_attempt(row_id, hand_out.attempts[row_id]):
+            if not state.has_attempt(row_id, batch.attempts[row_id]):
                 continue
-            held = state.group_of(row_id).rows[row_id.sample].storage_ids
-            key = row_id.key(hand_out.attempts[row_id])
+            held = state.groups[row_id.group].rows[row_id.sample].storage_ids
+            key = row_id.key(batch.attempts[row_id])
             if still := [unit for unit in held if unit in units]:
                 rows.append(row_id)
                 kept.append(still)
                 for unit in set(held) - set(still):  # this copy lacks the columns
-                    self.context.mailbox.send(relay_of(unit), DropRows([key]))
-        columns = list(done.columns)
+                    self.context.mailbox.send(process_of(unit), DropRows([key]))
         self.context.commit(
-            ev.ColumnsReady(task=done.task, number=done.batch_id, columns=columns, rows=rows, units=kept)
+            ev.ColumnsReady(task=done.task, number=done.batch_id, columns=done.columns, rows=rows, units=kept)
         )
 
     def _drop_leftovers(self, record: TaskRecord, number: int) -> None:
-        """Rows of a hand-out that left the queue meanwhile: their consumer may have brought them to life in a unit."""
-        attempts = record.begin_receive[number].attempts
-        keys = [row_id.key(attempts[row_id]) for row_id in self.context.state.missing(attempts)]
+        """Drop rows of a batch that left the queue meanwhile: the consumer may have written columns of them to any unit."""
+        attempts = record.open_batches[number].attempts
+        keys = [row_id.key(attempts[row_id]) for row_id in self.state.missing(attempts)]
         for relay in self.context.relays if keys else ():
             self.context.mailbox.send(relay, DropRows(keys))
 
     def _on_step_trained(self, sender: str, message: StepTrained) -> None:
-        state = self.context.state
-        if message.step != state.step:
+        if message.step != self.state.step:
             return
-        groups = [state.groups[group_id] for group_id in state.in_training]
-        self.context.drop_rows((group, sample) for group in groups for sample in group.samples(RowStatus.READY))
+        groups = [self.state.groups[group_id] for group_id in self.state.in_training]
+        self.context.drop_rows(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
         self.context.commit(ev.Trained(step=message.step))
-        self.fleet_stats.finish_step()
-
-    def _evict(self) -> None:
-        evict(self.context, self.admission.stale(self.context.state), "older than queue.max_staleness")
-
-
-def evict(context: HubContext, groups: Iterable[Group], reason: str) -> None:
-    """Throw groups out, finished or not; whoever still generates one of their rows is fenced off."""
-    for group in list(groups):
-        context.drop_rows((group, sample) for sample in group.samples(RowStatus.READY))
-        context.commit(ev.Evicted(group=group.id, reason=reason))
+        if self._reported is not None:
+            self.fleet_stats.finish_step(self._reported)
+            self._reported = None

@@ -1,33 +1,35 @@
-"""The hub: the one decision maker. It reads its mailbox, decides, appends to the journal, applies, and acts.
+"""The hub: the one decision maker. It reads its mailbox, decides, appends to the journal, applies the event, and answers.
 
-It never carries bulk data and never waits for anybody: a request that cannot be met yet stays on the list of its office and
-is looked at again after the next letter.
+It carries no bulk data and never waits: a request that cannot be met yet stays with its handler, which looks at it again
+after the next message.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ...comm.mailbox import Envelope, Mailbox
 from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
+from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
 from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal
 from ..journal.state import HubState
-from ..queue.admission import Admission
 from ..queue.controller import Task
-from ..queue.tasks import TRAIN, controllers, open_sampler
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
 from .leases import Leases
-from .lost_rows import LostRows
 from .repacking import Repacking
 from .results import Results
 from .telemetry import FleetStats
 
+if TYPE_CHECKING:
+    from ..queue.admission import Admission
+
 
 class Hub:
-    """Passes letters to the offices; every change of the state is an event in the journal first."""
+    """Passes messages to their handlers; every change of the state is an event in the journal first."""
 
     def __init__(
         self,
@@ -35,30 +37,21 @@ class Hub:
         state: HubState,
         journal: Journal,
         pool: PromptPool,
-        admission: Admission,
+        admission: "Admission",
         queue: QueueSettings,
         repack: RepackSettings,
         clock: Callable[[], float] = time.monotonic,
         tasks: Mapping[str, Task] | None = None,
     ) -> None:
         self.context = HubContext(mailbox, state, journal)
+        self.mailbox, self.state = mailbox, state
         self.fleet_stats = FleetStats()
-        self.leases = Leases(self.context, pool, admission)
         self.results = Results(self.context, queue)
-        self.dispatcher = Dispatcher(self.context, admission, self.fleet_stats, controllers(tasks or {}))
-        if tasks:
-            admission.needs = tasks[TRAIN].needs
-        admission.sampler = open_sampler(queue.sampler)
-        self.copies = LostRows(self.context)
+        self.leases = Leases(self.context, pool, admission)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
-        # Handing out comes before leasing, since it makes room.
-        self.handlers: tuple[Handler, ...] = (
-            self.copies,
-            self.results,
-            self.dispatcher,
-            self.leases,
-            self.repacking,
-        )
+        dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {})
+        # Rows are handed out before groups are leased, since that makes room in the queue.
+        self.handlers: tuple[Handler, ...] = (self.results, dispatcher, self.leases, self.repacking)
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
             WeightsPulled: self._on_pulled,
@@ -66,50 +59,44 @@ class Hub:
             LoadReport: self._on_load,
             BusyReport: self.fleet_stats.add,
         }
-        for office in self.handlers:
-            self.routes |= office.routes
-
-    @property
-    def mailbox(self) -> Mailbox:
-        """The hub's inbox and its way to answer."""
-        return self.context.mailbox
-
-    @property
-    def state(self) -> HubState:
-        """The fold of the journal; to be read only."""
-        return self.context.state
+        for handler in self.handlers:
+            self.routes |= handler.routes
 
     def handle(self, envelope: Envelope) -> bool:
-        """Act on a letter; False if this hub has no rule for it."""
-        rule = self.routes.get(type(envelope.message))
-        if rule is None:
+        """Act on a message; False if the hub has no route for it."""
+        route = self.routes.get(type(envelope.message))
+        if route is None:
             return False
-        rule(envelope.sender, envelope.message)
-        self._advance()
+        route(envelope.sender, envelope.message)
+        self.advance()
         return True
 
+    def advance(self) -> None:
+        """Meet the requests that can be met now."""
+        for handler in self.handlers:
+            handler.advance()
+
     def on_process_death(self, process: str, reason: str) -> None:
-        """A process died, named as in the fleet: its leases and hand-outs come back, and its counters are forgotten."""
+        """A process died, named as in the fleet: its leases and batches come back, and its counters are forgotten."""
         self.fleet_stats.forget(process)
-        for office in self.handlers:
-            office.on_process_death(process, reason)
-        self._advance()
+        for handler in self.handlers:
+            handler.on_process_death(process, reason)
+        self.advance()
 
-    def on_storage_lost(self, unit: str, reason: str) -> None:
-        """A storage unit is gone with its relay's process, named as in `relay.units`; a second call changes nothing."""
-        self.copies.on_storage_lost(unit, reason)
-        self._advance()
+    def on_storage_lost(self, storage_id: str, reason: str) -> None:
+        """A storage unit is lost with its relay's process; a second call changes nothing."""
+        self.results.on_storage_lost(storage_id, reason)
+        self.advance()
 
-    def _advance(self) -> None:
-        for office in self.handlers:
-            office.advance()
+    def stop_leasing(self) -> None:
+        """Grant no more leases and plan no more moves: the run ends."""
+        self.context.is_leasing = False
 
     def _on_version_ready(self, sender: str, message: VersionReady) -> None:
-        relay = sender.partition("/")[0]
+        relay = process_of(sender)
         self.context.relays.add(relay)
         self.repacking.is_due |= message.version > self.state.version
-        event = ev.Published(version=message.version, digest=message.digest, relay=relay)
-        self.context.commit(event)
+        self.context.commit(ev.Published(version=message.version, digest=message.digest, relay=relay))
 
     def _on_load(self, sender: str, load: LoadReport) -> None:
         self.fleet_stats.add(sender, load)

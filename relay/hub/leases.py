@@ -1,75 +1,77 @@
-"""The hub's office for leases: rollouts ask for groups, and get what admission allows."""
+"""Leases: rollouts ask for groups, and get as many as admission allows."""
+
+from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
 from ..dataset import PromptPool
 from ..journal import events as ev
-from ..journal.state import Group, RowStatus
-from ..queue.admission import Admission
-from .context import HubContext, Routes
+from ..journal.records import RowStatus
+from .context import Handler, HubContext
+
+if TYPE_CHECKING:
+    from ..queue.admission import Admission
 
 
-class Leases:
-    """Open requests, the last grant of each holder, and who may start what."""
+class Leases(Handler):
+    """Open requests, the newest request and the last grant of each holder, and the leases that a dead holder had."""
 
-    def __init__(self, context: HubContext, pool: PromptPool, admission: Admission) -> None:
-        self.context = context
+    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission") -> None:
+        super().__init__(context)
         self.pool = pool
         self.admission = admission
-        self.is_open = True
         self._requests: dict[str, LeaseRequest] = {}
+        self._newest: dict[str, LeaseRequest] = {}
         self._granted: dict[str, LeaseGrant] = {}
-        self.routes: Routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return}
+        self.routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return}
 
     def advance(self) -> None:
-        """Grant what may be granted now."""
-        refused: set[int] = set()  # a version that gets nothing gets nothing until the next letter
-        for holder, request in list(self._requests.items()) if self.is_open else ():
-            if request.version not in refused and not self._grant(holder):
+        refused: set[int] = set()  # a version that admission refuses is refused to all holders
+        for holder, request in list(self._requests.items()) if self.context.is_leasing else ():
+            if request.version not in refused and not self._grant(holder, request):
                 refused.add(request.version)
 
     def on_process_death(self, process: str, reason: str) -> None:
-        """What the holder had leased comes back."""
+        """The rows leased to a process are wanted again."""
         self._requests.pop(process, None)
         self._granted.pop(process, None)
-        lost: list[tuple[Group, int]] = []
-        for group in self._held_by(process):
-            samples = [s for s in group.samples(RowStatus.LEASED) if group.rows[s].holder == process]
-            lost += [(group, sample) for sample in samples]
-            for attempt in sorted({group.rows[s].attempt for s in samples}):
-                self.context.commit(ev.Returned(group=group.id, attempt=attempt, reason=reason))
-        # It may have died between writing a row and telling: nobody will ever ask for those bytes.
-        self.context.drop_rows(lost, everywhere=True)
+        leased = [(row_id, row) for row_id, row in self.state.rows(RowStatus.LEASED) if row.holder == process]
+        for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
+            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
+        # The process may have died between writing a row and reporting it: those bytes have no reader.
+        self.context.drop_rows((row_id for row_id, _ in leased), everywhere=True)
 
     def holders(self) -> set[str]:
-        """Who holds a lease."""
-        groups = self.context.state.queued()
-        return {g.rows[sample].holder for g in groups for sample in g.samples(RowStatus.LEASED)}
-
-    def _held_by(self, holder: str) -> list[Group]:
-        groups = self.context.state.queued()
-        return [g for g in groups if any(g.rows[s].holder == holder for s in g.samples(RowStatus.LEASED))]
+        """The processes that hold a lease."""
+        return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
 
     def _on_request(self, sender: str, request: LeaseRequest) -> None:
+        """Note a request, or repeat the grant whose message was lost or crossed the repeated request.
+
+        A request of a dead process may arrive after the report of its death. It is granted, since such a report may be in
+        error, and the lease comes back when the next incarnation asks; from then on the dead one is ignored.
+        """
+        newest = self._newest.setdefault(sender, request)
+        if request.request_id < newest.request_id:
+            return
+        if request.incarnation > newest.incarnation:
+            self.on_process_death(sender, f"incarnation {newest.incarnation} is gone")
+        self._newest[sender] = request
         granted = self._granted.get(sender)
         if granted is not None and granted.request_id == request.request_id:
-            self.context.mailbox.send(sender, granted)  # the answer was lost or crossed the repeated question
-        elif granted is None or request.request_id > granted.request_id:
+            self.context.mailbox.send(sender, granted)
+        else:
             self._requests[sender] = request
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         for group, attempt in zip(message.groups, message.attempts, strict=True):
-            if group in self.context.state.groups:
-                reason = f"{sender} moved to another version"
+            if group in self.state.groups:
+                reason = f"{sender} switched to another version"
                 self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
 
-    def _grant(self, holder: str) -> bool:
-        """Lease what may be leased; says whether that is as many groups as the holder asked for."""
-        request = self._requests[holder]
+    def _grant(self, holder: str, request: LeaseRequest) -> bool:
+        """Lease groups to a holder; returns whether it got as many as it asked for."""
         leases: list[Lease] = []
-        while len(leases) < request.num_groups:
-            lease = self._lease_one(holder, request.version)
-            if lease is None:
-                break
+        while len(leases) < request.num_groups and (lease := self._lease_one(holder, request.version)):
             leases.append(lease)
         if leases:
             del self._requests[holder]
@@ -78,8 +80,8 @@ class Leases:
         return len(leases) == request.num_groups
 
     def _lease_one(self, holder: str, version: int) -> Lease | None:
-        """Lease one group: first what came back, then the next of the data."""
-        state = self.context.state
+        """Lease one group: one that came back if there is any, else the next of the data set."""
+        state = self.state
         for group_id in state.unassigned:
             if self.admission.may_lease(state, version, state.groups[group_id]):
                 group = state.groups[group_id]

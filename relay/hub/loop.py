@@ -1,8 +1,8 @@
 """The hub's process: owns the journal, watches the fleet, ends the run.
 
-Consumes its mailbox; waits for letters only, at most `WATCH_S`; woken by anybody. A process is dead when a relay reports that its
-connection ended, or, at the latest, when its heartbeat stands still or another incarnation has joined: its leases return, and its
-rows are read elsewhere or generated again.
+Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any process may wake it. A process is dead when a relay
+reports that its connection ended or, at the latest, when its heartbeat stops or another incarnation has joined: its leases
+come back, and the rows that it stored are read elsewhere or generated again.
 """
 
 import logging
@@ -11,18 +11,19 @@ import time
 from pathlib import Path
 
 from ...comm.clock import Clock
-from ...comm.errors import HeadraceError, SettingError
+from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
+from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
 from ..journal.journal import Journal, cut_after_checkpoint, replay
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
-from ..queue.replicated_rows import storage_id_of
+from ..queue.batch import TRAIN
 from ..queue.schedules import SCHEDULES
-from ..queue.tasks import pipeline
+from ..queue.tasks import open_sampler, pipeline
 from .hub import Hub
 from .shutdown import RunEnd, Shutdown, write_summary
 
@@ -30,61 +31,62 @@ log = logging.getLogger(__name__)
 
 WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
-ENDING_DEADLINE_S = 15.0  # below the 20 s after which a seat kills its child
+SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
-    """The hub's process, from the first letter to the summary."""
-    run_dir = Path(recipe.run.dir)
+    """The hub's process, from the first message to the summary."""
+    run_dir, queue = Path(recipe.run.dir), recipe.queue
     mailbox = fleet.open_mailbox("hub")
-    tasks = pipeline(recipe.queue, recipe.algorithm)
+    tasks = pipeline(queue, recipe.algorithm)
     state, journal = open_journal(run_dir, recipe)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
-    admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
-    hub = Hub(
-        mailbox, state, journal, pool, admission, recipe.queue, recipe.repack, Clock(recipe.emulated.speed).now, tasks
-    )
-    watch = HubLoop(hub, fleet)
-    while (end := watch.step()) is None:
+    schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
+    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, tasks[TRAIN].needs)
+    clock = Clock(recipe.emulated.speed).now
+    hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks)
+    loop = HubLoop(hub, fleet)
+    while (end := loop.step()) is None:
         pass
-    write_summary(run_dir, Shutdown(hub, fleet, ENDING_DEADLINE_S).run(end))
+    write_summary(run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S).run(end))
     journal.close()
     mailbox.close()
 
 
 class HubLoop:
-    """One turn after the other: a letter, and now and then a look at the fleet."""
+    """Handles one message after the other, and checks the fleet at intervals."""
 
     def __init__(self, hub: Hub, fleet: Fleet) -> None:
         self.hub = hub
         self.fleet = fleet
         self._known: dict[str, Member] = {}
         self._lost: dict[str, int] = {}
-        self._shown: set[str] = set()
+        self._printed = {""}
         self._checked_at = 0.0
 
     def step(self) -> RunEnd | None:
-        """Handle at most one letter; says how the run ends, or None while it goes on."""
-        letter = self.hub.mailbox.receive(WATCH_S)
-        is_last = letter is not None and isinstance(letter.message, TrainingDone | Failed | Interrupted)
-        if (
-            is_last or time.monotonic() - self._checked_at >= WATCH_S
-        ):  # a short run is over before the first look is due
+        """Handle at most one message; returns how the run ends, or None while it continues."""
+        envelope = self.hub.mailbox.receive(WATCH_S)
+        message = envelope.message if envelope else None
+        # A short run is over before the first check is due.
+        is_last = isinstance(message, TrainingDone | Failed | Interrupted)
+        if is_last or time.monotonic() - self._checked_at >= WATCH_S:
             self._check_fleet()
-        if letter is None:
+        if envelope is None:
             return None
-        match letter.message:
-            case TrainingDone() as done:
-                return RunEnd("finished", done=done, gone=letter.sender)
+        match message:
+            case TrainingDone():
+                return RunEnd("finished", done=message, gone=envelope.sender)
             case Failed(error=error, exit_code=exit_code):
-                return RunEnd("failed", error, exit_code, gone=letter.sender)
+                return RunEnd("failed", error, exit_code, gone=envelope.sender)
             case Interrupted(signal=number):
                 return RunEnd("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
             case ConnectionLost(member=name, incarnation=incarnation):
                 self._on_connection_lost(name, incarnation)
-                return None
-        if not self.hub.handle(letter):
-            log.warning("no rule for %s from %s", type(letter.message).__name__, letter.sender)
+            case _ if not self.hub.handle(envelope):
+                log.warning("the hub has no route for %s from %s; dropped", type(message).__name__, envelope.sender)
+            case _:
+                pass
         return None
 
     def _check_fleet(self) -> None:
@@ -94,34 +96,39 @@ class HubLoop:
             now = living.get(name)
             if now is None or now.incarnation != known.incarnation:
                 if now is None or self._lost.get(name) != known.incarnation:
-                    self._bury(known, f"incarnation {known.incarnation} is gone")
+                    self._on_death(known, f"incarnation {known.incarnation} is gone")
                 del self._known[name]
         self._known |= living
-        for member in living.values():
-            if (chosen := member.info.get("generator", "")) not in self._shown | {""}:
-                self._shown.add(chosen)
-                print(f"generator: {chosen}", flush=True)
+        self._print_generators()
+
+    def _print_generators(self) -> None:
+        """Print each new description of a rollout's generator: of all logs, only the hub's and rank 0's reach the console."""
+        for member in self._known.values():
+            description = member.info.get("generator", "")
+            if description not in self._printed:
+                self._printed.add(description)
+                print(f"generator: {description}", flush=True)
 
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
         """Act on the first report about a process that is still in the fleet.
 
-        `_check_fleet` does nothing when the next incarnation joins, since that may hold leases already. It acts again when the heartbeat
-        stops: a report in error is possible, and such a process goes on working.
+        `_check_fleet` does nothing when the next incarnation joins, since that may hold leases already. It acts again when the
+        heartbeat stops: the report may be in error, and then the process continues to work.
         """
         self._check_fleet()
         known = self._known.get(name)
         if known is not None and known.incarnation == incarnation and self._lost.get(name) != incarnation:
             self._lost[name] = incarnation
-            self._bury(known, f"the connection of incarnation {incarnation} ended")
+            self._on_death(known, f"the connection of incarnation {incarnation} ended")
 
-    def _bury(self, dead: Member, reason: str) -> None:
+    def _on_death(self, dead: Member, reason: str) -> None:
         if dead.role == "relay":
-            self.hub.on_storage_lost(storage_id_of(dead), reason)
+            self.hub.on_storage_lost(storage_id_of(dead.name, dead.incarnation), reason)
         self.hub.on_process_death(dead.name, reason)
 
 
 def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
-    """The journal of a run folder, new or continued from its newest checkpoint, with the state that it tells."""
+    """The journal of a run folder, new or continued from its newest checkpoint, and the state after its last event."""
     path = run_dir / "journal.jsonl"
     latest = run_dir / "checkpoints" / "latest"
     state = HubState()
@@ -131,13 +138,11 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
     elif path.exists() and recipe.run.resume == "auto":
         path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
     elif path.exists():
-        raise SettingError(f"run.dir: {run_dir} holds a run already; set run.resume=auto to go on, or another run.dir")
+        raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
     if state.samples_per_prompt not in (0, recipe.batch.samples_per_prompt):
-        raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} was begun with {state.samples_per_prompt}")
+        raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
     journal = Journal(path)
     opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
     journal.append(opened)
     apply(opened, state)
-    if not state.is_balanced:
-        raise HeadraceError(f"the account of {path} does not add up")
     return state, journal

@@ -1,37 +1,42 @@
-"""The hub's office for finished trajectories: what counts, what is fenced off, what is filtered."""
+"""Rows on their way into the queue and out of it: finished rows are accepted, fenced off or filtered; lost rows come back."""
 
 import logging
 
-from ...comm.messages import DropRows, RowDone
+from ...comm.messages import DropRows, RowDone, RowsNotFound
+from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings
 from ..journal import events as ev
-from ..journal.state import Group, RowStatus
-from ..queue.replicated_rows import relay_of
-from .context import HubContext, Routes
-from .dispatch import evict
+from ..journal.records import Group, RowStatus
+from .context import Handler, HubContext
 
 log = logging.getLogger(__name__)
 
 
-class Results:
-    """Takes the word of those who hold a row's present attempt, and of nobody else."""
+class Results(Handler):
+    """Accepts a row only from the holder of its present attempt.
+
+    Stored rows belong to storage units: the death of their writer does not concern them, the loss of a unit does.
+    """
 
     def __init__(self, context: HubContext, queue: QueueSettings) -> None:
-        self.context = context
+        super().__init__(context)
         self.queue = queue
         self.num_fenced = 0
-        self.routes: Routes = {RowDone: self._on_row_done}
+        self.routes = {RowDone: self._on_row_done, RowsNotFound: self._on_rows_not_found}
 
-    def advance(self) -> None:
-        """Nothing waits here."""
-
-    def on_process_death(self, process: str, reason: str) -> None:
-        """What has arrived does not depend on who brought it."""
+    def on_storage_lost(self, storage_id: str, reason: str) -> None:
+        """A storage unit is lost: rows without another copy are wanted again, unless they are handed out already."""
+        if storage_id in self.state.lost_storage_ids:
+            return
+        before = self.state.regenerated
+        self.context.commit(ev.UnitLost(unit=storage_id, reason=reason))
+        num_lost = self.state.regenerated - before
+        log.warning("storage unit %s is lost (%s); %d rows will be generated again", storage_id, reason, num_lost)
 
     def _on_row_done(self, sender: str, done: RowDone) -> None:
-        self.context.relays.update(map(relay_of, done.storage_ids))
-        row = self.context.state.row(done.row)
-        units = [unit for unit in done.storage_ids if unit not in self.context.state.lost_storage_ids]
+        self.context.relays.update(map(process_of, done.storage_ids))
+        row = self.state.row(done.row)
+        units = [unit for unit in done.storage_ids if unit not in self.state.lost_storage_ids]
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self._fence_off(sender, done)
         elif done.failure or done.reward is None:
@@ -50,21 +55,31 @@ class Results:
                     num_versions=done.num_versions,
                 )
             )
-        group = self.context.state.groups.get(done.row.group)
-        if group is not None and self.queue.on_failed == "drop" and group.samples(RowStatus.FAILED):
-            evict(self.context, [group], "a member failed")
-            return
-        if group is not None and group.step is None and group.is_complete and self._has_no_signal(group):
-            self.context.drop_rows((group, sample) for sample in group.samples(RowStatus.READY))
-            self.context.commit(ev.GroupFiltered(group=group.id))
+        if (group := self.state.groups.get(done.row.group)) is not None:
+            self._filter(group)
+
+    def _filter(self, group: Group) -> None:
+        """Throw a group out if one of its rows failed or if it has no learning signal, where the settings say so."""
+        if self.queue.on_failed == "drop" and group.samples(RowStatus.FAILED):
+            self.context.evict([group], "a member failed")
+        elif self.queue.filter_zero_std and group.step is None and group.is_complete:
+            ready = group.samples(RowStatus.READY)
+            if len({group.rows[sample].reward for sample in ready}) == 1:
+                self.context.drop_rows(group.row_ids(RowStatus.READY))
+                self.context.commit(ev.GroupFiltered(group=group.id))
 
     def _fence_off(self, sender: str, done: RowDone) -> None:
-        """Somebody else has the row by now, or had: these bytes are nobody's."""
+        """The row has another holder by now, or had: drop the bytes of this attempt."""
         self.num_fenced += 1
         for unit in done.storage_ids:
-            self.context.mailbox.send(relay_of(unit), DropRows([done.row.key(done.attempt)]))
+            self.context.mailbox.send(process_of(unit), DropRows([done.row.key(done.attempt)]))
         log.info("row %s attempt %d from %s is fenced off", done.row, done.attempt, sender)
 
-    def _has_no_signal(self, group: Group) -> bool:
-        rewards = {group.rows[sample].reward for sample in group.samples(RowStatus.READY)}
-        return self.queue.filter_zero_std and len(rewards) == 1
+    def _on_rows_not_found(self, sender: str, message: RowsNotFound) -> None:
+        """A reader found no copy of some rows: drop what is left of them; they are generated again."""
+        told = zip(message.rows, message.attempts, strict=True)
+        lost = {row_id: attempt for row_id, attempt in told if self.state.has_attempt(row_id, attempt)}
+        if lost:
+            self.context.drop_rows(lost)
+            reason = f"{sender}: {message.reason}"
+            self.context.commit(ev.RowsLost(rows=list(lost), attempts=list(lost.values()), reason=reason))

@@ -1,9 +1,11 @@
-"""What the hub knows of the fleet's work: the last report of each process, and the difference to the one before."""
+"""Figures of the fleet's work: the last report of each process, less the report at the end of the step before."""
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...comm.messages import BusyReport, LoadReport
+from ...comm.messages.base import role_of
 from ..journal.state import HubState
 
 
@@ -11,51 +13,56 @@ from ..journal.state import HubState
 class _Meter:
     before: LoadReport | BusyReport
     now: LoadReport | BusyReport
-    reported: LoadReport | BusyReport
-    """What the last call of `metrics` went by."""
+
+
+class Snapshot(NamedTuple):
+    """The metrics of a step so far, with the sums and reports that they were computed from."""
+
+    metrics: dict[str, float]
+    sums: dict[str, float]
+    reports: list[tuple[_Meter, LoadReport | BusyReport]]
 
 
 class FleetStats:
     """Folds reports into the `idle/*`, `rollout/*`, `queue/*`, `weights/*` and `repack/*` metrics of a step.
 
-    A step may ask several times, and the last answer counts; `finish_step` goes on where that one ended, so nothing is lost.
+    A step may take several snapshots, and its metrics are those of the last one. `finish_step` begins the next step at that
+    snapshot, so work that came later counts in the next step.
     """
 
     def __init__(self) -> None:
         self._meters: dict[str, _Meter] = {}
         self._sums: dict[str, float] = defaultdict(float)
-        self._reported: dict[str, float] = {}
 
     def add(self, sender: str, load: LoadReport | BusyReport) -> None:
+        """Take in a report. The counters of a process that was restarted begin at 0."""
         meter = self._meters.get(sender)
-        if meter is None or _seconds(load) < _seconds(meter.now):  # a process that was started again counts from 0
-            meter = self._meters[sender] = _Meter(load, load, load)
+        if meter is None or _seconds(load) < _seconds(meter.now):
+            meter = self._meters[sender] = _Meter(load, load)
         meter.now = load
 
     def count(self, metric: str, amount: float = 1) -> None:
-        """Add to a metric that sums up what happened in a step's interval."""
+        """Add to a metric that is a sum over the step."""
         self._sums[metric] += amount
 
     def forget(self, sender: str) -> None:
         self._meters.pop(sender, None)
 
-    def finish_step(self) -> None:
-        """Whatever has not been told yet belongs to the next step."""
-        for metric, amount in self._reported.items():
+    def finish_step(self, reported: Snapshot) -> None:
+        """Begin the next step where a snapshot ended."""
+        for metric, amount in reported.sums.items():
             self._sums[metric] -= amount
-        self._reported = {}
-        for meter in self._meters.values():
-            meter.before = meter.reported
+        for meter, load in reported.reports:
+            meter.before = load
 
-    def snapshot(self, state: HubState) -> dict[str, float]:
-        """Figures since the step began; roles that did not report are left out."""
+    def snapshot(self, state: HubState) -> Snapshot:
+        """Figures since the step began; roles without reports are left out."""
         queued = state.queued()
         ready = sum(group.is_complete for group in queued)
-        out = {"queue/ready_groups": float(ready), "queue/leased_groups": float(len(queued) - ready)}
-        self._reported = {metric: amount for metric, amount in self._sums.items() if amount}
-        out |= self._reported
+        sums = {metric: amount for metric, amount in self._sums.items() if amount}
+        out = {"queue/ready_groups": float(ready), "queue/leased_groups": float(len(queued) - ready), **sums}
         for role in ("relay", "rollout"):
-            meters = [meter for name, meter in self._meters.items() if name.startswith(role)]
+            meters = [meter for name, meter in self._meters.items() if role_of(name) == role]
             busy = sum(meter.now.busy_s - meter.before.busy_s for meter in meters)
             idle = sum(meter.now.idle_s - meter.before.idle_s for meter in meters)
             if busy + idle <= 0:
@@ -67,9 +74,7 @@ class FleetStats:
                 out["rollout/tok_per_s"] = tokens * len(loads) / (busy + idle)
                 out["rollout/kv_util"] = sum(load.kv_util for load in loads) / len(loads)
                 out["weights/pull_s"] = max(load.pull_s for load in loads)
-            for meter in meters:
-                meter.reported = meter.now
-        return out
+        return Snapshot(out, sums, [(meter, meter.now) for meter in self._meters.values()])
 
 
 def _seconds(load: LoadReport | BusyReport) -> float:

@@ -1,16 +1,15 @@
-"""What the hub decides: one event per decision, one JSON line per event in the journal.
+"""The hub's decisions: one event per decision, one JSON line per event in the journal.
 
-Hub state is the fold of these events and of nothing else, so they hold everything that recovery, resume, audit and replay
-need. `t` is the wall clock in seconds; the fold ignores it.
+Hub state is the fold of these events alone, so they hold everything that recovery, resume, audit and replay need.
+`t` is the wall clock in seconds; the fold ignores it. Class and field names are the journal's format.
 """
 
 import time
-from collections.abc import Sequence
 from typing import Union
 
 import msgspec
 
-from ...comm.messages import GroupId, RowId
+from ...comm.messages.base import GroupId, RowId
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defaults=True, kw_only=True):
@@ -20,7 +19,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defau
 
 
 class Opened(Event, frozen=True, kw_only=True):
-    """A hub took over as number `epoch`: what was leased or ready before has lost its holder and is wanted again."""
+    """Hub number `epoch` took over: rows that were leased or ready before have lost their holder and are wanted again."""
 
     epoch: int
     samples_per_prompt: int
@@ -37,7 +36,7 @@ class Leased(Event, frozen=True, kw_only=True):
 
 
 class Returned(Event, frozen=True, kw_only=True):
-    """The unfinished rows of a group came back: their holder died or moved to another version."""
+    """The unfinished rows of a group came back: their holder died or switched to another version."""
 
     group: GroupId
     attempt: int
@@ -45,7 +44,7 @@ class Returned(Event, frozen=True, kw_only=True):
 
 
 class Moved(Event, frozen=True, kw_only=True):
-    """Unfinished rows went from `source` to `holder`, as these attempts; a rollout that takes its own back is both."""
+    """Unfinished rows went from `source` to `holder`, as these attempts; a rollout that takes its own rows back is both."""
 
     rows: list[RowId]
     attempts: list[int]
@@ -54,7 +53,7 @@ class Moved(Event, frozen=True, kw_only=True):
 
 
 class RowReady(Event, frozen=True, kw_only=True):
-    """A trajectory is finished and scored; its bytes lie in each of `units`."""
+    """A trajectory is finished and scored; each of `units` stores its bytes."""
 
     row: RowId
     units: list[str]
@@ -72,7 +71,7 @@ class RowFailed(Event, frozen=True, kw_only=True):
 
 
 class RowsLost(Event, frozen=True, kw_only=True):
-    """These attempts of rows are gone, every copy of them: they are wanted again."""
+    """Every copy of these attempts of rows is lost: the rows are wanted again."""
 
     rows: list[RowId]
     attempts: list[int]
@@ -80,14 +79,14 @@ class RowsLost(Event, frozen=True, kw_only=True):
 
 
 class UnitLost(Event, frozen=True, kw_only=True):
-    """A storage unit is gone: rows that were ready there alone are wanted again, unless they are handed out."""
+    """A storage unit is lost: ready rows without another copy are wanted again, unless they are handed out."""
 
     unit: str
     reason: str
 
 
 class TaskHanded(Event, frozen=True, kw_only=True):
-    """`consumer` got rows of `task`, as these attempts; hand-outs of a task are numbered from 1."""
+    """`consumer` got a batch of rows of `task`, as these attempts; the batches of a task are numbered from 1."""
 
     task: str
     number: int
@@ -97,7 +96,7 @@ class TaskHanded(Event, frozen=True, kw_only=True):
 
 
 class ColumnsReady(Event, frozen=True, kw_only=True):
-    """A hand-out of a task is done: these rows have new columns, in these units; its other rows come back."""
+    """A batch of a task is done: these rows have new columns, in these units; its other rows come back."""
 
     task: str
     number: int
@@ -107,7 +106,7 @@ class ColumnsReady(Event, frozen=True, kw_only=True):
 
 
 class TaskReturned(Event, frozen=True, kw_only=True):
-    """A hand-out of a task comes back undone: its consumer died."""
+    """A batch of a task comes back undone: its consumer died."""
 
     task: str
     number: int
@@ -115,14 +114,14 @@ class TaskReturned(Event, frozen=True, kw_only=True):
 
 
 class Evicted(Event, frozen=True, kw_only=True):
-    """A group was thrown out, finished or not: it is too stale, or one of its members failed."""
+    """A group left the queue, finished or not: it is too stale, or one of its rows failed."""
 
     group: GroupId
     reason: str
 
 
 class GroupFiltered(Event, frozen=True, kw_only=True):
-    """A complete group was dropped since its rewards are all equal."""
+    """A complete group left the queue since its rewards are all equal."""
 
     group: GroupId
 
@@ -135,7 +134,7 @@ class Handed(Event, frozen=True, kw_only=True):
 
 
 class Trained(Event, frozen=True, kw_only=True):
-    """The optimizer step `step` was applied: what was handed out for it is consumed."""
+    """The optimizer step `step` was applied: the groups handed out for it are consumed."""
 
     step: int
 
@@ -157,7 +156,7 @@ class Received(Event, frozen=True, kw_only=True):
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):
-    """A checkpoint after `step` optimizer steps lies at `path`."""
+    """A checkpoint after `step` optimizer steps is at `path`."""
 
     step: int
     path: str
@@ -169,17 +168,12 @@ class Ended(Event, frozen=True, kw_only=True):
     reason: str
 
 
-EVENTS: Sequence[type[Event]] = (
-    Opened, Leased, Returned, Moved, RowReady, RowFailed, RowsLost, UnitLost, TaskHanded, ColumnsReady, TaskReturned, Evicted, GroupFiltered, Handed, Trained, Published, Received, Checkpointed, Ended,
-)  # fmt: skip
-
-
 def stamped(event: Event) -> Event:
-    """The event with the time of day."""
+    """The event with the present time."""
     return msgspec.structs.replace(event, t=round(time.time(), 3))
 
 
-_decoder = msgspec.json.Decoder(Union[tuple(EVENTS)])  # noqa: UP007 - built from the list
+_decoder = msgspec.json.Decoder(Union[tuple(Event.__subclasses__())])  # noqa: UP007 - built from a list
 
 
 def decode_event(line: bytes) -> Event:

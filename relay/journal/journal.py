@@ -1,24 +1,21 @@
 """The hub's journal: every decision as one JSON line, written before it takes effect.
 
-`python -m headrace.relay.journal.journal RUN` replays a run's journal, checks every line against the rules of `relay.state`, and
-prints the account.
+`launch/audit.py` prints what a journal says.
 """
 
 import os
 import shutil
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from ...comm.errors import HeadraceError
-from .events import Checkpointed, Event, Leased, Returned, RowFailed, Trained, decode_event
+from .events import Checkpointed, Event, Trained, decode_event
 from .state import HubState, apply
 
-_MOST_REASONS = 10
 _BLOCK_BYTES = 1 << 20
 
 
@@ -27,9 +24,10 @@ class JournalError(HeadraceError):
 
 
 class Journal:
-    """Append-only file of events. `append` returns after the line was handed to the operating system.
+    """Append-only file of events. `append` returns after the operating system has the line.
 
-    A line that its writer died in is cut off when the journal is opened again, since what follows it could not be read.
+    A last line without an end, whose writer died, is cut off when the journal is opened again: a line appended to it could
+    not be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,11 +37,11 @@ class Journal:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, event: Event) -> None:
-        """Write an event as a whole line. Raises `JournalError` if that is impossible; the file is then as before."""
+        """Write an event as a whole line. Raises `JournalError` if that fails; the file is then as before."""
         line = memoryview(self._encoder.encode(event) + b"\n")
         num_bytes = os.fstat(self._fd).st_size
         try:
-            while line:  # a disk that becomes full takes a part of the line first
+            while line:  # a disk that becomes full accepts a part of the line first
                 line = line[os.write(self._fd, line) :]
         except OSError as error:
             os.ftruncate(self._fd, num_bytes)
@@ -52,14 +50,13 @@ class Journal:
             ) from error
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:
-    """(line number, event) of a journal. A last line without an end (the writer died in it) is left out."""
+    """(line number, event) of a journal. A last line without an end, whose writer died, is left out."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -73,7 +70,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
 def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> HubState:
     """The state after all events of a journal; `note` is called with each event. Raises `JournalError` at an illegal line.
 
-    The account is checked after each trained step and at the end: summing it up costs as much as the queue is long.
+    The account is checked after each trained step and at the end, since its cost grows with the length of the queue.
     """
     state = HubState()
     last = 0
@@ -125,68 +122,5 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def account_dict(state: HubState) -> dict[str, int | bool]:
-    """The accounting identity of a state, as it is printed and saved."""
-    a = state.account
-    return {
-        "leased": a.leased,
-        "trained": a.trained,
-        "evicted": a.evicted,
-        "filtered": a.filtered,
-        "failed": a.failed,
-        "in_flight": state.in_flight,
-        "holds": state.is_balanced,
-    }
-
-
-class AuditReport:
-    """What a journal tells beside the state: how often what was decided, for whom and why. For reading."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.leased_to: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-
-    def note(self, event: Event) -> None:
-        """One more event."""
-        self.counts[type(event).__name__] += 1
-        match event:
-            case Leased(holder=holder, samples=samples):
-                self.leased_to[holder] += len(samples)
-            case RowFailed(reason=reason):
-                self.reasons[f"failed: {reason}"] += 1
-            case Returned(reason=reason):
-                self.reasons[f"returned: {reason}"] += 1
-            case _:
-                pass
-
-    def lines(self) -> Iterator[str]:
-        """What is worth a line each."""
-        yield f"events {dict(sorted(self.counts.items()))}"
-        yield f"trajectories leased, again included, to {dict(sorted(self.leased_to.items()))}"
-        for reason, count in self.reasons.most_common(_MOST_REASONS):
-            yield f"{count} x {reason}"
-
-
-def main(arguments: list[str]) -> int:
-    """Print the account of the run folders named; 1 if one of their journals does not verify."""
-    if not arguments:
-        print("usage: python -m headrace.relay.journal.journal RUN...", file=sys.stderr)
-        return 2
-    for run in arguments:
-        path, diary = Path(run) / "journal.jsonl", AuditReport()
-        try:
-            state = replay(path, diary.note)
-        except (JournalError, OSError) as error:
-            print(error, file=sys.stderr)
-            return 1
-        account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
-        print(f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}")
-        print(f"  staleness {dict(sorted(state.staleness.items()))}")
-        print(f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}")
-        for text in diary.lines():
-            print(f"  {text}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    """The accounting identity of a state, for print and file."""
+    return {**asdict(state.account), "in_flight": state.in_flight, "holds": state.is_balanced}

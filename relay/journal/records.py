@@ -1,10 +1,11 @@
-"""Trajectories and groups as the hub knows them."""
+"""The records that the hub keeps: trajectories, their groups, and what each task has consumed."""
 
 import enum
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from ...comm.messages import GroupId, RowId
+from ...comm.messages.base import GroupId, RowId
 
 
 class RowStatus(enum.Enum):
@@ -16,13 +17,13 @@ class RowStatus(enum.Enum):
     FAILED = enum.auto()
 
 
-UNFINISHED = (RowStatus.WANTED, RowStatus.LEASED)
-STARTED = (RowStatus.LEASED, RowStatus.READY)
+_UNFINISHED = (RowStatus.WANTED, RowStatus.LEASED)
+_STARTED = (RowStatus.LEASED, RowStatus.READY)
 
 
 @dataclass(slots=True)
 class Row:
-    """One trajectory as the hub knows it; `version` is the one that generates or generated it."""
+    """One trajectory; `version` is the one that generates or generated it, `columns` are those that tasks have added."""
 
     status: RowStatus = RowStatus.WANTED
     attempt: int = 0
@@ -30,17 +31,12 @@ class Row:
     holder: str = ""
     storage_ids: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
-    """Those that tasks have added."""
     num_tokens: int = 0
     reward: float = 0.0
     num_versions: int = 1
 
-    def is_ready(self, attempt: int) -> bool:
-        """Whether this attempt lies in the queue."""
-        return self.status is RowStatus.READY and self.attempt == attempt
-
     def reset(self) -> None:
-        """It has to be generated again; the next lease makes another attempt of it."""
+        """The row has to be generated again; its next lease gives it another attempt."""
         self.status, self.storage_ids, self.columns = RowStatus.WANTED, [], set()
 
 
@@ -55,29 +51,28 @@ class Group:
 
     @property
     def has_started(self) -> bool:
-        """Whether any of its rows is generated or being generated; what came back will be of a version yet unknown."""
-        return any(row.status in STARTED for row in self.rows)
+        """Whether any row is generated or being generated; the version of a row that came back is not known yet."""
+        return any(row.status in _STARTED for row in self.rows)
 
     @property
     def version(self) -> int:
-        """The oldest version among its rows that are generated or being generated: what its staleness is counted from."""
-        return min(row.version for row in self.rows if row.status in STARTED)
+        """The oldest version among the rows that are generated or being generated; the group's staleness counts from it."""
+        return min(row.version for row in self.rows if row.status in _STARTED)
 
     @property
     def next_attempt(self) -> int:
-        """One that no row of the group has had: a group's attempt always has one holder."""
+        """An attempt that no row of the group has had, so that an attempt of a group always has one holder."""
         return 1 + max(row.attempt for row in self.rows)
 
     @property
     def is_complete(self) -> bool:
-        return all(row.status not in UNFINISHED for row in self.rows)
+        return all(row.status not in _UNFINISHED for row in self.rows)
 
     def has(self, columns: AbstractSet[str]) -> bool:
-        """Whether it is complete, and its rows have all these columns."""
+        """Whether the group is complete and its rows have all these columns."""
         return self.is_complete and all(row.columns >= columns for row in self.rows if row.status is RowStatus.READY)
 
     def row_id(self, sample: int) -> RowId:
-        """The name of a sample."""
         return self.id.row(sample)
 
     def row_ids(self, *statuses: RowStatus) -> list[RowId]:
@@ -87,3 +82,53 @@ class Group:
     def samples(self, *statuses: RowStatus) -> list[int]:
         """Indices of the samples with one of these statuses."""
         return [sample for sample, row in enumerate(self.rows) if row.status in statuses]
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """Rows that a consumer works on, as these attempts."""
+
+    consumer: str
+    attempts: dict[RowId, int]
+
+
+@dataclass(slots=True)
+class TaskRecord:
+    """A task's consumption: every row handed out is consumed, returned, or left the queue meanwhile (`dropped`).
+
+    `assigned` are the rows of the queue that the task must not get: their present attempt is handed out or consumed.
+    """
+
+    num_batches: int = 0
+    handed: int = 0
+    consumed: int = 0
+    returned: int = 0
+    dropped: int = 0
+    open_batches: dict[int, OpenBatch] = field(default_factory=dict)
+    assigned: set[RowId] = field(default_factory=set)
+
+    def open_batch(self, number: int, consumer: str, attempts: dict[RowId, int]) -> None:
+        """Hand a consumer rows that the task has not had."""
+        assert number == self.num_batches + 1, f"batch {number} after {self.num_batches}"
+        twice = self.assigned.intersection(attempts)
+        assert not twice, f"{sorted(twice)} handed out twice"
+        self.num_batches = number
+        self.handed += len(attempts)
+        self.assigned.update(attempts)
+        self.open_batches[number] = OpenBatch(consumer, attempts)
+
+    def close(self, number: int, consumed: Iterable[RowId], missing: Iterable[RowId]) -> None:
+        """End a batch: some rows are consumed, some are missing from the queue in this attempt, the rest comes back."""
+        attempts = self.open_batches.pop(number).attempts
+        done, gone = set(consumed), set(missing)
+        assert not done & gone and attempts.keys() >= done | gone
+        self.consumed += len(done)
+        self.dropped += len(gone)
+        self.returned += len(attempts) - len(done) - len(gone)
+        self.assigned -= attempts.keys() - done - gone
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the counts add up."""
+        num_open = sum(len(batch.attempts) for batch in self.open_batches.values())
+        return self.handed == self.consumed + self.returned + self.dropped + num_open

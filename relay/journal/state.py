@@ -4,8 +4,8 @@ Invariant, in trajectories, after every event:
 
     leased = trained + evicted + filtered + failed + in flight
 
-where *leased* counts each trajectory at its first lease, and *in flight* is what is wanted, leased, ready or handed out.
-`apply` asserts that every event is legal in the state it meets; the hub decides, this file only believes.
+where *leased* counts each trajectory at its first lease, and *in flight* are those wanted, leased, ready or handed out.
+`apply` asserts that every event is legal in the state that it meets. It only checks: `relay/hub` makes the decisions.
 """
 
 from collections import Counter
@@ -13,15 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
 
-from ...comm.messages import GroupId, RowId
+from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Group, Row, RowStatus
-from .task_records import TaskRecord
+from .records import Group, Row, RowStatus, TaskRecord
 
 
 @dataclass(slots=True)
 class Account:
-    """Trajectories by their end; `leased` counts each once, at its first lease."""
+    """Numbers of trajectories, by their end; `leased` counts each once, at its first lease."""
 
     leased: int = 0
     trained: int = 0
@@ -32,7 +31,10 @@ class Account:
 
 @dataclass(slots=True)
 class HubState:
-    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data."""
+    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
+
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    """
 
     epoch: int = 0
     samples_per_prompt: int = 0
@@ -42,9 +44,7 @@ class HubState:
     digest: str = ""
     tokens_trained: int = 0
     num_moved: int = 0
-    """Trajectories that went from one rollout to another."""
     regenerated: int = 0
-    """Trajectories that were ready and whose last copy was lost."""
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
@@ -57,42 +57,42 @@ class HubState:
 
     @property
     def in_flight(self) -> int:
-        """Trajectories that are leased but have met no end yet."""
+        """Trajectories that were leased and have not met an end yet."""
         return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
 
     @property
     def is_balanced(self) -> bool:
-        """The accounting identity."""
+        """Whether the accounting identity holds."""
         a = self.account
         return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
 
     def queued(self) -> list[Group]:
-        """Groups that take a place in the queue: leased or ready, not handed out."""
+        """Groups that take a place in the queue: leased or ready, and not handed out for training."""
         return [group for group in self.groups.values() if group.step is None]
 
+    def rows(self, *statuses: RowStatus) -> list[tuple[RowId, Row]]:
+        """The rows with one of these statuses, and their names."""
+        return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
+
     def row(self, row_id: RowId) -> Row | None:
-        """The open trajectory of this name, or None if it has met its end."""
+        """A trajectory, or None if it has met its end."""
         group = self.groups.get(row_id.group)
         return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
 
     def has_attempt(self, row_id: RowId, attempt: int) -> bool:
-        """Whether this attempt of a row lies in the queue."""
+        """Whether this attempt of a row is in the queue."""
         row = self.row(row_id)
-        return row is not None and row.is_ready(attempt)
+        return row is not None and row.status is RowStatus.READY and row.attempt == attempt
 
     def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
-        """Those of these attempts that lie in the queue no more."""
+        """Those of these attempts that are not in the queue any more."""
         return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
 
     def release(self, rows: Iterable[RowId]) -> None:
-        """Rows leave the queue, or lose their attempt: no task has had them any more."""
+        """Forget which tasks had these rows: they leave the queue, or get another attempt."""
         gone = list(rows)
         for record in self.tasks.values():
             record.assigned.difference_update(gone)
-
-    def group_of(self, row_id: RowId) -> Group:
-        """The group of an open trajectory."""
-        return self.groups[row_id.group]
 
 
 @singledispatch
@@ -108,8 +108,8 @@ def _(event: ev.Opened, state: HubState) -> None:
     state.in_training.clear()
     state.lost_storage_ids.clear()  # the incarnations of a resumed run count from 1 again
     for record in state.tasks.values():
-        for number in list(record.begin_receive):
-            record.close(number, consumed=(), missing=list(record.begin_receive[number].attempts))
+        for number, batch in list(record.open_batches.items()):
+            record.close(number, consumed=(), missing=batch.attempts)
         record.assigned.clear()
     for group in state.groups.values():
         group.step = None
@@ -150,7 +150,7 @@ def _(event: ev.Moved, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
         assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
-        assert row.holder == event.source, f"row {row_id} is with {row.holder}"
+        assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
         row.holder, row.attempt = event.holder, attempt
     state.num_moved += len(event.rows) * (event.source != event.holder)
@@ -160,7 +160,7 @@ def _(event: ev.Moved, state: HubState) -> None:
 def _(event: ev.RowReady, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
-    assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} lies in a unit that is lost"
+    assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
 
@@ -183,11 +183,11 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
         assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
         state.regenerated += row.status is RowStatus.READY
-        group = state.group_of(row_id)
+        group = state.groups[row_id.group]
         row.reset()
         state.release([row_id])
         state.unassigned[group.id] = None
-        if group.step is not None:  # it goes out again when it is complete again
+        if group.step is not None:  # it is handed out again once it is complete again
             group.step = None
             state.in_training.remove(group.id)
 
@@ -195,17 +195,15 @@ def _(event: ev.RowsLost, state: HubState) -> None:
 @apply.register
 def _(event: ev.UnitLost, state: HubState) -> None:
     state.lost_storage_ids.add(event.unit)
-    for group in state.groups.values():
-        for sample in group.samples(RowStatus.READY):
-            row = group.rows[sample]
-            if event.unit not in row.storage_ids:
-                continue
-            row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
-            if not row.storage_ids and group.step is None:
-                state.regenerated += 1
-                row.reset()
-                state.release([group.row_id(sample)])
-                state.unassigned[group.id] = None
+    for row_id, row in state.rows(RowStatus.READY):
+        if event.unit not in row.storage_ids:
+            continue
+        row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
+        if not row.storage_ids and state.groups[row_id.group].step is None:
+            state.regenerated += 1
+            row.reset()
+            state.release([row_id])
+            state.unassigned[row_id.group] = None
 
 
 @apply.register
@@ -213,18 +211,18 @@ def _(event: ev.TaskHanded, state: HubState) -> None:
     attempts = dict(zip(event.rows, event.attempts, strict=True))
     for row_id, attempt in attempts.items():
         assert state.has_attempt(row_id, attempt), f"row {row_id} has no attempt {attempt} in the queue"
-        assert state.group_of(row_id).step is None, f"row {row_id} is handed out for training"
+        assert state.groups[row_id.group].step is None, f"row {row_id} is handed out for training"
     state.tasks.setdefault(event.task, TaskRecord()).open_batch(event.number, event.consumer, attempts)
 
 
 @apply.register
 def _(event: ev.ColumnsReady, state: HubState) -> None:
     record = state.tasks[event.task]
-    attempts = record.begin_receive[event.number].attempts
+    attempts = record.open_batches[event.number].attempts
     for row_id, units in zip(event.rows, event.units, strict=True):
         assert state.has_attempt(row_id, attempts[row_id]), f"row {row_id} is not in the queue any more"
-        row = state.group_of(row_id).rows[row_id.sample]
-        assert units and set(units) <= set(row.storage_ids), f"row {row_id} lies in {row.storage_ids}, not in {units}"
+        row = state.groups[row_id.group].rows[row_id.sample]
+        assert units and set(units) <= set(row.storage_ids), f"row {row_id} is in {row.storage_ids}, not in {units}"
         row.storage_ids = list(units)
         row.columns |= set(event.columns)
     record.close(event.number, consumed=event.rows, missing=state.missing(attempts))
@@ -233,7 +231,7 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
 @apply.register
 def _(event: ev.TaskReturned, state: HubState) -> None:
     record = state.tasks[event.task]
-    attempts = record.begin_receive[event.number].attempts
+    attempts = record.open_batches[event.number].attempts
     record.close(event.number, consumed=(), missing=state.missing(attempts))
 
 
@@ -257,7 +255,7 @@ def _(event: ev.GroupFiltered, state: HubState) -> None:
 
 @apply.register
 def _(event: ev.Handed, state: HubState) -> None:
-    assert event.step == state.step, f"hand-out for step {event.step} while step {state.step} is trained"
+    assert event.step == state.step, f"groups for step {event.step} while step {state.step} is trained"
     for group_id in event.groups:
         group = state.groups[group_id]
         assert group.is_complete and group.step is None, f"group {group_id} cannot be handed out"
@@ -288,7 +286,7 @@ def _(event: ev.Published, state: HubState) -> None:
 
 @apply.register
 def _(event: ev.Received, state: HubState) -> None:
-    """A receipt is for those who audit; no decision hangs on it."""
+    """A receipt is for audits; it does not change the state."""
 
 
 @apply.register

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from ...comm.messages import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
-from ..journal.state import Group, HubState, RowStatus
+from ..journal.records import Group, RowStatus
+from ..journal.state import HubState
 from .controller import candidate_of
 from .samplers import Budget, Sampler
 from .schedules import SCHEDULES, Schedule
@@ -21,7 +22,13 @@ class Admission:
     """The rules of one run: places per step, capacity of the queue, staleness bound, number of steps."""
 
     def __init__(
-        self, batch: BatchSettings, queue: QueueSettings, num_steps: int, schedule: Schedule = SCHEDULES["headrace"]
+        self,
+        batch: BatchSettings,
+        queue: QueueSettings,
+        num_steps: int,
+        schedule: Schedule = SCHEDULES["headrace"],
+        sampler: Sampler | None = None,
+        needs: frozenset[str] = frozenset(),
     ) -> None:
         self.schedule = schedule
         self.per_step = batch.prompts_per_step
@@ -31,9 +38,9 @@ class Admission:
         self.capacity = queue.capacity or waves * self.per_step
         self.num_steps = num_steps
         self.evicts = queue.on_stale == "evict" and self.bound is not None
-        self.sampler: Sampler | None = None
+        self.sampler = sampler
         """Chooses among the complete groups; None for the most urgent or the oldest."""
-        self.needs: frozenset[str] = frozenset()
+        self.needs = needs
         """Columns that training needs besides those of the rollout."""
 
     def open_slots(self, state: HubState) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone, StorageFull, WrongDigest
-from ...comm.fleet import Fleet, Member
+from ...comm.fleet import Fleet
+from ...comm.messages.base import storage_id_of
 from ...comm.storage.client import Columns, StorageClient
 from ...comm.waits import waiting
 
@@ -23,16 +24,6 @@ RETRY_S = 0.05
 
 class RowNotFound(HeadraceError):
     """No unit that is said to hold a row can give it; the message says why, unit by unit."""
-
-
-def storage_id_of(relay: Member) -> str:
-    """The name of the unit in a relay's present process."""
-    return f"{relay.name}#{relay.incarnation}"
-
-
-def relay_of(storage_id: str) -> str:
-    """The name of the relay that hosts a unit."""
-    return storage_id.partition("#")[0]
 
 
 class ReplicatedRows:
@@ -126,7 +117,7 @@ class ReplicatedRows:
         relays = self._fleet.alive_members("relay", having="unit")
         near = self._fleet.nearest("relay", having="unit").name
         start = next((place for place, relay in enumerate(relays) if relay.name == near), 0)
-        return [storage_id_of(relay) for relay in relays[start:] + relays[:start]]
+        return [storage_id_of(relay.name, relay.incarnation) for relay in relays[start:] + relays[:start]]
 
     def _client(self, storage_id: str) -> StorageClient:
         with self._lock:
@@ -138,7 +129,7 @@ class ReplicatedRows:
 
     def _address(self, storage_id: str) -> str:
         for relay in self._fleet.alive_members("relay", having="unit"):
-            if storage_id_of(relay) == storage_id:
+            if storage_id_of(relay.name, relay.incarnation) == storage_id:
                 return relay.info["unit"]
         raise PeerGone(f"unit {storage_id} is gone")
 

@@ -11,21 +11,19 @@ With several ranks the lead talks to the hub and shares each hand-out with the o
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from ...comm.errors import HeadraceError
 from ...comm.mailbox import Mailbox
-from ...comm.messages import ColumnsAdded, GroupId, Message, RequestRows, RowBatch, RowsNotFound, Stop, TrainBatch
+from ...comm.messages import ColumnsAdded, Message, RequestRows, RowBatch, RowsNotFound, Stop, TrainBatch
 from ...comm.messages.queue import RowRef
 from ...comm.waits import waiting
 from .balance import rounds
+from .batch import Batch
 from .replicated_rows import ReplicatedRows, RowNotFound
-from .tasks import TRAIN
 
 REPEAT_S = 2.0
 """A question is asked again after this long: the hub answers the same again."""
@@ -88,41 +86,6 @@ class SingleRank:
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         """The values."""
         return values
-
-
-@dataclass(slots=True)
-class Batch:
-    """This rank's share of a hand-out: its rows in micro-batches, and their columns by key of the row.
-
-    `row_batch` is the same on all ranks, without the groups that could not be read. All ranks have equally many
-    micro-batches, some of them empty, since ranks that share one policy run together.
-    """
-
-    row_batch: RowBatch | TrainBatch
-    micro_batches: list[list[RowRef]]
-    columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-
-    @property
-    def task(self) -> str:
-        """The task that it is for."""
-        return self.row_batch.task if isinstance(self.row_batch, RowBatch) else TRAIN
-
-    @property
-    def rows(self) -> list[RowRef]:
-        """This rank's rows, in the order of training."""
-        return [row for part in self.micro_batches for row in part]
-
-    def without(self, groups: Collection[GroupId]) -> "Batch":
-        """The batch without some of its groups; as many micro-batches as before."""
-        kept = [group for group in self.row_batch.groups if group.group not in groups]
-        parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
-        return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns)
-
-    def __getitem__(self, column: str) -> list[np.ndarray]:
-        return [self.columns[row.key][column] for row in self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class RowRequester:

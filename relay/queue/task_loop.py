@@ -12,8 +12,9 @@ from ...comm.fleet import Fleet
 from ...comm.messages import HeldRows
 from ...comm.plugins import load_object
 from ...comm.recipe import Recipe, TaskSettings
+from .batch import Batch
 from .replicated_rows import ReplicatedRows
-from .stream import Batch, ExperienceStream
+from .stream import ExperienceStream
 
 TaskColumns = dict[str, list[np.ndarray]]
 

@@ -4,15 +4,13 @@
 leaves the queue with it, so it waits for every column that any other task yields.
 """
 
-from collections.abc import Mapping
-
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
-from .controller import Controller, Task
-from .samplers import Sampler, TokenBalanced
+from .batch import TRAIN
+from .controller import Task
+from .samplers import Sampler
 
-TRAIN = "train"
 REFERENCE = Task("reference", yields=("ref_logprobs",))
 """Log-probabilities of the initial policy, for a KL term in the loss."""
 ROLLOUT_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "loss_mask", "reward")
@@ -30,11 +28,6 @@ def pipeline(queue: QueueSettings, algorithm: AlgorithmSettings) -> dict[str, Ta
         known |= set(task.yields)
         tasks[task.name] = task
     return tasks | {TRAIN: Task(TRAIN, needs=frozenset(known))}
-
-
-def controllers(tasks: Mapping[str, Task]) -> dict[str, Controller]:
-    """A controller for each task but `train`, whose consumers ask one by one for equal shares."""
-    return {name: Controller(task, TokenBalanced) for name, task in tasks.items() if name != TRAIN}
 
 
 def open_sampler(path: str) -> Sampler | None:

@@ -1,44 +1,41 @@
-"""The attention back-ends of decoding: which there are, and which one this policy and this machine take."""
+"""The attention back-ends of decoding, and the choice for a policy on this machine."""
 
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ...comm.errors import SettingError
 from ...trainer.policy.attention import Attention
 from ...trainer.policy.exact_attention import PAGE
-from ...trainer.policy.model import Policy
 from .attention_cpu import GatherAttention, PoolAttention
-from .attention_cuda import (
-    FLASH_PAGE,
-    FlashAttention,
-    TritonAttention,
-    VarlenAttention,
-    has_flash,
-    has_triton,
-    has_varlen,
-)
-from .batch import DecodeBatch
-from .kv_cache import KVCache
+from .attention_cuda import FLASH_PAGE, FlashAttention, TritonAttention, VarlenAttention, has_varlen
+
+if TYPE_CHECKING:
+    from ...trainer.policy.model import Policy
+    from .batch import DecodeBatch
+    from .kv_cache import KVCache
 
 
 class DecodeAttention(Attention, Protocol):
-    """Paged attention of one query per row; writes the row's key and value first."""
+    """Paged attention of one query [B, heads, d] per row; first writes the row's key and value into the cache."""
 
     name: str
 
-    def prepare(self, batch: DecodeBatch) -> None:
-        """Bring the plan up to the batch's positions, once per step."""
+    def prepare(self, batch: "DecodeBatch") -> None:
+        """Update the plan to the batch's positions, once per step."""
         ...
 
 
 def page_size_for(attention: str) -> int:
-    """Tokens per page that a back-end likes."""
+    """Tokens per page of a back-end, by default."""
     return FLASH_PAGE if attention in ("flash", "varlen") else PAGE
 
 
-def choose(wanted: str, policy: Policy, cache: KVCache, exact: bool) -> DecodeAttention:
-    """The back-end of `generator.attention`; `auto` takes the first that can."""
+def choose(wanted: str, policy: "Policy", cache: "KVCache", exact: bool) -> DecodeAttention:
+    """The back-end that `generator.attention` names; `auto` takes the first that can serve the policy here."""
+    if exact and wanted not in ("auto", "pool"):
+        raise SettingError(f"generator.attention: exact mode runs on 'pool', not on '{wanted}'")
     able = [name for name, is_able in _abilities(policy, cache).items() if is_able]
     if wanted != "auto" and wanted not in able:
         raise SettingError(
@@ -47,25 +44,20 @@ def choose(wanted: str, policy: Policy, cache: KVCache, exact: bool) -> DecodeAt
     name = able[0] if wanted == "auto" else wanted
     if name == "pool":
         return PoolAttention(cache, exact)
-    makers: dict[str, Any] = {
-        "flash": FlashAttention,
-        "triton": TritonAttention,
-        "varlen": VarlenAttention,
-        "gather": GatherAttention,
-    }
-    return makers[name](cache)
+    classes: tuple[Any, ...] = (FlashAttention, TritonAttention, VarlenAttention, GatherAttention)
+    return next(each for each in classes if each.name == name)(cache)
 
 
-def _abilities(policy: Policy, cache: KVCache) -> dict[str, bool]:
-    """What can compute this policy's attention here, best first."""
+def _abilities(policy: "Policy", cache: "KVCache") -> dict[str, bool]:
+    """Whether each back-end can compute this policy's attention here, best first."""
     has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
     is_cuda = policy.device.type == "cuda"
     is_half = policy.dtype in (torch.bfloat16, torch.float16)
     takes_flash = is_cuda and is_half and policy.head_dim <= 256 and cache.page_size % FLASH_PAGE == 0
     return {
         "pool": policy.device.type == "cpu" and not has_softcap,
-        "flash": takes_flash and has_flash(),
-        "triton": is_cuda and has_triton(),
+        "flash": takes_flash and find_spec("flash_attn") is not None,
+        "triton": is_cuda and find_spec("triton") is not None,
         "varlen": takes_flash and not has_softcap and has_varlen(),
         "gather": True,
     }

@@ -1,6 +1,7 @@
-"""Paged decode attention on CPU: straight on the page pool, and the gathering reference."""
+"""Paged decode attention on CPU: in place on the page pool, and the reference that gathers."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,31 +10,32 @@ from torch import Tensor
 
 from ...trainer.policy.attention import AttentionSpec, masked_attention
 from ...trainer.policy.exact_attention import MASKED_SCORE, ROWS, attend_pages, merge_in_order
-from .batch import DecodeBatch
-from .kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from .batch import DecodeBatch
+    from .kv_cache import KVCache
 
 NO_POSITION = 1 << 40
 """Position of a key that no query may see."""
 
 
 class PoolAttention:
-    """Decode attention in place: every page in use is one row of a single SDPA call, queried by the page's owner.
+    """Decode attention in place: every page in use is one row of a single SDPA call, with the query of the page's owner.
 
     The partial results of a sequence's pages are merged by their log-sum-exp. Nothing is gathered, and the cost grows
-    with the pages in use. Pages that several samples share lie at the pool's upper end and are read once, with the
-    queries of all their owners as rows. `is_exact` follows the rules of `trainer.exact`.
+    with the pages in use. Pages that several samples share come from the pool's upper end and are read once, with the
+    queries of all their owners as rows. `is_exact` follows the rules of `trainer.policy.exact_attention`.
     """
 
     name = "pool"
 
-    def __init__(self, cache: KVCache, is_exact: bool = False) -> None:
+    def __init__(self, cache: "KVCache", is_exact: bool = False) -> None:
         self.cache = cache
         self.is_exact = is_exact
         self._merge: Callable[[Tensor, Tensor, Tensor], Tensor] = merge_in_order if is_exact else _merge
         self._generation = -1
 
-    def prepare(self, batch: DecodeBatch) -> None:
-        """Bring the plan up to the batch's positions."""
+    def prepare(self, batch: "DecodeBatch") -> None:
         self.cache_rows = self.cache.cache_rows(batch.slots())
         if self._generation != batch.generation:
             self._generation = batch.generation
@@ -43,7 +45,6 @@ class PoolAttention:
         self._biases: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
         self.cache.write(layer, self.cache_rows, key, value)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         heads = (key.shape[1], query.shape[1] // key.shape[1])
@@ -55,7 +56,7 @@ class PoolAttention:
             q = q.transpose(1, 2).flatten(2, 3)
             bias = self._high_bias(rule, query, heads[1])
             more, more_lse = self._attend(q, keys[-self._num_high :], values[-self._num_high :], bias, rule)
-            # [pages, places * group, kv_heads, d] -> one part per page and place
+            # [pages, places * group, kv_heads, d] becomes one part per page and place.
             out = torch.cat((out, more.reshape(-1, *out.shape[1:])))
             lse = torch.cat((lse, more_lse.reshape(-1, *lse.shape[1:])))
         merged = self._merge(out, lse, self._parts)
@@ -80,14 +81,14 @@ class PoolAttention:
         return self._biases[rule.window]
 
     def _high_bias(self, rule: AttentionSpec, like: Tensor, group: int) -> Tensor | None:
-        """Shared pages are full: only a window hides keys. [pages, 1, places * group, page_size]."""
+        """[pages, 1, places * group, page_size]. Shared pages are full: only a window hides keys."""
         if rule.window is None:
             return like.new_zeros(1, 1, 1, self.cache.page_size) if self.is_exact else None
         age = self._positions[self._sharers][:, :, None] - self._high_keys[:, None, :]
         bias = torch.where(age < rule.window, 0.0, MASKED_SCORE).to(like.dtype)
         return bias.repeat_interleave(group, 1).unsqueeze(1)
 
-    def _plan(self, batch: DecodeBatch) -> None:
+    def _plan(self, batch: "DecodeBatch") -> None:
         columns = np.arange(int(batch.num_pages.max()))[None, :]
         is_shared = columns < batch.num_shared[:, None]
         parts = np.zeros((len(batch), columns.size), dtype=np.int64)
@@ -107,7 +108,7 @@ class PoolAttention:
             self._plan_shared(batch, parts, rows, cols)
         self._parts = torch.from_numpy(parts)
 
-    def _plan_shared(self, batch: DecodeBatch, parts: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> None:
+    def _plan_shared(self, batch: "DecodeBatch", parts: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> None:
         pages = batch.table[rows, cols]
         first = int(pages.min())
         self._num_high = batch.pool.num_pages - first
@@ -125,15 +126,14 @@ class PoolAttention:
 
 
 class GatherAttention:
-    """The plain reference: every row's keys gathered, padded to the longest, one masked attention. Takes any rule."""
+    """The plain reference: gathers every row's keys, pads to the longest, one masked attention. Supports any `AttentionSpec`."""
 
     name = "gather"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: "KVCache") -> None:
         self.cache = cache
 
-    def prepare(self, batch: DecodeBatch) -> None:
-        """Bring the plan up to the batch's positions."""
+    def prepare(self, batch: "DecodeBatch") -> None:
         device, size = self.cache.keys[0].device, self.cache.page_size
         self.cache_rows = self.cache.cache_rows(batch.slots())
         positions = torch.from_numpy(batch.positions).to(device)
@@ -143,7 +143,6 @@ class GatherAttention:
         self._age = positions[:, None] - keys[None, :]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
         self.cache.write(layer, self.cache_rows, key, value)
         keys, values = (x.unflatten(0, (len(query), -1)) for x in self.cache.read(layer, self._every))
         sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
@@ -152,7 +151,7 @@ class GatherAttention:
 
 
 def _merge(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
-    """Merge partial results `out` [N, ...rest, d], `lse` [N, ...rest] by the rows `parts` [B, P] names."""
+    """Merge the partial results `out` [N, ...rest, d], `lse` [N, ...rest] at the rows `parts` [B, P]."""
     count, width = parts.shape
     index = parts.flatten()
     weights = lse.index_select(0, index).view(count, width, *lse.shape[1:]).softmax(1)

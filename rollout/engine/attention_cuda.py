@@ -1,38 +1,38 @@
-"""Paged decode attention on CUDA: our Triton kernels, flash-attn, PyTorch's own. All read a table of pages on the device."""
+"""Paged decode attention on CUDA: own Triton kernels, flash-attn, PyTorch's `varlen_attn`. All read a page table on the device."""
 
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...trainer.policy.attention import AttentionSpec
-from .batch import DecodeBatch
-from .kv_cache import KVCache
+if TYPE_CHECKING:
+    from ...trainer.policy.attention import AttentionSpec
+    from .batch import DecodeBatch
+    from .kv_cache import KVCache
 
 FLASH_PAGE = 256
-"""Pages of FlashAttention-2 come in multiples of this."""
+"""The page size of FlashAttention-2 is a multiple of this."""
 
 
 class TableAttention:
-    """What the CUDA back-ends share: `table` int32 [B, P] and `lengths` int32 [B], the step's own token included.
+    """Base of the CUDA back-ends, with `table` int32 [B, P] and `lengths` int32 [B], the step's own token included.
 
-    `prepare` fills them from a batch; a captured graph sets them to tensors of its own instead.
+    `prepare` fills them from a batch; a captured graph replaces them by tensors of its own.
     """
 
     name = ""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: "KVCache") -> None:
         self.cache = cache
         self.table = torch.zeros(0, dtype=torch.int32)
         self.lengths = torch.zeros(0, dtype=torch.int32)
         self.cache_rows = torch.zeros(0, dtype=torch.long)
         self._generation = -1
 
-    def prepare(self, batch: DecodeBatch) -> None:
-        """Bring table and lengths up to the batch's positions."""
+    def prepare(self, batch: "DecodeBatch") -> None:
         if self._generation != batch.generation:
             self._generation = batch.generation
             width = int(batch.num_pages.max())
@@ -40,45 +40,42 @@ class TableAttention:
         self.lengths = torch.from_numpy(batch.positions + 1).to(batch.device, torch.int32)
         self.cache_rows = self.cache.cache_rows(batch.slots())
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `trainer.attention.Attention`; query [B, heads, d]. Also writes key and value into the cache."""
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: "AttentionSpec") -> Tensor:
         self.cache.write(layer, self.cache_rows, key, value)
         return self.attend(query, self.cache.keys[layer], self.cache.values[layer], rule)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
-        """query [B, heads, d] over keys and values [pages, kv_heads, page_size, d]."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
+        """Attention of query [B, heads, d] over keys and values [pages, kv_heads, page_size, d]."""
         raise NotImplementedError
 
 
 class TritonAttention(TableAttention):
-    """Our own kernels: any page size, any head size, windows and soft-capping."""
+    """Own kernels: any page size, any head size, windows and soft-capping."""
 
     name = "triton"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: "KVCache") -> None:
         super().__init__(cache)
-        from .attention_triton import paged_decode  # there is no Triton on machines without a GPU
+        from .attention_triton import paged_decode  # Triton is installed only where there is a GPU
 
         self._paged_decode = paged_decode
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `TableAttention`."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
         return self._paged_decode(query, keys, values, self.table, self.lengths, rule.scale, rule.window, rule.softcap)
 
 
 class FlashAttention(TableAttention):
-    """flash-attn's decode kernel; never splits by batch, so that a row's bits do not depend on the others."""
+    """flash-attn's decode kernel; one split, so that a row's bits do not depend on the other rows."""
 
     name = "flash"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: "KVCache") -> None:
         super().__init__(cache)
         from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports] - an extra
 
         self._kernel: Any = flash_attn_with_kvcache
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `TableAttention`."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
         out = self._kernel(
             query[:, None], keys.transpose(1, 2), values.transpose(1, 2), cache_seqlens=self.lengths,
             block_table=self.table, softmax_scale=rule.scale, causal=True, num_splits=1, softcap=rule.softcap or 0.0,
@@ -88,18 +85,17 @@ class FlashAttention(TableAttention):
 
 
 class VarlenAttention(TableAttention):
-    """PyTorch's `varlen_attn` with block tables; one split only, because its split path leaves rows unwritten."""
+    """PyTorch's `varlen_attn` with block tables; one split, because its split path leaves rows unwritten."""
 
     name = "varlen"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: "KVCache") -> None:
         super().__init__(cache)
         from torch.nn.attention.varlen import varlen_attn
 
         self._kernel: Any = varlen_attn
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `TableAttention`."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
         starts = torch.arange(len(query) + 1, device=query.device, dtype=torch.int32)
         key_starts = F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         longest = self.table.shape[1] * self.cache.page_size
@@ -108,16 +104,6 @@ class VarlenAttention(TableAttention):
             window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0), enable_gqa=True,
             seqused_k=self.lengths, block_table=self.table, num_splits=1,
         )  # fmt: skip
-
-
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
-
-
-def has_flash() -> bool:
-    """Whether flash-attn is installed."""
-    return find_spec("flash_attn") is not None
 
 
 def has_varlen() -> bool:

@@ -1,6 +1,7 @@
-"""Attention of prompt chunks: each chunk sees its sequence's cached tokens and itself, causally."""
+"""Causal attention of prompt chunks: each chunk attends to its sequence's cached tokens and to itself."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -8,13 +9,15 @@ from torch import Tensor
 
 from ...trainer.policy.attention import AttentionSpec, PackedAttention, band, masked_attention
 from ...trainer.policy.exact_attention import Run, TileAttention
-from .kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
 
 
 class PrefillAttention:
-    """Chunks of several sequences, packed; those that start at token 0 come first. Also fills the cache."""
+    """Packed chunks of several sequences; those that start at token 0 come first. Also fills the cache."""
 
-    def __init__(self, cache: KVCache, runs: Sequence[Run], device: torch.device) -> None:
+    def __init__(self, cache: "KVCache", runs: Sequence[Run], device: torch.device) -> None:
         self.cache = cache
         starts = np.cumsum([0, *(run.stop - run.start for run in runs)])
         self.cache_rows = _cache_rows(cache, [(run, run.start) for run in runs], device)
@@ -28,14 +31,13 @@ class PrefillAttention:
         ]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `trainer.attention.Attention`."""
         self.cache.write(layer, self.cache_rows, key, value)
         parts = []
         if self._fresh is not None:
             count = self._num_fresh
             parts.append(self._fresh(layer, query[:count], key[:count], value[:count], rule))
-        for tokens, lines in self._continued:
-            keys, values = self.cache.read(layer, lines)
+        for tokens, cache_rows in self._continued:
+            keys, values = self.cache.read(layer, cache_rows)
             q, k, v = (x.transpose(0, 1)[None] for x in (query[tokens], keys, values))
             sees = band(q.shape[2], k.shape[2], rule.window, q.device)
             parts.append(masked_attention(q, k, v, sees, rule)[0].transpose(0, 1))
@@ -43,21 +45,20 @@ class PrefillAttention:
 
 
 class ExactPrefillAttention:
-    """The same in exact mode."""
+    """`PrefillAttention` in exact mode."""
 
-    def __init__(self, cache: KVCache, runs: Sequence[Run], device: torch.device) -> None:
+    def __init__(self, cache: "KVCache", runs: Sequence[Run], device: torch.device) -> None:
         self.cache = cache
         self.cache_rows = _cache_rows(cache, [(run, run.start) for run in runs], device)
         self._tiles = TileAttention(runs, device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `trainer.attention.Attention`."""
         self.cache.write(layer, self.cache_rows, key, value)
         return self._tiles(query, self.cache.keys[layer], self.cache.values[layer], rule)
 
 
-def _cache_rows(cache: KVCache, parts: Sequence[tuple[Run, int]], device: torch.device) -> Tensor:
-    """Where the tokens of each run, from a first one on, lie in the cache."""
+def _cache_rows(cache: "KVCache", parts: Sequence[tuple[Run, int]], device: torch.device) -> Tensor:
+    """Rows of the cache for the tokens of each run, from a first token on."""
     slots = []
     for run, first in parts:
         positions = np.arange(first, run.stop)

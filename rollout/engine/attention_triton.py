@@ -1,11 +1,11 @@
-"""Paged decode attention as Triton kernels: what CUDA runs where nothing else is installed.
+"""Paged decode attention as Triton kernels, for CUDA without another kernel library.
 
 A row's keys are cut at fixed positions into splits of SPLIT tokens, one program each, and a second kernel merges the splits
 in their order. So a row's bits do not depend on the other rows, and the launch does not depend on the lengths: it fits a
 CUDA graph. Any page size that is a multiple of BLOCK.
 """
 
-# Kernels are Triton's language, not Python's; and Triton is installed only where there is a GPU.
+# Kernels are written in Triton's language, and Triton is installed only where there is a GPU.
 # ruff: noqa: ANN001, ANN202
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
@@ -98,7 +98,7 @@ def paged_decode(
     """Attention of one query per row over its pages: query [B, heads, d] -> [B, heads, d].
 
     keys and values [pages, kv_heads, page_size, d], contiguous; table int32 [B, P] of page numbers; lengths int32 [B] of
-    cached tokens, the query's own included. Source of the scheme: flash decoding with splits at fixed positions.
+    cached tokens, the query's own included. Source: flash decoding, here with splits at fixed positions.
     """
     query = query.contiguous()
     (rows, heads, dim), (_, kv_heads, page, _) = query.shape, keys.shape
@@ -115,15 +115,6 @@ def paged_decode(
     )  # fmt: skip
     out = torch.empty_like(query)
     _merge_kernel[(rows, heads)](
-        parts,
-        lse,
-        lengths,
-        out,
-        HEADS=heads,
-        DIM=dim,
-        DIM_ROWS=max(16, dim_rows),
-        SPLITS=splits,
-        SPLIT=SPLIT,
-        num_warps=1,
-    )
+        parts, lse, lengths, out, HEADS=heads, DIM=dim, DIM_ROWS=max(16, dim_rows), SPLITS=splits, SPLIT=SPLIT, num_warps=1,
+    )  # fmt: skip
     return out

@@ -1,39 +1,43 @@
-"""The rows that decode together, as arrays: what changes per step is small and is changed in place."""
+"""The rows that decode together, as arrays. The small changes of a step are made in place."""
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .kv_cache import PagePool
 from .sampling import SamplingBatch
-from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .kv_cache import PagePool
+    from .sequence import Sequence
 
 
 class DecodeBatch:
     """Running sequences by row: newest token, its position, its slot in the cache, and the table of pages.
 
-    `rows` is rebuilt when sequences enter or leave (`refill`), grows a page now and then (`extend`) and moves on one
-    token per step (`advance`). Numpy arrays lie on the host, tensors on the device; all int64.
+    The rows are rebuilt when sequences enter or leave (`refill`), gain pages (`extend`) and advance by one token per step
+    (`advance`). Numpy arrays are on the host, tensors on the device; all int64.
     """
 
-    def __init__(self, pool: PagePool, max_pages: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, pool: "PagePool", max_pages: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self.pool = pool
         self.max_pages = max_pages
         self.sequences: list[Sequence] = []
         self.generation = 0
-        """Counts the changes of rows and pages."""
+        """Counts changes of rows or pages."""
         self.num_refills = 0
-        """Counts the changes of rows."""
+        """Counts changes of rows."""
         self.grown: list[tuple[int, int, int]] = []
-        """Row, column and page of what this step's `extend` added to the table."""
+        """Row, column and page of each entry that this step's `extend` added to the table."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def refill(self, sequences: list[Sequence]) -> None:
-        """Take these sequences as the rows, in this order."""
+    def refill(self, sequences: "list[Sequence]") -> None:
+        """Make these sequences the rows, in this order."""
         self.generation += 1
         self.num_refills += 1
         self.grown = []
@@ -47,13 +51,13 @@ class DecodeBatch:
             self.table[row, : len(sequence.pages)] = sequence.pages
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
         self.tokens = torch.from_numpy(np.array(newest, dtype=np.int64)).to(self.device)
-        drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-        self.drawn = torch.from_numpy(drawn).to(self.device)
+        num_drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
+        self.num_drawn = torch.from_numpy(num_drawn).to(self.device)
         self.sampling = SamplingBatch([s.params for s in sequences], [s.key for s in sequences], self.device)
         self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
 
     def extend(self) -> None:
-        """Take over pages that the scheduler gave to the running sequences since."""
+        """Add the pages that the scheduler gave to the running sequences since."""
         self.grown = [
             (row, int(self.num_pages[row]), sequence.pages[-1])
             for row, sequence in enumerate(self.sequences)
@@ -65,13 +69,13 @@ class DecodeBatch:
         self.generation += bool(self.grown)
 
     def advance(self, tokens: Tensor) -> None:
-        """Every row has cached its newest token and drawn `tokens` [B]."""
+        """Advance every row by one position; `tokens` [B] are the rows' newest tokens."""
         self.tokens = tokens
         self.positions += 1
-        self.drawn += 1
+        self.num_drawn += 1
 
     def slots(self) -> Tensor:
-        """Where the keys and values of this step's tokens go, int64 [B]."""
+        """Slots for the keys and values of this step's tokens, int64 [B]."""
         size = self.pool.page_size
         columns = np.minimum(self.positions // size, self.max_pages - 1)
         tails = self.table[np.arange(len(self.positions)), columns]

@@ -1,36 +1,33 @@
 """Captured CUDA graphs of the whole decode step: attention, head, sampling, and the move to the next position.
 
-Everything a step needs lies in tensors at fixed addresses, and a step leaves them ready for the next one: between two
-changes of rows a step is one replay, with a copy from the host of the pages that were added, if any. Weights are overwritten in place, so graphs
-outlive a version.
+All inputs of a step are tensors at fixed addresses, and a step prepares them for the next one: between two changes of rows
+a step is one replay, with a copy of added pages from the host, if there are any. Weights are overwritten in place, so
+graphs outlive a version.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...trainer.policy.attention import Attention
-from ...trainer.policy.decoder import Head
-from .attention_cuda import TableAttention
-from .batch import DecodeBatch
 from .sampling import Sample, SamplingBatch, sample
 
-
-def sizes_up_to(most: int) -> list[int]:
-    """Numbers of rows that have a graph of their own."""
-    return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]
+if TYPE_CHECKING:
+    from ...trainer.policy.attention import Attention
+    from ...trainer.policy.decoder import Head
+    from .attention_cuda import TableAttention
+    from .batch import DecodeBatch
 
 
 class DecodeGraphs:
-    """Decode steps by number of rows, captured when first needed. Rows that nobody uses decode token 0 into page 0."""
+    """Decode steps by number of rows, captured when first needed. Unused rows decode token 0 into page 0."""
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor, Attention], Tensor],
-        head: Head,
-        attention: TableAttention,
+        forward: "Callable[[Tensor, Tensor, Attention], Tensor]",
+        head: "Head",
+        attention: "TableAttention",
         space: tuple[Tensor, Tensor],
         max_pages: int,
         max_running: int,
@@ -38,9 +35,10 @@ class DecodeGraphs:
         self._forward, self._head, self._attention = forward, head, attention
         self._logits, self._scratch = space
         device = self._logits.device
-        self._sizes = sizes_up_to(max_running)
+        self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
+        """Numbers of rows with a graph of their own."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._tokens, self._positions, self._drawn, self._keys = (
+        self._tokens, self._positions, self._num_drawn, self._keys = (
             torch.zeros(max_running, dtype=torch.long, device=device) for _ in range(4)
         )
         self._table = torch.zeros(max_running, max_pages, dtype=torch.int32, device=device)
@@ -51,19 +49,18 @@ class DecodeGraphs:
         self._pool: Any = None
 
     @staticmethod
-    def can_run(batch: DecodeBatch) -> bool:
-        """Whether these rows sample in the plain way that is captured."""
+    def can_run(batch: "DecodeBatch") -> bool:
+        """Whether all rows sample in the plain way that is captured."""
         return batch.sampling.is_plain and not batch.sampling.wants_raw and batch.sampling.seen is None
 
-    def decode(self, batch: DecodeBatch) -> Sample:
-        """Draw the next token of every row."""
+    def decode(self, batch: "DecodeBatch") -> Sample:
         rows = len(batch)
         size = next(size for size in self._sizes if size >= rows)
         if self._num_refills != batch.num_refills:
             self._num_refills = batch.num_refills
             self._load(batch, size)
         elif batch.grown:
-            # Nothing here waits for the step under way, which a plain copy to the device would.
+            # Non-blocking: a plain copy to the device would wait for the step under way.
             places = torch.tensor(batch.grown).to(batch.device, non_blocking=True)
             self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
         if size not in self._graphs:
@@ -72,16 +69,16 @@ class DecodeGraphs:
         return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone(), None)
 
     def forget(self) -> None:
-        """The weights lie elsewhere now: capture anew."""
+        """Drop the graphs, because the weights have other addresses now."""
         self._graphs.clear()
 
-    def _load(self, batch: DecodeBatch, size: int) -> None:
+    def _load(self, batch: "DecodeBatch", size: int) -> None:
         rows = len(batch)
-        for tensor in (self._tokens, self._positions, self._drawn, self._table):
+        for tensor in (self._tokens, self._positions, self._num_drawn, self._table):
             tensor[rows:size].zero_()
         self._tokens[:rows] = batch.tokens
         self._positions[:rows] = torch.from_numpy(batch.positions).to(batch.device)
-        self._drawn[:rows] = batch.drawn
+        self._num_drawn[:rows] = batch.num_drawn
         self._keys[:rows] = batch.sampling.keys
         self._is_greedy[:rows] = batch.sampling.is_greedy
         self._scale[:rows] = 1.0 if batch.sampling.scale is None else batch.sampling.scale
@@ -96,23 +93,23 @@ class DecodeGraphs:
         attention.cache_rows = attention.cache.cache_rows(pages * page + positions % page)
         hidden = self._forward(self._tokens[:size], positions, attention)
         rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
-        draw = sample(self._head(hidden, out=self._logits), rows, self._drawn[:size], self._scratch[:size])
-        self._tokens[:size].copy_(draw.tokens)
-        self._logprobs[:size].copy_(draw.logprobs)
+        drawn = sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size], self._scratch[:size])
+        self._tokens[:size].copy_(drawn.tokens)
+        self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)
-        self._drawn[:size].add_(1)
+        self._num_drawn[:size].add_(1)
 
     def _capture(self, size: int) -> None:
-        state = (self._tokens, self._positions, self._drawn)
+        state = (self._tokens, self._positions, self._num_drawn)
         before = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            # Kernels are compiled and chosen in a first run, which must not be captured.
+            # The first run compiles and selects kernels, which must not be captured.
             self._step(size)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # One memory pool for all: only one graph runs at a time, and what it leaves is copied out.
+        # One memory pool for all: only one graph runs at a time, and its results are copied out.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
             self._step(size)

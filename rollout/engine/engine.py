@@ -1,7 +1,7 @@
-"""The generator: continuous batching over a paged cache. Requests enter and leave at every step.
+"""The generator: continuous batching over a paged KV cache. Requests enter and leave at every step.
 
-`Engine.step` is the story: make room, prefill chunks of waiting prompts, let cached ones fork into rows, decode one token
-for every row. It needs nothing of the rest of the project but the policy.
+`Engine.step` makes room, prefills chunks of waiting prompts, forks cached prompts into rows, and decodes one token for
+every row. It depends on the policy and on no other part of the project.
 """
 
 import logging
@@ -17,22 +17,22 @@ from torch import Tensor
 from ...comm.errors import SettingError
 from ...trainer.policy.model import Policy, default_device, load_policy
 from ...trainer.policy.tensor_parallel import TensorParallel
+from . import exact_check
 from .attention_backends import page_size_for
 from .batch import DecodeBatch
-from .exact_check import check_exact
 from .kv_cache import KVCache, PagePool
 from .memory import available_memory, plan_cache
 from .runner import Runner
 from .sampling import Sample, SamplingParams, stream_key
 from .scheduler import Scheduler
 from .sequence import Completion, Sequence, SequenceGroup, SequenceProgress, SequenceState
-from .text import Text
+from .text import Text, check_prompt
 
 log = logging.getLogger(__name__)
 
 
 class InFlightStep(NamedTuple):
-    """A step that is launched and not read yet."""
+    """A step that is launched and whose sample is not read yet."""
 
     sequences: list[Sequence]
     sample: Sample
@@ -43,13 +43,13 @@ class Engine:
     """Generates with one replica of a policy.
 
     policy: a checkpoint's path, or a `Policy` whose parameters the caller may overwrite in place between steps (and must
-    then announce with `weights_changed`); `dtype` and `device` (None: a GPU if there is one) count for a path only.
-    max_running: sequences that decode together. seed: of all sampling that has no seed of its own.
-    kv_gb, gpu_share: memory of the KV cache, see `budget`. attention: back-end of decoding, see `backends`; page_size: by it.
-    prefill_tokens: most prompt tokens of one step. exact: log-probabilities are those of an exact `Policy` bit for bit.
-    tp_group: of a path, the ranks of one tensor-parallel replica (a `Policy` comes `split`); all of them get the same calls
-    and give the same answers.
-    `description` says what was chosen.
+    then announce with `weights_changed`). `dtype` and `device` (None: a GPU if there is one) apply to a path only.
+    max_running: sequences that decode together. seed: of all sampling without a seed of its own.
+    kv_gb, gpu_share: memory of the KV cache, see `memory.plan_cache`. attention: the back-end of decoding, see
+    `attention_backends`; it determines the default of page_size. prefill_tokens: most prompt tokens of one step.
+    exact: log-probabilities equal those of an exact `Policy` bit for bit. tp_group: for a path, the ranks of one
+    tensor-parallel replica (a `Policy` arrives `split`); all ranks get the same calls and return the same results.
+    `description` names the choices.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Engine:
         self.seed = seed
         page_size = page_size or page_size_for(attention)
         num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
-        budget = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
-        self.pool = PagePool(budget.num_pages, page_size)
-        shape = (budget.num_pages, num_kv_heads, page_size, policy.head_dim)
+        plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
+        self.pool = PagePool(plan.num_pages, page_size)
+        shape = (plan.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
         self.runner = Runner(policy, self.cache, max_running, exact, attention)
-        self.description = f"{self.runner.description}, {budget}"
+        self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
         self._is_async = policy.device.type == "cuda"
@@ -97,16 +97,14 @@ class Engine:
         self._finished_early: list[Completion] = []
         self._next_id = 0
 
-    # ------------------------------------------------------------------------------------------------ lists in, lists out
+    # ----------------------------------------------------------------------------------------------- lists of prompts
 
     def generate(
         self, prompts: Many[list[int]] | Many[str], params: SamplingParams | Many[SamplingParams] | None = None
     ) -> list[Completion]:
         """Completions in the prompts' order, `n` of them per prompt; prompts are token ids or text."""
         order: list[int] = []
-        found: dict[int, Completion] = {}
-        for completion in self.stream(prompts, params, order):
-            found[completion.trajectory_id] = completion
+        found = {completion.trajectory_id: completion for completion in self.stream(prompts, params, order)}
         return [found[trajectory_id] for trajectory_id in order]
 
     def stream(
@@ -117,30 +115,29 @@ class Engine:
     ) -> Generator[Completion, None, None]:
         """Completions as they finish; `order` receives the trajectory ids in the prompts' order.
 
-        Not to be mixed with `add_group`. A caller that stops early leaves nothing behind.
+        Do not mix it with `add_group`. When the caller stops early, the rest is cancelled.
         """
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Many) else list(params)
+        each = list(params) if isinstance(params, Many) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise SettingError(f"params: {len(each)} sampling parameters for {len(prompts)} prompts")
         encoded = [self.text.encode(prompt) for prompt in prompts]
         for prompt in encoded:
-            self._check_prompt(prompt)
-        mine: set[int] = set()
-        for prompt, wanted in zip(encoded, each, strict=True):
-            ids = list(range(self._next_id, self._next_id + wanted.n))
-            self._next_id += wanted.n
-            streams = list(range(wanted.n)) if wanted.seed is not None else ids
-            self._add(prompt, wanted, ids, streams)
-            mine.update(ids)
+            check_prompt(prompt, self.policy)
+        pending: set[int] = set()
+        for prompt, own in zip(encoded, each, strict=True):
+            ids = range(self._next_id, self._next_id + own.n)
+            self._next_id += own.n
+            self._add(prompt, own, ids, range(own.n) if own.seed is not None else ids)
+            pending.update(ids)
             if order is not None:
                 order.extend(ids)
         try:
-            while mine:
+            while pending:
                 for completion in self.step():
-                    mine.remove(completion.trajectory_id)
+                    pending.remove(completion.trajectory_id)
                     yield completion
         finally:
-            for trajectory_id in mine:
+            for trajectory_id in pending:
                 self.cancel(trajectory_id)
 
     # ------------------------------------------------------------------------------------------------------ step by step
@@ -148,15 +145,16 @@ class Engine:
     def add_group(
         self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], trajectory_ids: Many[int]
     ) -> None:
-        """Queue one sample per trajectory id (64-bit numbers of the caller's) of a prompt; `params.n` is not used.
+        """Queue one sample of a prompt per trajectory id (64-bit numbers that the caller chooses); `params.n` is not used.
 
-        params: of all samples, or of each. Raises SettingError for a prompt that the policy cannot take.
+        params: of all samples, or of each. Raises SettingError for a prompt that the policy cannot take. The first call
+        of an engine in exact mode checks the machine: it generates 80 tokens before it returns.
         """
         self._add(prompt_ids, params, trajectory_ids, trajectory_ids)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Prefill what may enter, decode one token for every running sequence; returns those that finished."""
+        """Prefill waiting prompts, decode one token for every running sequence; returns the sequences that finished."""
         scheduler = self.scheduler
         finished, self._finished_early = self._finished_early, []
         if self._must_drain():
@@ -178,24 +176,24 @@ class Engine:
         return finished + self._decode() if len(self.batch) else finished
 
     def pause(self, trajectory_id: int) -> bool:
-        """Hold a running trajectory; it keeps its pages until others need them. False if it does not run."""
+        """Hold a running trajectory; it keeps its pages until others need them. False if it is not running."""
         self._finished_early += self._drain()
         return self.scheduler.pause(trajectory_id)
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
-        """Let a paused trajectory go on, after tokens that its environment says (their log-probability counts as 0)."""
+        """Continue a paused trajectory after tokens of its environment (their log-probability counts as 0)."""
         self.scheduler.resume(trajectory_id, token_ids)
 
     def cancel(self, trajectory_id: int) -> bool:
-        """Forget a trajectory; False if it is not here."""
+        """Drop a trajectory; False if the engine does not hold it."""
         self._finished_early += self._drain()
         return self.scheduler.cancel(trajectory_id) is not None
 
     def unfinished(self) -> list[SequenceProgress]:
         """Every trajectory that is queued, running or paused."""
         waiting = [s for group in self.scheduler.waiting for s in group.sequences]
-        held = (*self.scheduler.running, *self.scheduler.paused, *waiting)
-        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in held]
+        sequences = (*self.scheduler.running, *self.scheduler.paused, *waiting)
+        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in sequences]
 
     @property
     def num_running(self) -> int:
@@ -204,21 +202,21 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a row, for pages or for their prompt's prefill."""
+        """Sequences that wait for a row, for pages, or for the prefill of their prompt."""
         return sum(len(group.sequences) for group in self.scheduler.waiting)
 
     @property
     def num_recomputed(self) -> int:
-        """Tokens so far whose keys and values were given up, to be computed again."""
+        """Tokens so far whose keys and values were dropped and are computed again."""
         return self.scheduler.num_recomputed
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued, running or paused."""
+        """Whether nothing is queued, running or paused."""
         return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused or self._finished_early)
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
-        """Make these tensors (by parameter name) the weights, without a copy; overwriting them later is a new version."""
+        """Make these tensors (by parameter name) the weights, without a copy. Overwrite them in place for a new version."""
         self.policy.bind(views)
         self.runner.bind()
 
@@ -227,73 +225,68 @@ class Engine:
         self.runner.refresh()
 
     def recompute(self) -> None:
-        """Forget all keys and values, for weights that are about to change; what was running is prefilled again."""
+        """Drop all keys and values before the weights change; running sequences are prefilled again."""
         self._finished_early += self._drain()
         self.scheduler.forget()
 
     def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[SequenceState]:
-        """Remove trajectories, wherever they are, for another engine on the same weights (or this one, later).
+        """Remove unfinished trajectories, for another engine on the same weights (or for this one, later).
 
-        with_cache: also their keys and values, where they have any; else `import_sequences` computes them again. One that has finished
-        meanwhile stays and comes out of the next `step`.
+        with_cache: include their keys and values, if computed; without them `import_sequences` computes them again. A
+        trajectory that has just finished stays: the next `step` returns it.
         """
         self._finished_early += self._drain()
-        parcels = []
+        states = []
         for trajectory_id in trajectory_ids:
             sequence = self.scheduler.find(trajectory_id)
             if sequence is None:
-                assert any(done.trajectory_id == trajectory_id for done in self._finished_early), (
-                    f"no trajectory {trajectory_id}"
-                )
+                has_finished = any(done.trajectory_id == trajectory_id for done in self._finished_early)
+                assert has_finished, f"no trajectory {trajectory_id}"
                 continue
-            cache = (
-                self.cache.export(sequence.pages, sequence.num_cached) if with_cache and sequence.num_cached else None
-            )
+            has_cache = with_cache and sequence.num_cached
+            cache = self.cache.export(sequence.pages, sequence.num_cached) if has_cache else None
             self.scheduler.cancel(trajectory_id)
-            parcels.append(sequence.export_state(cache))
-        return parcels
+            states.append(sequence.export_state(cache))
+        return states
 
     def import_sequences(self, states: Many[SequenceState]) -> None:
-        """Go on with trajectories that another engine took out; they queue like new ones."""
-        for parcel in states:
-            self._check_prompt(parcel.prompt_ids)
-            sequence = self._sequence(parcel.prompt_ids, parcel.params, parcel.trajectory_id, 0)
-            sequence.restore(parcel)
+        """Continue trajectories that another engine exported; they queue like new ones."""
+        for state in states:
+            check_prompt(state.prompt_ids, self.policy)
+            sequence = self._sequence(state.prompt_ids, state.params, state.trajectory_id, 0)
+            sequence.restore(state)
             group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
-            if parcel.cache is not None and self.scheduler.reserve(group, parcel.cache.shape[2]):
-                self.cache.load(group.pages, parcel.cache)
-                group.num_cached = parcel.cache.shape[2]
+            if state.cache is not None and self.scheduler.reserve(group, state.cache.shape[2]):
+                self.cache.load(group.pages, state.cache)
+                group.num_cached = state.cache.shape[2]
             self.scheduler.add(group)
 
     def check(self) -> None:
-        """Assert that no page is lost or owned twice; free when idle."""
+        """Assert that every page has the owners that it counts."""
         self.scheduler.check()
 
-    # ----------------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------------- internals
 
     def _add(
         self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
     ) -> None:
-        each = [params] * len(ids) if isinstance(params, SamplingParams) else params
+        """Queue a group; `streams` select the random numbers of its samples."""
         if not self._is_checked:
             self._is_checked = True
-            check_exact(self)
-        self._check_prompt(prompt_ids)
-        samples = zip(ids, each, streams, strict=True)
-        sequences = [self._sequence(prompt_ids, wanted, sample, stream) for sample, wanted, stream in samples]
+            exact_check.verify(self.policy, self._run_probes())
+        check_prompt(prompt_ids, self.policy)
+        each = [params] * len(ids) if isinstance(params, SamplingParams) else params
+        sequences = [self._sequence(prompt_ids, *sample) for sample in zip(each, ids, streams, strict=True)]
         self.scheduler.add(SequenceGroup(sequences, list(prompt_ids)))
 
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
-        policy = self.policy
-        if not prompt_ids:
-            raise SettingError("a prompt has no tokens: remove it from data.path")
-        if len(prompt_ids) >= policy.context:
-            raise SettingError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in the policy's context of {policy.context}: "
-                "shorten the prompts of data.path or take a model.path with a longer context"
-            )
-        if max(prompt_ids) >= policy.vocab_size or min(prompt_ids) < 0:
-            raise SettingError(f"a prompt has token ids outside the policy's vocabulary of {policy.vocab_size}")
+    def _run_probes(self) -> list[Completion]:
+        params = SamplingParams(max_new_tokens=exact_check.NUM_NEW_TOKENS, ignore_eos=True)
+        for index, prompt in enumerate(exact_check.probes(self.policy)):
+            self.add_group(prompt, params, [~index])
+        completions: list[Completion] = []
+        while not self.idle:
+            completions += self.step()
+        return completions
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
         strings = tuple(s for s in params.stops if isinstance(s, str))
@@ -306,13 +299,13 @@ class Engine:
         return Sequence(trajectory_id, key, prompt_ids, params, limit, stop_ids, strings)
 
     def _decode(self) -> list[Completion]:
-        """Launch a step. On a GPU read the one before meanwhile, so that the device never waits for the host."""
+        """Launch a step. On a GPU, read the step before it meanwhile, so that the device never waits for the host."""
         batch = self.batch
-        draw = self.runner.decode(batch)
-        batch.advance(draw.tokens)
+        drawn = self.runner.decode(batch)
+        batch.advance(drawn.tokens)
         for sequence in batch.sequences:
             sequence.num_cached += 1
-        before, self._in_flight = self._in_flight, InFlightStep(batch.sequences, *draw.to_host())
+        before, self._in_flight = self._in_flight, InFlightStep(batch.sequences, *drawn.to_host())
         if not self._is_async:
             return self._drain()
         return [] if before is None else self._read(before)
@@ -328,18 +321,18 @@ class Engine:
         return may_enter or is_short or is_last or self.batch.sequences != scheduler.running
 
     def _drain(self) -> list[Completion]:
-        """Read the step that is launched, if any."""
-        pending, self._in_flight = self._in_flight, None
-        return [] if pending is None else self._read(pending)
+        """Read the launched step, if there is one."""
+        step, self._in_flight = self._in_flight, None
+        return [] if step is None else self._read(step)
 
     def _read(self, step: InFlightStep) -> list[Completion]:
-        draw = step.sample
+        sample = step.sample
         if step.ready is not None:
             step.ready.synchronize()
-        logprobs = draw.logprobs.tolist()
-        raw = logprobs if draw.raw is None else draw.raw.tolist()
+        logprobs = sample.logprobs.tolist()
+        raw = logprobs if sample.raw is None else sample.raw.tolist()
         finished = []
-        for sequence, *drawn in zip(step.sequences, draw.tokens.tolist(), logprobs, raw, strict=True):
+        for sequence, *drawn in zip(step.sequences, sample.tokens.tolist(), logprobs, raw, strict=True):
             if sequence.finish_reason:
                 continue  # it ended one step earlier, which was not read when this one was launched
             sequence.append(*drawn)

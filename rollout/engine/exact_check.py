@@ -1,35 +1,37 @@
-"""Exact mode proves itself on this machine before the first request."""
+"""The check of exact mode on this machine, before the first request."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...comm.errors import SettingError
-from .sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ...trainer.policy.model import Policy
+    from .sequence import Completion
 
 NUM_NEW_TOKENS = 20
+"""Tokens to generate from each prompt."""
 
 
-def check_exact(engine: "Engine") -> None:
-    """Generate from prompts of a few lengths and compare with a packed forward; SettingError if any bit differs."""
-    policy = engine.policy
+def probes(policy: "Policy") -> list[list[int]]:
+    """Prompts of a few lengths that fit the policy's context."""
     lengths = [n for n in (1, 6, 63, 90) if n + NUM_NEW_TOKENS <= policy.context]
-    for index, length in enumerate(lengths):
-        prompt = [(7 * index + 3 * i + 1) % policy.vocab_size for i in range(length)]
-        engine.add_group(prompt, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True), [~index])
-    worst = 0.0
-    while not engine.idle:
-        for completion in engine.step():
-            tokens = torch.tensor(completion.prompt_ids + completion.token_ids)
-            with torch.no_grad():
-                hidden = policy.forward_packed(tokens[:-1], torch.tensor([0, len(tokens) - 1]))
-                expected = policy.token_logprobs(hidden, tokens[1:])[0][len(completion.prompt_ids) - 1 :]
-            found = torch.tensor(completion.logprobs)
-            if not torch.equal(found, expected):
-                worst = max(worst, (found - expected).abs().max().item())
-                raise SettingError(
-                    f"generator.exact: this machine's kernels do not give equal bits (difference {worst:.1e}); set it to false"
-                )
+    return [[(7 * index + 3 * i + 1) % policy.vocab_size for i in range(n)] for index, n in enumerate(lengths)]
+
+
+@torch.no_grad()
+def verify(policy: "Policy", completions: Iterable["Completion"]) -> None:
+    """Compare log-probabilities with those of a packed forward; raises SettingError if any bit differs."""
+    for completion in completions:
+        tokens = torch.tensor(completion.prompt_ids + completion.token_ids)
+        hidden = policy.forward_packed(tokens[:-1], torch.tensor([0, len(tokens) - 1]))
+        expected = policy.token_logprobs(hidden, tokens[1:])[0][len(completion.prompt_ids) - 1 :]
+        found = torch.tensor(completion.logprobs)
+        if not torch.equal(found, expected):
+            difference = (found - expected).abs().max().item()
+            raise SettingError(
+                "generator.exact: the kernels of this machine do not give equal bits"
+                f" (difference {difference:.1e}); set it to false"
+            )

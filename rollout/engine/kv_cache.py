@@ -1,7 +1,7 @@
-"""The paged KV cache: who owns which page, and the tensors that the pages are.
+"""The paged KV cache: the owners of pages, and the tensors of keys and values.
 
-Page 0 belongs to nobody and is never valid. Private pages are taken from the low end, pages that several samples share
-from the high end, so that both kinds lie in a range each that attention reads in place.
+Page 0 has no owner and is never valid. Private pages are taken from the low end, pages that several samples share from the
+high end, so that each kind forms a range that attention reads in place.
 """
 
 import math
@@ -16,7 +16,7 @@ class PagePool:
     """Reference counts of pages; no tensors. Every taken page is counted once per owner."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages >= 2, "page 0 is nobody's"
+        assert num_pages >= 2, "page 0 is not usable"
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_owners = np.zeros(num_pages, dtype=np.int32)
@@ -25,22 +25,22 @@ class PagePool:
         self.num_free = num_pages - 1
 
     def take(self, is_shared: bool = False) -> int:
-        """A free page with one owner: the lowest, or the highest for one that will be shared."""
+        """A free page with one owner: the lowest, or the highest for a page that will be shared."""
         page = self._first_free(is_shared)
-        assert page is not None, "the scheduler asks for no page that is not there"
+        assert page is not None, "the scheduler takes only free pages"
         self._is_free[page] = False
         self.num_free -= 1
         self.num_owners[page] = 1
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """Each page has one owner more."""
+        """Add an owner to each page."""
         for page in pages:
             assert self.num_owners[page] > 0
             self.num_owners[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Each page has one owner less; without an owner it is free."""
+        """Remove an owner from each page; a page without an owner is free."""
         for page in pages:
             assert self.num_owners[page] > 0
             self.num_owners[page] -= 1
@@ -49,7 +49,7 @@ class PagePool:
                 self.num_free += 1
 
     def move(self, page: int, is_shared: bool = False) -> int:
-        """Move a page and its owners towards the end it belongs to; returns the new page, or the same if none is better."""
+        """Move a page and its owners towards its end of the pool; returns the new page, or the same if none is better."""
         target = self._first_free(is_shared)
         if target is None or (target < page) == is_shared:
             return page
@@ -65,11 +65,11 @@ class PagePool:
         return self.num_pages - 1 - first if is_shared else first
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """The number of pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
     def check(self, owners: Iterable[list[int]]) -> None:
-        """Assert that every page has exactly the owners that claim it, and that the rest is free."""
+        """Assert that every page has exactly the owners that claim it, and that all other pages are free."""
         claimed = np.zeros_like(self.num_owners)
         for pages in owners:
             for page in pages:
@@ -92,37 +92,35 @@ class KVCache:
         self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
 
     def cache_rows(self, slots: Tensor) -> Tensor:
-        """Where the heads' vectors of slots [T] lie: [T * kv_heads]. A slot is page * page_size + offset."""
+        """Rows [T * kv_heads] of the heads' vectors for slots [T]. A slot is page * page_size + offset."""
         offsets = slots % self.page_size
         return (((slots - offsets) * self.num_kv_heads + offsets)[:, None] + self._heads).flatten()
 
     def write(self, layer: int, cache_rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key and value [T, kv_heads, d] at lines [T * kv_heads]."""
+        """Store key and value [T, kv_heads, d] at rows [T * kv_heads]."""
         self.keys[layer].flatten(0, 2).index_copy_(0, cache_rows, key.flatten(0, 1))
         self.values[layer].flatten(0, 2).index_copy_(0, cache_rows, value.flatten(0, 1))
 
     def read(self, layer: int, cache_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [T, kv_heads, d] at lines [T * kv_heads]."""
+        """Keys and values [T, kv_heads, d] at rows [T * kv_heads]."""
         both = (self.keys[layer], self.values[layer])
         keys, values = (t.flatten(0, 2).index_select(0, cache_rows).unflatten(0, (-1, self.num_kv_heads)) for t in both)
         return keys, values
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page of every layer."""
         for tensor in (*self.keys, *self.values):
             tensor[target].copy_(tensor[source])
 
     def export(self, pages: list[int], num_tokens: int) -> Tensor:
         """Keys and values of the first tokens in these pages: [layers, 2, tokens, kv_heads, head_dim], on the host."""
-        lines = self.cache_rows(self._slots(pages, num_tokens))
-        both = [torch.stack(self.read(layer, lines)) for layer in range(len(self.keys))]
-        return torch.stack(both).cpu()
+        rows = self.cache_rows(self._slots(pages, num_tokens))
+        return torch.stack([torch.stack(self.read(layer, rows)) for layer in range(len(self.keys))]).cpu()
 
     def load(self, pages: list[int], exported: Tensor) -> None:
-        """Write what `export` gave into these pages."""
-        lines = self.cache_rows(self._slots(pages, exported.shape[2]))
-        for layer, (keys, values) in enumerate(exported.to(lines.device)):
-            self.write(layer, lines, keys, values)
+        """Write the result of `export` into these pages."""
+        rows = self.cache_rows(self._slots(pages, exported.shape[2]))
+        for layer, (keys, values) in enumerate(exported.to(rows.device)):
+            self.write(layer, rows, keys, values)
 
     def _slots(self, pages: list[int], num_tokens: int) -> Tensor:
         positions = torch.arange(num_tokens, device=self._heads.device)
@@ -131,12 +129,11 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pool."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on CPU of pages that the kernel hands out at first touch, so that an unused part of the pool costs nothing."""
+    """Zeros; on CPU in memory that the kernel allocates at first touch, so that an unused part of the pool costs nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,16 +1,18 @@
-"""How many pages the KV cache gets, from what the user allows and what the machine has."""
+"""The number of pages of the KV cache, from the settings and the free memory."""
 
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...comm.errors import SettingError
-from ...trainer.policy.model import Policy
+
+if TYPE_CHECKING:
+    from ...trainer.policy.model import Policy
 
 
 class CachePlan(NamedTuple):
-    """Pages of the cache, the tokens and the bytes of one."""
+    """The number of pages, and the tokens and bytes of one page."""
 
     num_pages: int
     page_size: int
@@ -22,7 +24,7 @@ class CachePlan(NamedTuple):
 
 
 class AvailableMemory(NamedTuple):
-    """Bytes that a cache may take, those that it takes unasked, and what bounds them."""
+    """Bytes: the most that a cache may take, and the most that it takes by default. `bound` names the limit."""
 
     free: int
     usual: int
@@ -30,7 +32,8 @@ class AvailableMemory(NamedTuple):
 
 
 def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
-    """Of a GPU, `gpu_share` less what is taken; of the host, what is free, unasked half of it, since others start beside."""
+    """Of a GPU, `gpu_share` less the used memory. Of the host, the free memory; by default half of it, since other processes
+    start at the same time."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         left = max(0, int(gpu_share * total) - (total - free))
@@ -40,16 +43,16 @@ def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
 
 
 def plan_cache(
-    policy: Policy, page_size: int, max_running: int, kv_gb: float | None, memory: AvailableMemory
+    policy: "Policy", page_size: int, max_running: int, kv_gb: float | None, memory: AvailableMemory
 ) -> CachePlan:
-    """Pages for `kv_gb`, or by default for `max_running` sequences of full context as far as the memory goes.
+    """Pages for `kv_gb`, or by default for `max_running` sequences of full context as far as the memory allows.
 
-    All ranks of a replica get the same number, that of the rank with the least room. Raises SettingError for more than there
-    is, and for less than one sequence of full context needs.
+    All ranks of a replica get the same number, that of the rank with the least memory. Raises SettingError for more than the
+    available memory, and for less than one sequence of full context needs.
     """
     num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
     page_bytes = 2 * policy.num_layers * page_size * num_kv_heads * policy.head_dim * policy.dtype.itemsize
-    # One page is nobody's, one more lets a sequence fork.
+    # Page 0 is not usable, and a fork needs one page more.
     least = -(-policy.context // page_size) + 2
     if kv_gb is None:
         num_pages = min(max_running * (least - 2) + 2, memory.usual // page_bytes)

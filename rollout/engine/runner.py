@@ -1,10 +1,11 @@
-"""The arithmetic of a step: prefill and decode of the policy over the cache, with one attention back-end chosen at start."""
+"""The arithmetic of a step: prefill and decode of the policy over the cache, with the attention back-end chosen at start."""
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...comm.errors import SettingError
-from ...trainer.policy.attention import Attention
 from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact_attention import Run
 from ...trainer.policy.exact_decoder import BLOCK
@@ -12,52 +13,52 @@ from ...trainer.policy.model import Policy
 from .attention_backends import choose
 from .attention_cuda import TableAttention
 from .attention_prefill import ExactPrefillAttention, PrefillAttention
-from .batch import DecodeBatch
 from .cuda_graphs import DecodeGraphs
-from .kv_cache import KVCache
 from .sampling import Sample, sample
-from .scheduler import Chunk
+
+if TYPE_CHECKING:
+    from ...trainer.policy.attention import Attention
+    from .batch import DecodeBatch
+    from .kv_cache import KVCache
+    from .scheduler import Chunk
 
 
 class Runner:
     """Runs the policy for an engine: chunks of prompts into the cache, one token for every row of a batch.
 
-    `description` says what was chosen. Space for logits is kept, so that a step allocates little.
+    `description` names the choices. The space for logits is kept, so that a step allocates little.
     """
 
-    def __init__(self, policy: Policy, cache: KVCache, max_running: int, exact: bool, attention: str) -> None:
+    def __init__(self, policy: Policy, cache: "KVCache", max_running: int, exact: bool, attention: str) -> None:
         self.policy = policy
         self.cache = cache
         self.exact = exact
-        is_lean = LeanDecoder.supports(policy) and not exact
-        if exact and policy.tensor_parallel.size > 1:
-            raise SettingError(f"rollout.tp: exact mode runs on one rank only, not on {policy.tensor_parallel.size}")
+        tp = policy.tensor_parallel.size
+        if exact and tp > 1:
+            raise SettingError(f"rollout.tp: exact mode runs on one rank only, not on {tp}")
         if exact:
             self.forward = policy.exact or policy.make_exact()
         else:
-            self.forward = LeanDecoder(policy) if is_lean else policy
-        if exact and attention not in ("auto", "pool"):
-            raise SettingError(f"generator.attention: exact mode runs on 'pool', not on '{attention}'")
+            self.forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
         self.attention = choose(attention, policy, cache, exact)
         self.head = Head(policy, exact)
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
         self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
         self._graphs: DecodeGraphs | None = None
-        is_alone = policy.tensor_parallel.size == 1  # sums over ranks are not captured
-        if is_alone and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
+        # Sums over ranks are not captured.
+        if tp == 1 and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
             space = (self._logits, self._scratch)
             max_pages = -(-policy.context // cache.page_size)
             self._graphs = DecodeGraphs(self.forward, self.head, self.attention, space, max_pages, max_running)
         forward = "exact" if exact else "module" if self.forward is policy else "lean"
+        dtype, ranks = str(policy.dtype).removeprefix("torch."), f", tp {tp}" if tp > 1 else ""
         graphs = "" if self._graphs is None else ", CUDA graphs"
-        dtype, tp = str(policy.dtype).removeprefix("torch."), policy.tensor_parallel.size
-        shard = f", tp {tp}" if tp > 1 else ""
         self.description = (
-            f"{forward} forward in {dtype} on {policy.device}{shard}, attention '{self.attention.name}'{graphs}"
+            f"{forward} forward in {dtype} on {policy.device}{ranks}, attention '{self.attention.name}'{graphs}"
         )
 
     def bind(self) -> None:
-        """The policy's parameters are other tensors now: take them."""
+        """Take the policy's parameters, which are other tensors now."""
         if isinstance(self.forward, LeanDecoder):
             self.forward.bind()
         self.head.bind()
@@ -65,7 +66,7 @@ class Runner:
             self._graphs.forget()
 
     def refresh(self) -> None:
-        """The policy's parameters were overwritten (or replaced): follow."""
+        """Follow the policy's parameters, which were overwritten or replaced."""
         if not self.head.is_bound:
             self.bind()
             return
@@ -73,7 +74,7 @@ class Runner:
             self.forward.refresh()
         self.head.refresh()
 
-    def prefill(self, chunks: list[Chunk]) -> None:
+    def prefill(self, chunks: "list[Chunk]") -> None:
         """Compute the keys and values of chunks of prompts."""
         chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
         tokens = [t for c in chunks for t in c.group.tokens[c.start : c.stop]]
@@ -83,7 +84,7 @@ class Runner:
         attention: Attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
         self.forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
 
-    def decode(self, batch: DecodeBatch) -> Sample:
+    def decode(self, batch: "DecodeBatch") -> Sample:
         """Draw the next token of every row."""
         if self._graphs is not None and self._graphs.can_run(batch):
             return self._graphs.decode(batch)
@@ -91,6 +92,6 @@ class Runner:
         positions = torch.from_numpy(batch.positions).to(self.policy.device)
         hidden: Tensor = self.forward(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
-        draw = sample(logits, batch.sampling, batch.drawn, self._scratch[: len(batch)])
-        self.policy.tensor_parallel.broadcast_tokens(draw.tokens)
-        return draw
+        drawn = sample(logits, batch.sampling, batch.num_drawn, self._scratch[: len(batch)])
+        self.policy.tensor_parallel.broadcast_tokens(drawn.tokens)
+        return drawn

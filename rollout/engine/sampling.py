@@ -1,8 +1,8 @@
 """Sampling: from logits to tokens and their log-probabilities.
 
-One random number per token, a hash of (seed, trajectory, position in the response), drawn through the inverse of the
-cumulative distribution. So a trajectory does not depend on what it is batched with, where it runs, or how often it was
-interrupted.
+One random number per token, a hash of (seed, trajectory, position in the response), selects the token through the inverse
+of the cumulative distribution. So a trajectory does not depend on its batch, on the place where it runs, or on
+interruptions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one prompt's responses are drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling of one prompt's responses. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
 
     max_new_tokens: int = 256
     """Most tokens of a response; the policy's context bounds it too."""
@@ -36,15 +36,15 @@ class SamplingParams:
     n: int = 1
     """Responses per prompt."""
     stop: str | int | Sequence[str | int] = ()
-    """More stops than the policy's own: token ids, or strings (the text ends before the string)."""
+    """Stops in addition to the policy's own: token ids, or strings (the text ends before the string)."""
     repetition_penalty: float = 1.0
     """Scores of tokens already in prompt or response are divided by this if positive, else multiplied."""
     raw_logprobs: bool = False
     """Also report log-probabilities of the policy's own distribution, before temperature and filters."""
     ignore_eos: bool = False
-    """Go on past the policy's own stop tokens."""
+    """Continue past the policy's own stop tokens."""
     seed: int | None = None
-    """Seed of this prompt alone; None takes the engine's."""
+    """Seed of this prompt alone; None: the engine's."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -62,12 +62,11 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str | int, ...]:
-        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str | int) else tuple(self.stop)
 
     @property
     def is_plain(self) -> bool:
-        """No token is filtered out."""
+        """Whether no token is filtered out."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0)
 
 
@@ -87,7 +86,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 class SamplingBatch:
-    """The sampling parameters of the sequences that decode together, by row; on the device that samples."""
+    """The sampling parameters of the sequences that decode together, by row, on the device of the logits."""
 
     def __init__(
         self, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device | str = "cpu"
@@ -118,29 +117,29 @@ class SamplingBatch:
 
     @classmethod
     def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
-        """Plain rows, greedy or not, whose parameters lie in tensors that may be overwritten: for captured graphs."""
+        """Plain rows, greedy or not, with parameters in tensors that may be overwritten: for captured graphs."""
         rows = cls([], [])
         rows.keys, rows.scale, rows.is_greedy = keys, scale, is_greedy
         rows.has_greedy = rows.has_random = rows.is_plain = True
         return rows
 
     def record_tokens(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
-        """What each row has said so far; needed for a repetition penalty only."""
+        """Mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
         if self._has_penalty:
             self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.device)
-            for row, said in zip(self.seen, tokens, strict=True):
-                row[torch.tensor(said, device=self.device)] = True
+            for seen, own in zip(self.seen, tokens, strict=True):
+                seen[torch.tensor(own, device=self.device)] = True
 
 
 class Sample(NamedTuple):
-    """Tokens [B] int64; their log-probabilities fp32 [B]; the raw ones where a row wants them."""
+    """Tokens int64 [B]; their log-probabilities fp32 [B]; raw log-probabilities fp32 [B] if a row asks for them."""
 
     tokens: Tensor
     logprobs: Tensor
     raw: Tensor | None
 
     def to_host(self) -> "tuple[Sample, torch.cuda.Event | None]":
-        """A copy on the host, and the event after which it is there: steps launched later do not hold it up."""
+        """A copy on the host, and the event that marks its arrival: later steps do not delay it."""
         if not self.tokens.is_cuda:
             return self, None
         copy = Sample(*(None if x is None else x.to("cpu", non_blocking=True) for x in self))  # pyright: ignore
@@ -152,7 +151,7 @@ class Sample(NamedTuple):
 def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tensor | None = None) -> Sample:
     """One token per row, with its log-probability under the distribution it was drawn from.
 
-    logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: space
+    logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: a tensor
     of the logits' shape. Greedy rows report the log-probability at temperature 1.
     """
     scratch = torch.empty_like(logits) if scratch is None else scratch

@@ -1,24 +1,26 @@
-"""Who runs: groups wait in order of arrival, sequences run in rows, pages are the money.
+"""Continuous batching: groups are admitted in order of arrival; rows and KV pages are the limiting resources.
 
-A step of the engine: `make_room` (every running sequence gets the page its next token needs; the newest give way),
-`next_chunks` (tokens of waiting prefixes to prefill), `fork_ready` (sequences whose prefix is cached enter free rows).
+A step of the engine: `make_room` (every running sequence gets the page for its next token; the newest are preempted),
+`next_chunks` (tokens of waiting prefixes to prefill), `fork_ready` (sequences with a cached prefix enter free rows).
 State changes only; no tensors.
 """
 
 from collections import deque
 from collections.abc import Sequence as Many
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .kv_cache import PagePool
 from .sequence import Sequence, SequenceGroup
 
+if TYPE_CHECKING:
+    from .kv_cache import PagePool
+
 HOLES_CLOSED_ABOVE = 0.85
-"""Pages are moved together when less than this share of their range is in use."""
+"""Pages are compacted when less than this share of their range is in use."""
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, stop) of a group's prefix, to be prefilled now."""
+    """Tokens [start, stop) of a group's prefix to prefill now."""
 
     group: SequenceGroup
     start: int
@@ -26,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A sequence that enters a row; page `source` must first be copied to `target` (both -1: nothing to copy)."""
+    """A sequence that enters a row, once page `source` is copied to `target` (both -1: no copy)."""
 
     sequence: Sequence
     source: int = -1
@@ -36,11 +38,11 @@ class Fork(NamedTuple):
 class Scheduler:
     """`waiting` groups (oldest first) become `running` sequences (in order of entry); `paused` ones wait for a `resume`.
 
-    Who gives way when pages run out: the newest paused, then the newest waiting prefix, then the newest running sequence.
-    So the oldest always gets on, provided that the pool holds one sequence of full context and a page more.
+    When pages run out, the newest paused sequence loses its pages, then the newest waiting prefix, then the newest running
+    sequence. So the oldest always advances, provided that the pool holds one sequence of full context and one page more.
     """
 
-    def __init__(self, pool: PagePool, max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, pool: "PagePool", max_running: int, prefill_tokens: int) -> None:
         self.pool = pool
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
@@ -49,14 +51,13 @@ class Scheduler:
         self.paused: list[Sequence] = []
         self.num_preempted = 0
         self.num_recomputed = 0
-        """Tokens that gave up their place in the cache to be prefilled again."""
+        """Tokens dropped from the cache and prefilled again."""
 
     def add(self, group: SequenceGroup) -> None:
-        """Put a new group at the end of the queue."""
         self.waiting.append(group)
 
     def make_room(self) -> list[Sequence]:
-        """Give every running sequence the page that its next token needs; returns those preempted for it."""
+        """Give every running sequence the page for its next token; returns the sequences preempted for it."""
         preempted: list[Sequence] = []
         for sequence in list(self.running):
             if sequence in preempted:
@@ -71,7 +72,7 @@ class Scheduler:
         return preempted
 
     def next_chunks(self) -> list[Chunk]:
-        """Chunks of the oldest waiting prefixes, in order, within the token budget and the free pages and rows."""
+        """Chunks of the oldest waiting prefixes, in order, within the token budget, the free pages and the free rows."""
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
         rows = self.max_running - len(self.running)
@@ -92,7 +93,7 @@ class Scheduler:
         return chunks
 
     def fork_ready(self) -> list[Fork]:
-        """Move sequences of cached groups into free rows, oldest first, while each can get its page."""
+        """Move sequences of cached groups into free rows, oldest first, as far as the pages suffice."""
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_running:
             group = self.waiting[0]
@@ -108,14 +109,14 @@ class Scheduler:
         return forks
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a running sequence out; its pages are free again."""
+        """Remove a running sequence and free its pages."""
         self.running.remove(sequence)
         self._release(sequence)
 
     def compact(self, is_shared: bool) -> list[tuple[int, int]]:
         """Close the holes between the private (or the shared) pages in use; returns the moves, (from, to) in order.
 
-        Attention reads the whole range of pages in use, holes included, so holes cost time. A few are left alone.
+        Attention reads the whole range of pages in use, holes included, so holes cost time. A few holes are tolerated.
         """
         places: dict[int, list[tuple[Sequence | SequenceGroup, int]]] = {}
         for holder in (*self.running, *self.paused, *self.waiting):
@@ -141,7 +142,7 @@ class Scheduler:
         return moves
 
     def pause(self, trajectory_id: int) -> bool:
-        """Take a running sequence out of its row; it keeps its pages until others need them. False if it does not run."""
+        """Take a running sequence out of its row; it keeps its pages until others need them. False if it is not running."""
         for sequence in self.running:
             if sequence.trajectory_id == trajectory_id:
                 self.running.remove(sequence)
@@ -150,7 +151,7 @@ class Scheduler:
         return False
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
-        """Queue a paused sequence again, with tokens that its environment says."""
+        """Queue a paused sequence again, with tokens of its environment."""
         sequence = next(s for s in self.paused if s.trajectory_id == trajectory_id)
         self.paused.remove(sequence)
         sequence.insert(token_ids)
@@ -159,11 +160,11 @@ class Scheduler:
         self.waiting.append(group)
 
     def reserve(self, group: SequenceGroup, num_tokens: int) -> bool:
-        """Give a group that is about to be added pages for tokens whose cache it brings along; False if none are free."""
+        """Take pages for the imported cache of a group, before it is added; False if too few are free."""
         return self._take_pages(group, num_tokens)
 
     def forget(self) -> None:
-        """Give up every page; running sequences queue again in their order, ahead of those that wait."""
+        """Free every page; running sequences queue again in their order, ahead of the waiting ones."""
         for sequence in self.paused:
             self._release(sequence)
         for group in self.waiting:
@@ -172,13 +173,13 @@ class Scheduler:
             self._requeue(self.running.pop())
 
     def find(self, trajectory_id: int) -> Sequence | None:
-        """A trajectory, wherever it is."""
+        """The sequence of a trajectory: running, paused or waiting."""
         waiting = (s for group in self.waiting for s in group.sequences)
         held = chain(self.running, self.paused, waiting)
         return next((s for s in held if s.trajectory_id == trajectory_id), None)
 
     def cancel(self, trajectory_id: int) -> Sequence | None:
-        """Forget a trajectory wherever it is; returns it if it was here."""
+        """Remove a trajectory and free its pages; returns its sequence, if it was here."""
         for home in (self.running, self.paused):
             for sequence in home:
                 if sequence.trajectory_id == trajectory_id:
@@ -196,11 +197,11 @@ class Scheduler:
         return None
 
     def check(self) -> None:
-        """Assert that every page has exactly the owners it counts."""
+        """Assert that every page has exactly the owners that it counts."""
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
 
     def _take_pages(self, group: SequenceGroup, num_tokens: int) -> bool:
-        """Grow a group's pages to hold `num_tokens`. One page per running row stays in reserve while any runs."""
+        """Grow a group's pages to hold `num_tokens`. One free page per running row stays in reserve."""
         missing = self.pool.pages_for(num_tokens) - len(group.pages)
         if missing + len(self.running) > self.pool.num_free:
             return False
@@ -231,7 +232,7 @@ class Scheduler:
         return Fork(sequence, group.pages[num_full], sequence.pages[-1]) if rest else Fork(sequence)
 
     def _preempt(self) -> Sequence:
-        """Stop the newest running sequence; it goes to the head of the queue and recomputes its cache later."""
+        """Move the newest running sequence to the head of the queue; its cache is computed again later."""
         sequence = self.running.pop()
         self._requeue(sequence)
         self.num_preempted += 1

@@ -1,4 +1,4 @@
-"""A trajectory while it is generated, and what the engine gives back of it."""
+"""A trajectory in the engine, and its result."""
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ class Completion:
     finish_reason: str
     """`stop` or `length`."""
     raw_logprobs: list[float] | None = None
-    """Log-probabilities before temperature and filters, where the parameters asked for them."""
+    """Log-probabilities before temperature and filters, if the parameters ask for them."""
     text: str = ""
-    """The response decoded, without special tokens, up to a stop string; empty where the policy has no tokenizer."""
+    """The response as text, without special tokens, up to a stop string; empty if the policy has no tokenizer."""
 
 
 class SequenceProgress(NamedTuple):
-    """An unfinished trajectory in a generator; `num_tokens` of prompt and response so far."""
+    """An unfinished trajectory in a generator, with its tokens of prompt and response so far."""
 
     trajectory_id: int
     num_tokens: int
@@ -34,11 +34,11 @@ class SequenceProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceState:
-    """An unfinished trajectory on its way to another engine with the same weights."""
+    """An unfinished trajectory that moves to another engine with the same weights."""
 
     trajectory_id: int
     key: int
-    """Its random stream."""
+    """Random stream of its sampling."""
     params: SamplingParams
     prompt_ids: list[int]
     token_ids: list[int]
@@ -58,7 +58,7 @@ class Sequence:
     prompt_ids: list[int]
     params: SamplingParams
     limit: int
-    """Most new tokens: the smaller of max_new_tokens and what the context leaves."""
+    """Most new tokens: the smaller of max_new_tokens and the rest of the context."""
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...] = ()
     token_ids: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Sequence:
     raw_logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
-    """Leading pages that lie in the shared range."""
+    """Leading pages from the shared range."""
     num_cached: int = 0
     finish_reason: str = ""
 
@@ -87,27 +87,25 @@ class Sequence:
             self.finish_reason = "length"
 
     def insert(self, token_ids: Many[int]) -> None:
-        """Take tokens that were not sampled; their log-probability counts as 0."""
+        """Append tokens that were not sampled; their log-probability counts as 0."""
         self.token_ids.extend(token_ids)
         self.logprobs.extend([0.0] * len(token_ids))
         if self.params.raw_logprobs:
             self.raw_logprobs.extend([0.0] * len(token_ids))
 
     def completion(self, text: str) -> Completion:
-        """What the caller gets."""
         raw = self.raw_logprobs if self.params.raw_logprobs else None
         return Completion(
             self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, raw, text
         )
 
     def restore(self, state: SequenceState) -> None:
-        """Be where the parcel's trajectory was."""
+        """Restore the state of another engine's sequence."""
         self.key = state.key
         self.token_ids, self.logprobs = list(state.token_ids), list(state.logprobs)
         self.raw_logprobs = list(state.raw_logprobs)
 
     def export_state(self, cache: Tensor | None = None) -> SequenceState:
-        """All that another engine needs to go on with it."""
         return SequenceState(
             self.trajectory_id, self.key, self.params, self.prompt_ids, self.token_ids, self.logprobs, self.raw_logprobs,
             cache,
@@ -116,10 +114,10 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Sequences with the same tokens so far, waiting: their common prefix is prefilled once, then each one forks from it.
+    """Waiting sequences with the same tokens: their common prefix is prefilled once, then each sequence forks from it.
 
-    The prefix is every token but the last, which the first decode step of each sequence takes. While the group waits it
-    owns `pages`, which hold the first `num_cached` tokens.
+    The prefix is every token but the last, which the first decode step of each sequence processes. While the group waits,
+    it owns `pages`, which hold the first `num_cached` tokens.
     """
 
     sequences: list[Sequence]

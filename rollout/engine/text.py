@@ -1,18 +1,21 @@
 """Text in and out of the engine: prompts to token ids, responses to text, stop strings."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...comm.errors import SettingError
 from ...trainer.policy.model import load_tokenizer
-from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from ...trainer.policy.model import Policy
+    from .sequence import Sequence
 
 EXTRA_TOKENS = 8
-"""Tokens looked at beyond a stop string's characters: one character may be several tokens."""
+"""Tokens decoded beyond the length of a stop string: one character may be several tokens."""
 
 
 class Text:
-    """A tokenizer, or none: then prompts are token ids and completions have no text."""
+    """A tokenizer, or None: then prompts are token ids and completions have no text."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
@@ -26,7 +29,6 @@ class Text:
             return Text()
 
     def encode(self, prompt: list[int] | str) -> list[int]:
-        """Token ids of a prompt."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
@@ -34,11 +36,11 @@ class Text:
         return self.tokenizer.encode(prompt)
 
     def check_stops(self, strings: tuple[str, ...]) -> None:
-        """Raise SettingError for stop strings that cannot be looked for."""
+        """Raise SettingError for stop strings without a tokenizer to find them."""
         if strings and self.tokenizer is None:
             raise SettingError("sampling.stop has strings, but the policy has no tokenizer: give token ids")
 
-    def has_ended(self, sequence: Sequence) -> bool:
+    def has_ended(self, sequence: "Sequence") -> bool:
         """Whether the newest tokens of a response complete one of its stop strings."""
         if not sequence.stop_strings:
             return False
@@ -46,10 +48,38 @@ class Text:
         tail = self.tokenizer.decode(sequence.token_ids[-window:], skip_special_tokens=True)
         return any(s in tail for s in sequence.stop_strings)
 
-    def decode(self, sequence: Sequence) -> str:
+    def decode(self, sequence: "Sequence") -> str:
         """The response as text, up to the first stop string."""
         if self.tokenizer is None:
             return ""
         text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
         cuts = [text.find(s) for s in sequence.stop_strings if s in text]
         return text[: min(cuts)] if cuts else text
+
+
+def prompt_tokens(row: dict[str, Any], tokenizer: Any) -> list[int]:
+    """Token ids of the `prompt` of a data set's row: text as it is, chat messages through the tokenizer's template.
+
+    Raises `SettingError` for chat messages if the tokenizer has no template.
+    """
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise SettingError(
+            "data.path: the prompts are chat messages, but the tokenizer of model.path has no chat template"
+        )
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+
+def check_prompt(prompt_ids: list[int], policy: "Policy") -> None:
+    """Raise SettingError for a prompt that the policy cannot take."""
+    if not prompt_ids:
+        raise SettingError("a prompt has no tokens: remove it from data.path")
+    if len(prompt_ids) >= policy.context:
+        raise SettingError(
+            f"a prompt of {len(prompt_ids)} tokens leaves no room in the policy's context of {policy.context}: "
+            "shorten the prompts of data.path or take a model.path with a longer context"
+        )
+    if max(prompt_ids) >= policy.vocab_size or min(prompt_ids) < 0:
+        raise SettingError(f"a prompt has token ids outside the policy's vocabulary of {policy.vocab_size}")

@@ -1,92 +1,106 @@
-"""The project's own engine behind the adapter's protocol: `rollout.engine=builtin`."""
+"""The project's own engine as a generator: `rollout.engine=builtin`."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...comm.fleet import Fleet
-from ...comm.recipe import Recipe
-from ...relay.weights.slots import Receipt
-from ...trainer.policy.model import Policy, default_device, load_policy, load_tokenizer
+from ...trainer.policy.model import default_device, load_policy, load_tokenizer
 from ..engine.engine import Engine
-from ..engine.prompts import prompt_tokens
-from ..tensor_parallel.lockstep import LeadEngine, close_together, run_follower, take_newest
+from ..engine.text import prompt_tokens
+from ..tensor_parallel.lockstep import LeadEngine, run_follower
 from ..tensor_parallel.replica import TensorParallelGroup
 from ..weights import RolloutWeights
 
+if TYPE_CHECKING:
+    from ...comm.fleet import Fleet
+    from ...comm.recipe import Recipe
+    from ...relay.weights.slots import Receipt
+    from ..engine.sampling import SamplingParams
+    from ..engine.sequence import Completion, SequenceProgress, SequenceState
 
-class BuiltinGenerator(LeadEngine):
-    """The engine with a policy whose parameters are views of the rollout's weights; of several ranks the first one's."""
+
+class BuiltinGenerator:
+    """An engine whose policy's parameters are views of the rollout's weights; rank 0 of its replica."""
 
     can_migrate = True
 
-    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
-        replica = join_replica(fleet, recipe)
-        self.tokenizer = load_tokenizer(recipe.model.path)
-        policy, self.weights = load(fleet, recipe, replica)
-        super().__init__(replica, policy, tokenizer=self.tokenizer, **options(recipe))
-        fleet.announce(generator=self.description)
-        self.context = policy.context
-        self.kv_capacity = self.pool.num_pages * self.pool.page_size
-        self.kv_token_bytes = self.cache.num_bytes // self.kv_capacity
+    def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
+        replica, self.engine, self.weights = open_rank(fleet, recipe)
+        self.lead = LeadEngine(replica, self.engine)
+        fleet.announce(generator=self.engine.description)
+        self.context = self.engine.policy.context
+        self.kv_capacity = self.engine.pool.num_pages * self.engine.pool.page_size
+        self.kv_token_bytes = self.engine.cache.num_bytes // self.kv_capacity
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.engine.num_waiting
+
+    @property
+    def num_recomputed(self) -> int:
+        return self.engine.num_recomputed
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle
 
     @property
     def kv_load(self) -> int:
         """Tokens that the pages in use have room for."""
-        return (self.pool.num_pages - self.pool.num_free) * self.pool.page_size
+        return (self.engine.pool.num_pages - self.engine.pool.num_free) * self.engine.pool.page_size
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a row's prompt."""
-        return prompt_tokens(row, self.tokenizer)
+        return prompt_tokens(row, self.engine.text.tokenizer)
 
-    def take_weights(self, deadline_s: float) -> Receipt:
-        """Switch to the newest version; what is unfinished goes on under it."""
-        self.recompute()
-        receipt = take_newest(self.replica, self.weights, deadline_s)
-        self.weights_changed()
-        return receipt
+    def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
+        self.lead.add_group(prompt_ids, params, trajectory_ids)
+
+    def step(self) -> "list[Completion]":
+        return self.lead.step()
+
+    def unfinished(self) -> "list[SequenceProgress]":
+        return self.engine.unfinished()
+
+    def take_weights(self, deadline_s: float) -> "Receipt":
+        return self.lead.take_weights(self.weights, deadline_s)
+
+    def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> "list[SequenceState]":
+        return self.lead.export_sequences(trajectory_ids, with_cache)
+
+    def import_sequences(self, states: "Sequence[SequenceState]") -> None:
+        self.lead.import_sequences(states)
 
     def close(self) -> None:
-        """End the other ranks, let go of the relay's memory."""
-        close_together(self.replica)
+        self.lead.close()
         self.weights.close()
 
 
-def run(fleet: Fleet, recipe: Recipe) -> None:
-    """The process of a shard, rank 1 or later of a rollout: does what rank 0 does, and talks to nobody else."""
-    replica = join_replica(fleet, recipe)
-    policy, weights = load(fleet, recipe, replica)
-    run_follower(replica, Engine(policy, tokenizer=load_tokenizer(recipe.model.path), **options(recipe)), weights)
+def run(fleet: "Fleet", recipe: "Recipe") -> None:
+    """The process of a shard, rank 1 or later of a rollout: it repeats the calls of rank 0 and has no other peer."""
+    replica, engine, weights = open_rank(fleet, recipe)
+    run_follower(replica, engine, weights)
     weights.close()
 
 
-def join_replica(fleet: Fleet, recipe: Recipe) -> TensorParallelGroup:
-    """This rank among those of its rollout."""
-    return TensorParallelGroup.join(
-        fleet, recipe.rollout.tp, default_device(exact=recipe.generator.exact), recipe.comm.deadline_s
-    )
-
-
-def load(fleet: Fleet, recipe: Recipe, replica: TensorParallelGroup) -> tuple[Policy, RolloutWeights]:
-    """This rank's part of the policy, and the weights that fill it."""
-    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=recipe.generator.exact)
-    return policy, RolloutWeights(
-        fleet,
-        policy,
-        recipe.comm,
-        recipe.run.dir,
-        replica.tensor_parallel,
-        default_device(exact=recipe.generator.exact),
-    )
-
-
-def options(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says of the engine."""
+def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, Engine, RolloutWeights]:
+    """This rank of a replica, once all ranks have joined: its engine and the weights that fill the engine's policy."""
     g = recipe.generator
-    return {
-        "max_running": g.max_running,
-        "seed": recipe.run.seed,
-        "kv_gb": g.kv_gb,
-        "exact": g.exact,
-        "prefill_tokens": g.prefill_tokens,
-        "attention": g.attention,
-        "gpu_share": g.gpu_share,
-    }
+    device = default_device(exact=g.exact)
+    replica = TensorParallelGroup.join(fleet, recipe.rollout.tp, device, recipe.comm.deadline_s)
+    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=g.exact)
+    weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device)
+    engine = Engine(
+        policy,
+        max_running=g.max_running,
+        seed=recipe.run.seed,
+        kv_gb=g.kv_gb,
+        exact=g.exact,
+        prefill_tokens=g.prefill_tokens,
+        attention=g.attention,
+        gpu_share=g.gpu_share,
+        tokenizer=load_tokenizer(recipe.model.path),
+    )
+    return replica, engine, weights

@@ -1,12 +1,12 @@
-"""An emulated device that decodes: who runs, what the KV cache holds, and when each step is over. No I/O, no sleep.
+"""An emulated device that decodes: its batch, the load of its KV cache, and the time of each step. No I/O, no sleep.
 
 A decode step of n trajectories over k cached tokens takes
 
     max(weights_ms, n request_us) + k kv_ns
 
-(the roofline of decoding: the weights are read once for all, keys and values by each), a prefill `prefill_us` per token.
-Groups prefill their prompt once. Trajectories enter as long as the cache has room for them and a margin; when it is full, the
-newest gives way and is prefilled again later.
+(the roofline of decoding: the weights are read once for all trajectories, keys and values by each); a prefill takes
+`prefill_us` per token. A group prefills its prompt once. Trajectories enter as long as the cache has room for them and a
+margin; when it is full, the newest is preempted and prefilled again later.
 """
 
 import math
@@ -20,7 +20,7 @@ from ...comm.messages.base import trajectory_group
 from ...comm.recipe import EmulatedSettings
 
 MARGIN_TOKENS = 16
-"""Room per running trajectory that is left when another one enters."""
+"""Free tokens in the cache per running trajectory, required for another one to enter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,21 +30,20 @@ class EmulatedSequence:
     trajectory_id: int
     num_prompt: int
     limit: int
-    """Tokens of the response when it is finished."""
+    """Tokens of the finished response."""
     num_new: int = 0
     num_missing: int = 0
     """Tokens to prefill before it runs."""
     wait_s: float = 0.0
-    """Seconds that its keys and values take to arrive instead."""
+    """Seconds until its keys and values arrive, where they are not computed."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response so far."""
         return self.num_prompt + self.num_new
 
 
 class EmulatedDevice:
-    """`waiting` (oldest first) and `running` trajectories; `load` tokens in the cache; `seconds` of work done so far."""
+    """`waiting` (oldest first) and `running` trajectories; `load` tokens in the cache; `seconds` of work so far."""
 
     def __init__(self, settings: EmulatedSettings, max_running: int) -> None:
         self.settings = settings
@@ -54,15 +53,14 @@ class EmulatedDevice:
         self.load = 0
         self.seconds = 0.0
         self.num_recomputed = 0
-        """Tokens that gave up their place in the cache to be prefilled again."""
+        """Tokens dropped from the cache and prefilled again."""
         self.num_preempted = 0
 
     def add(self, sequences: Iterable[EmulatedSequence]) -> None:
-        """Queue trajectories."""
         self.waiting.extend(sequences)
 
     def advance(self, num_steps: int) -> list[EmulatedSequence]:
-        """Up to `num_steps` decode steps, with whatever enters meanwhile; returns the trajectories that finished."""
+        """Up to `num_steps` decode steps, with the trajectories that enter meanwhile; returns those that finished."""
         finished: list[EmulatedSequence] = []
         while num_steps > 0:
             self._enter()
@@ -87,59 +85,56 @@ class EmulatedDevice:
         return num_steps * base + tokens * e.kv_ns * 1e-9
 
     def recompute(self) -> None:
-        """Forget the cache: everything that ran is prefilled again, in its order."""
+        """Drop the cache: the running trajectories are prefilled again, in their order."""
         prompts: set[int] = set()
-        for strand in self.running:
+        for sequence in self.running:
             # A prompt is prefilled once for the samples of its group.
-            group = trajectory_group(strand.trajectory_id)
+            group = trajectory_group(sequence.trajectory_id)
             is_shared = group in prompts
-            strand.num_missing = strand.num_new if is_shared else strand.num_tokens
+            sequence.num_missing = sequence.num_new if is_shared else sequence.num_tokens
             prompts.add(group)
-            self.num_recomputed += strand.num_missing
+            self.num_recomputed += sequence.num_missing
         self.waiting.extendleft(reversed(self.running))
         self.running, self.load = [], 0
 
     def remove(self, trajectory_id: int) -> EmulatedSequence | None:
         """Take a trajectory off the device; None if it is not there."""
-        for strand in self.waiting:
-            if strand.trajectory_id == trajectory_id:
-                self.waiting.remove(strand)
-                return strand
-        for strand in self.running:
-            if strand.trajectory_id == trajectory_id:
-                self.running.remove(strand)
-                self.load -= strand.num_tokens
-                return strand
+        for sequences in (self.waiting, self.running):
+            for sequence in sequences:
+                if sequence.trajectory_id == trajectory_id:
+                    sequences.remove(sequence)
+                    self.load -= sequence.num_tokens if sequences is self.running else 0
+                    return sequence
         return None
 
     def _enter(self) -> None:
-        """Let waiting trajectories run, oldest first, and prefill what they miss."""
+        """Let waiting trajectories run, oldest first, and prefill their missing tokens."""
         while self.waiting and len(self.running) < self.max_running:
-            strand = self.waiting[0]
+            sequence = self.waiting[0]
             margin = MARGIN_TOKENS * (len(self.running) + 1)
-            if self.running and self.load + strand.num_tokens + margin > self.settings.kv_tokens:
+            if self.running and self.load + sequence.num_tokens + margin > self.settings.kv_tokens:
                 break
             self.waiting.popleft()
-            self.running.append(strand)
-            self.load += strand.num_tokens
-            self.seconds += strand.num_missing * self.settings.prefill_us * 1e-6 + strand.wait_s
-            strand.num_missing, strand.wait_s = 0, 0.0
+            self.running.append(sequence)
+            self.load += sequence.num_tokens
+            self.seconds += sequence.num_missing * self.settings.prefill_us * 1e-6 + sequence.wait_s
+            sequence.num_missing, sequence.wait_s = 0, 0.0
 
     def _preempt(self) -> None:
-        strand = self.running.pop()
-        self.load -= strand.num_tokens
-        strand.num_missing = strand.num_tokens
-        self.num_recomputed += strand.num_missing
-        self.waiting.appendleft(strand)
+        sequence = self.running.pop()
+        self.load -= sequence.num_tokens
+        sequence.num_missing = sequence.num_tokens
+        self.num_recomputed += sequence.num_missing
+        self.waiting.appendleft(sequence)
         self.num_preempted += 1
 
     def _decoded(self, num_steps: int) -> list[EmulatedSequence]:
-        for strand in self.running:
-            strand.num_new += num_steps
-        finished = [strand for strand in self.running if strand.num_new >= strand.limit]
+        for sequence in self.running:
+            sequence.num_new += num_steps
+        finished = [sequence for sequence in self.running if sequence.num_new >= sequence.limit]
         if finished:
-            self.running = [strand for strand in self.running if strand.num_new < strand.limit]
-            self.load -= sum(strand.num_tokens for strand in finished)
+            self.running = [sequence for sequence in self.running if sequence.num_new < sequence.limit]
+            self.load -= sum(sequence.num_tokens for sequence in finished)
         return finished
 
 

@@ -1,34 +1,30 @@
-"""What rank 0 of a replica tells the other ranks to do, in this order: the calls of its engine, and what the rollout decides."""
-
-from collections.abc import Sequence
-from typing import Union
+"""Messages from rank 0 of a replica to the other ranks: the calls of its engine and new weights, in order."""
 
 import msgspec
 
 from ..engine.sampling import SamplingParams
 
 
-class Call(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+class _Call(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
     """Base of all calls; `type` on the wire is the class name."""
 
 
-class Add(Call, frozen=True):
-    """A prompt's samples: `params` of each, or of all; `streams` name their random numbers."""
+class Add(_Call, frozen=True):
+    """Queue samples of a prompt; one entry of `params` per sample."""
 
     prompt_ids: list[int]
     params: list[SamplingParams]
-    ids: list[int]
-    streams: list[int]
+    trajectory_ids: list[int]
 
 
-class Cancel(Call, frozen=True):
-    """Forget a trajectory."""
+class Cancel(_Call, frozen=True):
+    """Drop a trajectory."""
 
     trajectory_id: int
 
 
-class ImportSequence(Call, frozen=True):
-    """Go on with a trajectory of another engine, from its tokens."""
+class ImportSequence(_Call, frozen=True):
+    """Continue a trajectory of another engine, from its tokens."""
 
     trajectory_id: int
     key: int
@@ -37,48 +33,38 @@ class ImportSequence(Call, frozen=True):
     token_ids: list[int]
 
 
-class Pause(Call, frozen=True):
+class Pause(_Call, frozen=True):
     """Hold a trajectory."""
 
     trajectory_id: int
 
 
-class Resume(Call, frozen=True):
-    """Let a trajectory go on after these tokens."""
+class Resume(_Call, frozen=True):
+    """Continue a trajectory after these tokens."""
 
     trajectory_id: int
     token_ids: list[int]
 
 
-class Recompute(Call, frozen=True):
-    """Forget all keys and values."""
+class Recompute(_Call, frozen=True):
+    """Drop all keys and values."""
 
 
-class Step(Call, frozen=True):
+class Step(_Call, frozen=True):
     """One step of the engine."""
 
 
-class TakeWeights(Call, frozen=True):
-    """Switch to this version, and say whether it could be had."""
+class TakeWeights(_Call, frozen=True):
+    """Switch to this version, and answer whether it was available."""
 
     version: int
 
 
-class End(Call, frozen=True):
+class End(_Call, frozen=True):
     """The run is over."""
 
 
-CALLS: Sequence[type[Call]] = (Add, Cancel, ImportSequence, Pause, Resume, Recompute, Step, TakeWeights, End)
+Call = Add | Cancel | ImportSequence | Pause | Resume | Recompute | Step | TakeWeights | End
 
-_encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[list[Call]] = msgspec.json.Decoder(list[Union[tuple(CALLS)]])  # noqa: UP007 # pyright: ignore
-
-
-def encode(calls: list[Call]) -> bytes:
-    """The JSON bytes of calls."""
-    return _encoder.encode(calls)
-
-
-def decode(body: bytes) -> list[Call]:
-    """The calls in `body`."""
-    return _decoder.decode(body)
+encode = msgspec.json.Encoder().encode
+decode = msgspec.json.Decoder(list[Call]).decode

@@ -1,102 +1,100 @@
-"""The engines of one replica in lock-step: what rank 0's is asked, the others are asked too, in the same order.
+"""The engines of one replica in lock-step: each call to the engine of rank 0 is repeated by the other ranks, in order.
 
-Engines that get the same calls make the same steps: sampling is counter-based, and the first rank's tokens count.
+Engines that get the same calls make the same steps: sampling is counter-based, and rank 0 broadcasts its tokens.
 """
 
 import logging
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ...relay.weights.slots import Receipt, VersionNotAvailable
-from ...trainer.policy.model import Policy
-from ..engine.engine import Engine
-from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, SequenceState
-from ..weights import RolloutWeights
+from ...relay.weights.slots import VersionNotAvailable
+from ..engine.sequence import SequenceState
 from .calls import Add, Call, Cancel, End, ImportSequence, Pause, Recompute, Resume, Step, TakeWeights
-from .replica import TensorParallelGroup
+
+if TYPE_CHECKING:
+    from ...relay.weights.slots import Receipt
+    from ..engine.engine import Engine
+    from ..engine.sampling import SamplingParams
+    from ..engine.sequence import Completion
+    from ..weights import RolloutWeights
+    from .replica import TensorParallelGroup
 
 log = logging.getLogger(__name__)
 
 
-class LeadEngine(Engine):
-    """The engine of rank 0: whatever it is asked, the other ranks are told, if there are any."""
+class LeadEngine:
+    """The engine of rank 0. Its calls are those of `Engine`; the other ranks, if there are any, repeat them."""
 
-    def __init__(self, replica: TensorParallelGroup, policy: Policy, **options: Any) -> None:
+    def __init__(self, replica: "TensorParallelGroup", engine: "Engine") -> None:
         self.replica = replica
-        super().__init__(policy, **options)
+        self.engine = engine
 
-    def step(self) -> list[Completion]:
-        """See `Engine`."""
+    def add_group(
+        self, prompt_ids: list[int], params: "SamplingParams | Many[SamplingParams]", trajectory_ids: Many[int]
+    ) -> None:
+        self.engine.add_group(prompt_ids, params, trajectory_ids)
+        each = list(params) if isinstance(params, Many) else [params] * len(trajectory_ids)
+        self.replica.enqueue(Add(prompt_ids, each, list(trajectory_ids)))
+
+    def step(self) -> "list[Completion]":
         self.replica.enqueue(Step())
         self.replica.flush()
         with self.replica.collective():
-            return super().step()
+            return self.engine.step()
 
     def recompute(self) -> None:
-        """See `Engine`."""
         self.replica.enqueue(Recompute())
-        super().recompute()
+        self.engine.recompute()
 
     def cancel(self, trajectory_id: int) -> bool:
-        """See `Engine`."""
         self.replica.enqueue(Cancel(trajectory_id))
-        return super().cancel(trajectory_id)
+        return self.engine.cancel(trajectory_id)
 
     def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[SequenceState]:
-        """See `Engine`; of several ranks no cache goes along, since each has but a part of it."""
+        """With several ranks the states have no cache, since each rank holds a part of it only."""
         for trajectory_id in trajectory_ids:
             self.replica.enqueue(Cancel(trajectory_id))
-        return super().export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
+        return self.engine.export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
 
     def import_sequences(self, states: Many[SequenceState]) -> None:
-        """See `Engine`; several ranks compute caches again."""
+        """Several ranks compute the caches again."""
         if self.replica.size > 1:
-            states = [replace(parcel, cache=None) for parcel in states]
-        super().import_sequences(states)
-        for p in states:
-            self.replica.enqueue(ImportSequence(p.trajectory_id, p.key, p.params, p.prompt_ids, p.token_ids))
+            states = [replace(state, cache=None) for state in states]
+        self.engine.import_sequences(states)
+        for s in states:
+            self.replica.enqueue(ImportSequence(s.trajectory_id, s.key, s.params, s.prompt_ids, s.token_ids))
 
     def pause(self, trajectory_id: int) -> bool:
-        """See `Engine`."""
         self.replica.enqueue(Pause(trajectory_id))
-        return super().pause(trajectory_id)
+        return self.engine.pause(trajectory_id)
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
-        """See `Engine`."""
         self.replica.enqueue(Resume(trajectory_id, list(token_ids)))
-        super().resume(trajectory_id, token_ids)
+        self.engine.resume(trajectory_id, token_ids)
 
-    def _add(
-        self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
-    ) -> None:
-        each = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
-        super()._add(prompt_ids, each, ids, streams)
-        self.replica.enqueue(Add(list(prompt_ids), each, list(ids), list(streams)))
+    def take_weights(self, weights: "RolloutWeights", deadline_s: float) -> "Receipt":
+        """Switch all ranks to the newest version that all of them can get."""
+        self.recompute()
+        while True:
+            receipt = weights.pull(deadline_s)
+            self.replica.enqueue(TakeWeights(receipt.version))
+            self.replica.flush()
+            if self.replica.all_agree(True):
+                self.engine.weights_changed()
+                return receipt
+            log.warning("version %d is no longer available to every rank: taking a newer one", receipt.version)
 
-
-def take_newest(replica: TensorParallelGroup, weights: RolloutWeights, deadline_s: float) -> Receipt:
-    """Rank 0: switch all ranks to the newest version."""
-    while True:
-        receipt = weights.pull(deadline_s)
-        replica.enqueue(TakeWeights(receipt.version))
-        replica.flush()
-        if replica.all_agree(True):
-            return receipt
-        log.warning("not all ranks could have version %d any more: taking a newer one", receipt.version)
-
-
-def close_together(replica: TensorParallelGroup) -> None:
-    """Rank 0: the others end too."""
-    replica.enqueue(End())
-    replica.flush()
-    replica.all_agree(True)
-    replica.close()
+    def close(self) -> None:
+        """End the other ranks."""
+        self.replica.enqueue(End())
+        self.replica.flush()
+        self.replica.all_agree(True)
+        self.replica.close()
 
 
-def run_follower(replica: TensorParallelGroup, engine: Engine, weights: RolloutWeights) -> None:
-    """The other ranks: do what rank 0 tells until the end. Waits for rank 0 alone."""
+def run_follower(replica: "TensorParallelGroup", engine: "Engine", weights: "RolloutWeights") -> None:
+    """Repeat the calls of rank 0 on another rank until `End`. Waits for rank 0 alone."""
     while True:
         for call in replica.receive():
             if isinstance(call, End):
@@ -106,30 +104,30 @@ def run_follower(replica: TensorParallelGroup, engine: Engine, weights: RolloutW
             _run_call(call, replica, engine, weights)
 
 
-def _run_call(call: Call, replica: TensorParallelGroup, engine: Engine, weights: RolloutWeights) -> None:
+def _run_call(call: Call, replica: "TensorParallelGroup", engine: "Engine", weights: "RolloutWeights") -> None:
     match call:
-        case Add():
-            engine._add(call.prompt_ids, call.params, call.ids, call.streams)
-        case Cancel():
-            engine.cancel(call.trajectory_id)
+        case Add(prompt_ids, params, trajectory_ids):
+            engine.add_group(prompt_ids, params, trajectory_ids)
+        case Cancel(trajectory_id):
+            engine.cancel(trajectory_id)
         case ImportSequence(trajectory_id, key, params, prompt_ids, token_ids):
             engine.import_sequences([SequenceState(trajectory_id, key, params, prompt_ids, token_ids, [], [])])
-        case Pause():
-            engine.pause(call.trajectory_id)
-        case Resume():
-            engine.resume(call.trajectory_id, call.token_ids)
+        case Pause(trajectory_id):
+            engine.pause(trajectory_id)
+        case Resume(trajectory_id, token_ids):
+            engine.resume(trajectory_id, token_ids)
         case Recompute():
             engine.recompute()
         case Step():
             with replica.collective():
                 engine.step()
-        case TakeWeights():
-            replica.all_agree(_switch_weights(call.version, engine, weights))
+        case TakeWeights(version):
+            replica.all_agree(_switch_weights(version, engine, weights))
         case _:
             raise AssertionError(f"no rule for {call}")
 
 
-def _switch_weights(version: int, engine: Engine, weights: RolloutWeights) -> bool:
+def _switch_weights(version: int, engine: "Engine", weights: "RolloutWeights") -> bool:
     try:
         weights.pull_version(version)
     except VersionNotAvailable:

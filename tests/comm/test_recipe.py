@@ -1,4 +1,4 @@
-"""The list of settings, whole: a setting that is added, renamed or removed changes this file as well."""
+"""The complete list of settings: adding, renaming or removing a setting also changes this file."""
 
 import typing
 
@@ -45,7 +45,7 @@ def test_the_defaults_are_within_their_own_bounds():
 
 
 @pytest.mark.parametrize("section", typing.get_type_hints(Recipe))
-def test_a_section_cannot_be_changed_once_it_is_read(section: str):
+def test_a_section_cannot_be_changed_after_it_is_read(section: str):
     settings = getattr(read_recipe(None), section)
     for field in msgspec.structs.fields(settings):
         with pytest.raises(AttributeError):

@@ -1,4 +1,4 @@
-"""The benchmarks: one list, one table, one file of rows; nothing is lost under load."""
+"""The benchmarks: the list, the table, the file of rows; no row is lost under load."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headrace.launch.bench.__main__ import CATALOGUE, choose, main
-from headrace.launch.bench.harness import Child, Measurement, Options, best_seconds, line, medians
+from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, line, medians
 from headrace.launch.bench.relay_cluster import RelayCluster
 from headrace.launch.bench.storage_load import load
 
@@ -52,15 +52,15 @@ def test_several_runs_become_one_row_of_medians_with_their_span():
     assert all(word in shown for word in ("put", "5.000", "4.000..9.000 ms", "2.500", "2.000..4.500", "peer"))
 
 
-def test_the_best_of_several_timings_counts_and_works_take_turns():
+def test_functions_take_turns_and_the_best_time_of_each_counts():
     calls, ticks = [], iter([0, 3, 10, 12, 20, 21, 30, 35])
     best = best_seconds(lambda: calls.append("a"), lambda: calls.append("b"), repeats=2, clock=lambda: next(ticks))
     assert (best, calls) == ([1, 2], ["a", "b"] * 2)
 
 
-def test_a_child_that_ends_before_it_answers_is_named():
+def test_the_error_names_a_process_that_ends_before_its_answer():
     with (
-        Child([sys.executable, "-c", "print('noise', flush=True)"]) as child,
+        BenchProcess([sys.executable, "-c", "print('noise', flush=True)"]) as child,
         pytest.raises(RuntimeError, match="noise"),
     ):
         child.line("ready")
@@ -76,14 +76,16 @@ def test_the_command_runs_a_workload_several_times_and_writes_its_rows(tmp_path:
     assert min(row.runs) <= (row.value, row.ratio) and "tcp-link" in done.stdout.splitlines()[1]
 
 
-def test_a_workload_without_its_peer_is_left_out_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_workload_without_its_peer_is_left_out_while_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["units", "journal-replay", "--events", "3000", "--json", str(tmp_path / "rows.json")]) == 0
     rows = read_rows(tmp_path / "rows.json")
-    assert {row.name: row.unit for row in rows} == {"journal-replay": "s", "journal-recover": "s"}
+    assert {row.name: row.unit for row in rows} == {"journal-replay": "s"}
     assert "units is left out" in capsys.readouterr().err
 
 
-def test_the_emulated_cluster_pushes_version_after_version_down_its_chain():
+def test_the_emulated_cluster_pushes_one_version_after_another_down_its_chain():
     with RelayCluster(2, 1 << 20) as cluster:
         assert cluster.push() > 0
         assert cluster.push() > 0

@@ -1,3 +1,5 @@
+"""The command line: mistakes, the help page, the dry run, the ranks of torchrun."""
+
 import json
 import os
 import subprocess
@@ -22,7 +24,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(tmp_path: Path, run_dir: Path, policy: Path) -> dict[str, str]:
-    """A sound command line, as settings."""
+    """A valid command line, as settings."""
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "say a"}\n{"prompt": "say b"}\n')
     (tmp_path / "recipe.yaml").write_text("run: {steps: 2}\n")
@@ -50,7 +52,7 @@ def call(*words: str, **environment: str) -> "Answer":
 
 
 def _split(errors: str) -> tuple[str, str]:
-    """What was said, and the report of imports."""
+    """The messages, and the report of imports."""
     lines = errors.splitlines(keepends=True)
     imports = [line for line in lines if line.startswith("import time:")]
     return "".join(line for line in lines if line not in imports), "".join(imports)
@@ -70,13 +72,13 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a missing model", {"model.path": "/no/such/folder"}, None, "model.path: there is no folder /no/such/folder"),
     ("a missing data file", {"data.path": "/no/such.jsonl"}, None, "data.path: there is no file /no/such.jsonl"),
     ("no prompt column", {}, broken("prompts.jsonl", '{"question": "x"}\n'), "has no `prompt` column; it has question"),
-    ("data that is no JSON", {}, broken("prompts.jsonl", '{"prompt": "x"}\nhello\n'), "data.path: {folder}/prompts.jsonl:2"),
+    ("data that is not JSON", {}, broken("prompts.jsonl", '{"prompt": "x"}\nhello\n'), "data.path: {folder}/prompts.jsonl:2"),
     ("an empty data file", {}, broken("prompts.jsonl", "\n"), "data.path: {folder}/prompts.jsonl has no rows"),
     ("a prompt that is too long", {}, broken("prompts.jsonl", json.dumps({"prompt": "ab " * 999})), "data.too_long: prompt 1"),
     ("a missing reward file", {"reward.path": "/no/such.py:f"}, None, "reward.path: cannot read /no/such.py"),
     ("a missing reward function", {"reward.path": "{folder}/rewards.py:f"}, None, "has no function 'f'; it defines reward"),
     ("a reward without a function", {"reward.path": "x.py"}, None, "reward.path: 'x.py' is not of the form FILE.py:FUNCTION"),
-    ("a reward file that is no Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
+    ("a reward file that is not Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
     ("an unwritable run folder", {"run.dir": "/proc/run"}, None, "run.dir: cannot create /proc/run"),
 ]  # fmt: skip
 
@@ -108,7 +110,7 @@ def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir:
     assert f"run.dir: {run_dir} holds a run already; set run.resume=auto" in capsys.readouterr().err
 
 
-def test_help_loads_none_of_the_libraries_that_take_long():
+def test_help_imports_no_large_library():
     done = call("--help")
     assert done.returncode == 0 and "optimizer.lr=" in done.stdout
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.imports.splitlines()}
@@ -138,7 +140,7 @@ def test_under_torchrun_only_the_first_rank_prints_the_plan(words, rank: str):
     assert bool(done.stdout) is (rank == "0")
 
 
-def test_a_wrong_number_of_ranks_is_told_once(words):
+def test_a_wrong_number_of_ranks_is_reported_once(words):
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     first, second = (call(*as_words(words), RANK=rank, **ranks) for rank in "01")
     assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")

@@ -1,28 +1,35 @@
-"""Comparing schedules: figures from a run folder, the table and its rows, pictures, and the command as a whole."""
+"""Comparing schedules: figures from a run folder, the table and its rows, plots, and the command as a whole."""
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from support.closing import at_end
 from support.emulated_run import EMULATED
 from support.system import System
 
 from headrace.comm.clock import Clock
 from headrace.comm.trace import Trace
+from headrace.comm.waits import waiting
 from headrace.launch import compare
 from headrace.launch.compare import Variant, rows_of, table, variants
 from headrace.launch.config.load import read_recipe
 from headrace.launch.report.experiment import CpuMonitor, Result, busy_and_all
-from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s
+from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
 from headrace.launch.run import prepare
 
+PATIENCE_S = 240.0
 RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
 
 
-def outcome(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.0, kv_util: float = 0.5) -> Result:
+def result(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.0, kv_util: float = 0.5) -> Result:
     figures = Figures(
         tokens_per_s=tokens_per_s,
         step_s=100.0,
@@ -41,13 +48,13 @@ def generate(version: int, start: float, end: float) -> Span:
     return Span("generate", start, end, {"version": version})
 
 
-def test_waiting_for_weights_lasts_from_running_dry_until_the_next_version_generates():
+def test_waiting_for_weights_lasts_from_the_end_of_one_version_until_the_next_generates():
     spans = [
         generate(0, 0, 100),
         Span("idle", 100, 130, {"version": 0}),
         Span("pull", 130, 131, {}),
         generate(1, 135, 200),
-        Span("idle", 200, 220, {"version": 1}),  # no prompts, but it goes on with the same weights
+        Span("idle", 200, 220, {"version": 1}),  # no prompts; it continues on the same weights
         generate(1, 220, 300),
         Span("pull", 300, 302, {}),
         generate(2, 302, 400),
@@ -57,15 +64,15 @@ def test_waiting_for_weights_lasts_from_running_dry_until_the_next_version_gener
 
 
 def test_rows_compare_with_the_peer_of_the_same_run():
-    outcomes = {
-        "sync-colocated": outcome(1000),
-        "one_step": outcome(1200, weight_wait_s=40),
-        "partial": outcome(1500),
-        "headrace": outcome(1800, weight_wait_s=10),
-        "repack-off": outcome(100, kv_util=0.4),
-        "repack-on": outcome(120, kv_util=0.5),
+    results = {
+        "sync-colocated": result(1000),
+        "one_step": result(1200, weight_wait_s=40),
+        "partial": result(1500),
+        "headrace": result(1800, weight_wait_s=10),
+        "repack-off": result(100, kv_util=0.4),
+        "repack-on": result(120, kv_util=0.5),
     }
-    ratios = {row.name: row.ratio for row in rows_of(outcomes)}
+    ratios = {row.name: row.ratio for row in rows_of(results)}
     assert ratios == pytest.approx(
         {
             "sync-colocated": 1.0,
@@ -78,40 +85,40 @@ def test_rows_compare_with_the_peer_of_the_same_run():
             "repack-kv-utilisation": 1.25,
         }
     )
-    assert math.isnan(next(rows_of({"headrace": outcome(1)})).ratio)
+    assert math.isnan(next(rows_of({"headrace": result(1)})).ratio)
 
 
-def test_an_ablation_tells_what_each_step_adds_to_the_one_before():
-    outcomes = {"sync": outcome(1000), "stream": outcome(1500), "headrace": outcome(1800)}
-    assert [line.split("|")[3:5] for line in compare.ablation(outcomes).splitlines()[3:]] == [
+def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():
+    results = {"sync": result(1000), "stream": result(1500), "headrace": result(1800)}
+    assert [line.split("|")[3:5] for line in compare.ablation(results).splitlines()[3:]] == [
         [" 1.00 ", " +0.0% "],
         [" 1.50 ", " +50.0% "],
         [" 1.80 ", " +20.0% "],
     ]
-    assert compare.ablation({"sync": outcome(1)}) == ""
+    assert compare.ablation({"sync": result(1)}) == ""
 
 
 def test_a_row_of_a_machine_that_was_too_busy_is_marked_invalid():
-    lines = table({"headrace": outcome(1000, cpu=0.61), "partial": outcome(1000, cpu=0.6)}).splitlines()
+    lines = table({"headrace": result(1000, cpu=0.61), "partial": result(1000, cpu=0.6)}).splitlines()
     assert "INVALID" in lines[2] and "INVALID" not in lines[3]
     assert "1.00 (2)" in lines[2], "staleness, mean and max"
 
 
 def test_devices_are_split_and_the_batch_scaled_to_them():
-    colocated = Variant.of("sync-colocated", 64, 3, 4)
+    (colocated,) = variants(["sync-colocated"], 64, 4)
     assert (colocated.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
-    stream = Variant.of("stream", 128, 10, 4)
+    stream = Variant("stream", 128, 10, 4)
     assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
     off, on = variants(["repack-off", "repack-on"], 64, 4)
-    assert dict(off.settings) | {"repack.enabled": "true"} == on.settings
+    assert off.settings | {"repack.enabled": "true"} == on.settings
     assert (off.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
 
 
-def test_every_entrant_is_a_recipe_that_may_run(tmp_path: Path):
+def test_every_variant_is_a_valid_recipe(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    for entrant in variants([*compare.SCHEDULES, *compare.REPACK], 64, 4):
-        words = [f"{key}={value}" for key, value in entrant.settings.items()]
-        words += [f"run.dir={tmp_path / entrant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
+    for variant in variants([*compare.SCHEDULES, *compare.REPACK], 64, 4):
+        words = [f"{key}={value}" for key, value in variant.settings.items()]
+        words += [f"run.dir={tmp_path / variant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
         prepare(read_recipe(RECIPE, words))
 
 
@@ -136,31 +143,28 @@ def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: P
     assert {event["ph"] for event in events} == {"M", "X", "C"} and min(e.get("ts", 0) for e in events) >= 0
 
 
-def test_a_finished_run_gives_its_figures_and_pictures(tmp_path: Path):
+def test_a_finished_run_gives_its_figures_and_plots(tmp_path: Path):
     words = {**EMULATED, "run.steps": 7, "run.schedule": "one_step"}
     system = System(tmp_path, **words).start_all(num_rollouts=2)
     system.wait()
-    figures = figures_of(system.dir, prefill_s=1e-4)
+    timeline = Timeline.read(system.dir)
+    figures = figures_of(system.dir, timeline, window_of(timeline, 7), prefill_s=1e-4)
     assert set(figures.staleness) <= {"0", "1"} and 0 <= figures.kv_util < 1
     assert figures.recompute_share == 0, "nothing changes midway"
     assert 0 < figures.idle_actor < 1 and 0 < figures.idle_rollout < 1
     assert figures.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
     assert 0 < figures.latency.mean <= figures.latency.max
-    draw_gantt(Timeline.read(system.dir), "one_step", tmp_path / "gantt.png")
+    draw_gantt(timeline, "one_step", tmp_path / "gantt.png")
     draw_comparison({"one_step": figures, "again": figures}, tmp_path / "compare.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("gantt.png", "compare.png"))
 
 
 def test_the_machines_cpu_is_watched_while_a_process_runs(tmp_path: Path):
-    import subprocess
-    import sys
-    import time
-
     before = busy_and_all()
-    watch, started = CpuMonitor(), time.time()
+    monitor, started = CpuMonitor(), time.time()
     code = "import time; stop = time.monotonic() + 1.2\nwhile time.monotonic() < stop: pass\nraise SystemExit(3)"
-    assert watch.watch(subprocess.Popen([sys.executable, "-c", code])) == 3
-    assert 0 < watch.share(started, time.time()) <= 1
+    assert monitor.watch([sys.executable, "-c", code]) == 3
+    assert 0 < monitor.share(started, time.time()) <= 1
     assert busy_and_all() > before
 
 
@@ -169,6 +173,19 @@ def test_a_comparison_of_real_devices_is_refused(capsys: pytest.CaptureFixture[s
     recipe.write_text("run: {steps: 3}\n")
     assert compare.main([str(recipe)]) == 2
     assert "rollout.engine: a comparison of schedules needs emulated devices" in capsys.readouterr().err
+
+
+def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
+    words = [str(RECIPE), f"run.dir={tmp_path}", "emulated.speed=10", "--only", "headrace"]
+    comparison = subprocess.Popen([sys.executable, "-m", "headrace.launch.compare", *words])
+    at_end(lambda: comparison.wait(PATIENCE_S))
+    at_end(comparison.kill)
+    with waiting("the run", "a trace of its trainer", PATIENCE_S) as wait:
+        wait.until(lambda: list(tmp_path.glob("*/trace/actor-0.jsonl")), interval_s=0.05)
+    comparison.send_signal(signal.SIGTERM)
+    assert comparison.wait(PATIENCE_S) == 130
+    (summary,) = tmp_path.glob("*/summary.json")
+    assert json.loads(summary.read_text())["status"] == "interrupted"
 
 
 @pytest.mark.slow

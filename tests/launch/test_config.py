@@ -1,3 +1,5 @@
+"""Reading a recipe: overrides, types, messages, the help page."""
+
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ from headrace.launch.config.load import (
         ("queue.tasks=[{nam: x}]", "queue.tasks[0]: object contains unknown field `nam`"),
     ],
 )
-def test_a_wrong_override_is_told_by_the_setting_to_change(word: str, message: str):
+def test_the_message_for_a_wrong_override_names_the_setting(word: str, message: str):
     with pytest.raises(SettingError) as caught:
         read_recipe(None, [word])
     assert message in str(caught.value)
@@ -65,14 +67,14 @@ def test_a_wrong_override_is_told_by_the_setting_to_change(word: str, message: s
         ("run: {", "is not YAML"),
     ],
 )
-def test_a_wrong_recipe_file_is_told_by_its_name(tmp_path: Path, text: str, message: str):
+def test_the_message_for_a_wrong_recipe_file_names_the_file(tmp_path: Path, text: str, message: str):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(SettingError, match="recipe.yaml|section") as caught:
         read_recipe(tmp_path / "recipe.yaml")
     assert message in str(caught.value)
 
 
-def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
+def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text("run: {steps: 7, seed: 8}\noptimizer: {lr: 2e-4}\n")
     recipe = read_recipe(tmp_path / "recipe.yaml", ["run.seed=9", "queue.capacity=5", "data.path=a=b.jsonl"])
     assert (recipe.run.steps, recipe.run.seed, recipe.optimizer.lr) == (7, 9, 2e-4)
@@ -84,7 +86,7 @@ def test_numbers_in_names_stay_text_and_null_unsets():
     assert (recipe.run.dir, recipe.queue.capacity) == ("0012", None)
 
 
-def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path: Path):
+def test_the_type_of_a_setting_decides_the_meaning_of_a_word(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text(
         "optimizer: {lr: 1e-6, max_grad_norm: .inf}\nrun: {seed: 1_000, save_rows: off, dir: on}\n"
         "queue: {capacity: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"

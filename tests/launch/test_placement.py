@@ -1,3 +1,5 @@
+"""Which role and which GPU each rank gets."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from headrace.comm.recipe import RoleSettings
 from headrace.launch.placement import check_staging, place_ranks, visible_devices
 
 
-def test_one_host_seats_an_actor_first_and_the_relay_last():
+def test_on_one_host_an_actor_is_first_and_the_relay_last():
     names = [
         place.name for place in place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
     ]
@@ -19,7 +21,7 @@ def test_relays_are_spread_one_per_host_first():
     assert [(place.index, place.host) for place in places if place.role == "relay"] == [(2, 0), (0, 0), (1, 1)]
 
 
-def test_nine_ranks_on_eight_gpus_leave_none_to_the_relay():
+def test_of_nine_ranks_on_eight_gpus_the_relay_has_no_gpu():
     places = place_ranks(RoleSettings(actor=4, relay=1, rollout=4), world_size=9, ranks_per_host=9)
     assert [visible_devices(place, 8) for place in places] == [*"01234567", ""]
 
@@ -36,7 +38,7 @@ def test_a_wrong_number_of_ranks_names_both_settings():
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 8))
-def test_every_rank_has_one_place_and_every_place_one_rank(
+def test_every_rank_has_one_role_and_every_process_one_rank(
     actors: int, relays: int, rollouts: int, ranks_per_host: int
 ):
     roles = RoleSettings(actor=actors, relay=relays, rollout=rollouts)
@@ -47,7 +49,7 @@ def test_every_rank_has_one_place_and_every_place_one_rank(
     assert all((place.slot is None) == (place.role == "relay") for place in places)
 
 
-def test_a_relay_gets_its_staging_device_and_nobody_elses_is_taken():
+def test_a_relay_gets_its_staging_device_unless_an_actor_has_it():
     places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1), 4, 4)
     relay = next(place for place in places if place.role == "relay")
     assert visible_devices(relay, 4, "3") == "3"
@@ -57,11 +59,11 @@ def test_a_relay_gets_its_staging_device_and_nobody_elses_is_taken():
     with pytest.raises(SettingError, match=r"relay\.staging_device=1 is the GPU of actor-1"):
         check_staging(places, 0, 4, "1")
     for wrong in ("4", "gpu"):
-        with pytest.raises(SettingError, match=rf"relay\.staging_device={wrong} is none of the 4 GPUs"):
+        with pytest.raises(SettingError, match=rf"relay\.staging_device={wrong} is neither cpu nor one of the 4 GPUs"):
             check_staging(places, 0, 4, wrong)
 
 
-def test_references_and_tasks_come_after_the_rollouts_and_a_task_wants_no_gpu():
+def test_references_and_tasks_come_after_the_rollouts_and_a_task_has_no_gpu():
     places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), world_size=6, ranks_per_host=6)
     assert [p.name for p in places] == ["actor-0", "rollout-0", "reference-0", "reference-1", "task-0", "relay-0"]
     assert [visible_devices(place, 4) for place in places] == ["0", "1", "2", "3", "", ""]

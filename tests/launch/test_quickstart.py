@@ -1,3 +1,5 @@
+"""The quickstart: its task, its policy, its command line, and that it learns."""
+
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ from headrace.launch.quickstart import RECIPE, main, missing_parts
 from headrace.launch.recipes import sort_digits
 from headrace.launch.recipes.tiny_policy import build_policy
 
-ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 240.0
 
 
 def test_a_right_answer_earns_one_and_a_swapped_one_nothing():
@@ -27,7 +29,7 @@ def test_a_right_answer_earns_one_and_a_swapped_one_nothing():
     assert sort_digits.answer(prompts[0]) == answers[0]
 
 
-def test_demonstrations_are_permutations_and_mostly_slip():
+def test_demonstrations_are_permutations_and_mostly_wrong():
     random = Random(0)
     prompts = [sort_digits.draw_prompt(random) for _ in range(500)]
     shown = [sort_digits.demonstrate(prompt, random) for prompt in prompts]
@@ -52,7 +54,7 @@ def test_data_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path):
     assert row["answer"] == sort_digits.answer(row["prompt"]) and row["num_digits"] == len(row["prompt"]) - 1
 
 
-def test_a_built_policy_loads_and_its_tokenizer_keeps_every_text(tmp_path: Path):
+def test_a_built_policy_loads_and_its_tokenizer_restores_every_text(tmp_path: Path):
     def example(random: Random) -> tuple[str, str]:
         prompt = sort_digits.draw_prompt(random)
         return prompt, sort_digits.answer(prompt)
@@ -68,21 +70,21 @@ def test_a_built_policy_loads_and_its_tokenizer_keeps_every_text(tmp_path: Path)
         assert model(torch.tensor([tokenizer.encode(text)])).logits.shape == (1, len(text), len(tokenizer))
 
 
-def test_what_a_user_names_is_not_made(tmp_path: Path, monkeypatch):
+def test_the_parts_that_a_user_names_are_not_made(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = read_recipe(RECIPE, ["model.path=m", "data.path=d", "reward.path=r.py:f"])
     assert missing_parts(recipe, is_dry_run=False) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_names_what_would_be_made_and_makes_nothing(tmp_path: Path, monkeypatch, capsys):
+def test_a_dry_run_names_the_missing_parts_and_makes_none(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--dry-run", "run.seed=7"]) == 0
     assert "path: runs/quickstart-policy/seed-7/policy" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_users_policy_gets_prompts_but_needs_a_reward_of_the_users(tmp_path: Path, monkeypatch, capsys):
+def test_with_a_users_policy_prompts_are_made_but_the_reward_must_be_named(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--dry-run", "model.path=m", "reward.path=r.py:f"]) == 0
     assert "path: runs/quickstart-policy/seed-0/openings.jsonl" in capsys.readouterr().out
@@ -90,7 +92,7 @@ def test_a_users_policy_gets_prompts_but_needs_a_reward_of_the_users(tmp_path: P
     assert "reward.path is not set" in capsys.readouterr().err
 
 
-def test_the_quickstart_tells_a_mistake_like_the_program(capsys):
+def test_the_quickstart_reports_a_mistake_like_the_program(capsys):
     assert main(["run.stpes=3"]) == 2
     assert capsys.readouterr().err == "headrace: error: unknown setting 'run.stpes'; the nearest is 'run.steps'\n"
 
@@ -98,7 +100,7 @@ def test_the_quickstart_tells_a_mistake_like_the_program(capsys):
 def quickstart(folder: Path, *words: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "headrace.launch.quickstart", *words]
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
-    at_end(process.wait)
+    at_end(lambda: process.wait(PATIENCE_S))
     at_end(process.kill)
     return process
 
@@ -144,11 +146,11 @@ def test_ctrl_c_ends_the_quickstart_in_order(tmp_path: Path):
         sort_digits.CHARACTERS, lambda random: ("12:", "#12"), seed=0, num_steps=1,
     )  # fmt: skip
     process = quickstart(tmp_path, "run.dir=run", "run.steps=100000")
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE_S
     while len(metrics(tmp_path / "run")) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=240) == 130
+    assert process.wait(PATIENCE_S) == 130
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["accounting"]["holds"]) == ("interrupted", True)

@@ -1,3 +1,5 @@
+"""Setting up: `launch/setup.sh`, the pins, the packages, the command of CI."""
+
 import os
 import re
 import shutil
@@ -15,7 +17,7 @@ PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that set-up reads, and a stand-in for .venv's Python that notes down its arguments."""
+    """The files that set-up reads, and a stand-in for .venv's Python that records its arguments."""
     for name in ("pyproject.toml", "constraints.txt", "launch/setup.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -27,7 +29,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def set_up(checkout: Path, *extras: str, **environment: str) -> list[str]:
-    """What .venv's Python was asked to do."""
+    """The arguments that .venv's Python received."""
     (checkout / "calls").unlink(missing_ok=True)
     subprocess.run(
         ["bash", checkout / "launch/setup.sh", *extras],
@@ -58,7 +60,7 @@ def test_set_up_installs_again_for_other_extras_or_another_pin(checkout: Path):
     assert set_up(checkout, "test")
 
 
-def test_set_up_without_a_python_says_what_to_set(checkout: Path):
+def test_set_up_without_a_python_names_the_variable_to_set(checkout: Path):
     shutil.rmtree(checkout / ".venv")
     done = subprocess.run(
         ["bash", checkout / "launch/setup.sh"],
@@ -78,11 +80,12 @@ def test_every_direct_dependency_is_pinned_within_its_bounds():
 
 
 def test_every_folder_with_code_is_packaged():
-    folders = PYPROJECT["tool"]["setuptools"]["package-dir"]
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == set(folders)
-    found = {path.parent.relative_to(ROOT).as_posix() for floor in ("comm", "relay", "trainer", "rollout", "launch")
+    settings = PYPROJECT["tool"]["setuptools"]
+    floors = {name: folder for name, folder in settings["package-dir"].items() if name == f"headrace.{folder}"}
+    packages = {name.removeprefix("headrace.").replace(".", "/") for name in settings["packages"]}
+    found = {path.parent.relative_to(ROOT).as_posix() for floor in floors.values()
              for path in (ROOT / floor).rglob("__init__.py")}  # fmt: skip
-    assert set(folders.values()) == found
+    assert len(floors) == 5 and packages == found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Emulated devices: their arithmetic, and a whole run of them."""
+"""Emulated devices: their arithmetic, and a whole run on them."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from support.system import System
 from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import EmulatedSettings
-from headrace.launch.config.checks import is_emulated
+from headrace.launch.config.checks import check_combinations
 from headrace.launch.config.load import read_recipe
 from headrace.relay.weights.emulated import EmulatedTransfer
 from headrace.rollout.generators.emulated_device import EmulatedDevice, EmulatedSequence, response_length
@@ -46,7 +46,7 @@ def test_a_stretch_takes_the_sum_of_its_steps():
     assert device.steps_s(300, 1000, 50) == pytest.approx(steps)
 
 
-def test_how_often_the_mail_is_read_does_not_change_the_devices_time():
+def test_the_length_of_a_stretch_does_not_change_the_devices_time():
     def seconds(num_steps: int) -> float:
         device = EmulatedDevice(SETTINGS, 16)
         device.add(EmulatedSequence(n << 12, 50, 20 + 7 * n) for n in range(40))
@@ -56,17 +56,17 @@ def test_how_often_the_mail_is_read_does_not_change_the_devices_time():
     assert seconds(1) == pytest.approx(seconds(32)) == pytest.approx(seconds(10**6))
 
 
-def test_a_full_cache_makes_the_newest_give_way_and_loses_nobody():
+def test_a_full_cache_preempts_the_newest_and_loses_no_trajectory():
     settings = EmulatedSettings(kv_tokens=5000)
     device = EmulatedDevice(settings, 512)
     device.add(sequences(60, limit=400))
     done = finish_all(device)
     assert len(done) == 60 and all(s.num_new == 400 for s in done)
     assert device.num_preempted > 0 and device.num_recomputed > 0 and device.load == 0
-    assert [s.trajectory_id >> 12 for s in done][:5] == [0, 1, 2, 3, 4], "the oldest get on"
+    assert [s.trajectory_id >> 12 for s in done][:5] == [0, 1, 2, 3, 4], "the oldest advance"
 
 
-def test_weights_that_change_midway_cost_the_prefill_of_all_that_runs():
+def test_weights_that_change_midway_cost_a_prefill_of_all_running_trajectories():
     device = EmulatedDevice(SETTINGS, 512)
     device.add([EmulatedSequence(sample, 100, 1000) for sample in range(4)])
     device.advance(10)
@@ -79,7 +79,7 @@ def test_weights_that_change_midway_cost_the_prefill_of_all_that_runs():
     assert device.seconds - before == pytest.approx(tokens * SETTINGS.prefill_us * 1e-6 + device.steps_s(4, 4 * 110, 1))
 
 
-def test_lengths_have_a_long_tail_and_depend_on_nothing_but_seed_and_trajectory():
+def test_lengths_have_a_long_tail_and_depend_on_seed_and_trajectory_alone():
     lengths = [response_length(0, number, SETTINGS, 10**9) for number in range(20_000)]
     median, p99 = np.percentile(lengths, [50, 99])
     assert median == pytest.approx(SETTINGS.median_tokens, rel=0.03)
@@ -94,7 +94,7 @@ def test_where_all_update_together_the_broadcast_stalls_trainer_and_rollouts():
     assert by_relay.push_s == pytest.approx(0.65) and by_relay.pull_s == pytest.approx(0.65)
 
 
-def test_a_clock_that_runs_faster_sleeps_shorter_and_says_how_late_it_was():
+def test_a_faster_clock_sleeps_for_less_time_and_reports_its_delay():
     clock = Clock(speed=1000)
     start = clock.now()
     assert clock.sleep_until(start + 20) == 0.0
@@ -103,17 +103,17 @@ def test_a_clock_that_runs_faster_sleeps_shorter_and_says_how_late_it_was():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("settings", "message"),
     [
-        (["rollout.engine=emulated"], "together or not at all"),
-        (["emulated.speed=20"], "only devices that are emulated"),
+        (["rollout.engine=emulated"], "both or neither"),
+        (["emulated.speed=20"], "only emulated devices"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "roles.actor=2"], "emulated.train_gpus"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "emulated.colocated=true"], "run.schedule=sync"),
     ],
 )
-def test_devices_that_are_half_emulated_are_refused(words: list[str], message: str):
+def test_a_run_with_only_some_devices_emulated_is_refused(settings: list[str], message: str):
     with pytest.raises(SettingError, match=message):
-        is_emulated(read_recipe(None, words))
+        check_combinations(read_recipe(None, settings))
 
 
 def test_an_emulated_rollout_loads_no_library_of_models():

@@ -1,4 +1,4 @@
-"""A replica of two ranks: as threads over Gloo within a whole system, and as processes that die together."""
+"""A replica of two ranks: as threads over Gloo in a whole system, and as processes that end together."""
 
 import json
 import os
@@ -24,37 +24,37 @@ from headrace.launch.placement import place_ranks
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.generators import builtin
 from headrace.rollout.tensor_parallel.calls import Add, Call, Cancel, ImportSequence, decode, encode
-from headrace.rollout.tensor_parallel.lockstep import LeadEngine, close_together, run_follower
+from headrace.rollout.tensor_parallel.lockstep import LeadEngine, run_follower
 from headrace.rollout.tensor_parallel.replica import TensorParallelGroup
 from headrace.trainer.policy.model import load_policy, load_tokenizer
 from headrace.trainer.policy.tensor_parallel import TensorParallel
 
 
-def two_ranks(patience_s: float = 240) -> Callable[[int], TensorParallelGroup]:
-    """Gives each of two threads its end of a replica."""
+def two_ranks(timeout_s: float = 240) -> Callable[[int], TensorParallelGroup]:
+    """A function that opens the group of one of two ranks, each in a thread of its own."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
     def end(rank: int) -> TensorParallelGroup:
-        group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=patience_s))
+        group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=timeout_s))
         return TensorParallelGroup(group, ["rollout-0", "shard-0"])
 
     return end
 
 
-def on_two_ranks(path: Path, lead: Callable[[Engine], Any]) -> tuple[Any, Engine]:
-    """What `lead` returns, run with the engine of rank 0, and the engine of rank 1 at the end."""
-    end = two_ranks()
+def on_two_ranks(path: Path, work: Callable[[Engine | LeadEngine, Engine], Any]) -> tuple[Any, Engine]:
+    """The result of `work` with the engine of rank 0, and the engine of rank 1 at the end."""
+    open_group = two_ranks()
 
     def run(rank: int) -> Any:
-        replica = end(rank)
+        replica = open_group(rank)
         policy = load_policy(path, tensor_parallel=replica.tensor_parallel)
-        options: dict[str, Any] = {"max_running": 4, "tokenizer": load_tokenizer(path)}
-        engine = Engine(policy, **options) if rank else LeadEngine(replica, policy, **options)
+        engine = Engine(policy, max_running=4, tokenizer=load_tokenizer(path))
         if rank:
-            run_follower(replica, engine, weights=None)  # pyright: ignore[reportArgumentType] - there is no new version
+            run_follower(replica, engine, weights=None)  # pyright: ignore[reportArgumentType] - no new version comes
             return engine
-        result = lead(engine)
-        close_together(replica)
+        lead = LeadEngine(replica, engine)
+        result = work(lead, engine)
+        lead.close()
         return result
 
     with ThreadPoolExecutor(2) as ranks:
@@ -62,56 +62,51 @@ def on_two_ranks(path: Path, lead: Callable[[Engine], Any]) -> tuple[Any, Engine
         return result, other
 
 
-def drain(engine: Engine) -> dict[int, list[int]]:
-    found = {}
-    while not engine.idle:
-        found |= {c.trajectory_id: c.token_ids for c in engine.step()}
-    return found
-
-
-def a_mixed_hour(engine: Engine) -> dict[int, list[int]]:
-    """Groups come late, some are cancelled, paused, told more, taken out and put in again."""
+def mixed_calls(caller: Engine | LeadEngine, engine: Engine) -> dict[int, list[int]]:
+    """Tokens by trajectory. Groups come late; some trajectories are cancelled, paused, extended, exported and imported."""
     prompts, params = random_prompts(4, longest=80), SamplingParams(max_new_tokens=25, ignore_eos=True)
-    engine.add_group(prompts[0], params, [1, 2, 3])
-    found = {c.trajectory_id: c.token_ids for _ in range(4) for c in engine.step()}
-    engine.add_group(prompts[1], [params, SamplingParams(max_new_tokens=9, stop="a")], [4, 5])
-    assert engine.cancel(2) and engine.pause(3)
-    engine.step()
-    parcels = engine.export_sequences([1, 4])
-    engine.add_group(prompts[2], params, [6])
-    engine.resume(3, [7, 8, 9])
-    engine.import_sequences(parcels)
-    return found | drain(engine)
+    caller.add_group(prompts[0], params, [1, 2, 3])
+    found = {c.trajectory_id: c.token_ids for _ in range(4) for c in caller.step()}
+    caller.add_group(prompts[1], [params, SamplingParams(max_new_tokens=9, stop="a")], [4, 5])
+    assert caller.cancel(2) and caller.pause(3)
+    caller.step()
+    states = caller.export_sequences([1, 4])
+    caller.add_group(prompts[2], params, [6])
+    caller.resume(3, [7, 8, 9])
+    caller.import_sequences(states)
+    while not engine.idle:
+        found |= {c.trajectory_id: c.token_ids for c in caller.step()}
+    return found
 
 
 def test_two_ranks_in_lock_step_do_what_one_engine_does(tmp_path: Path):
     path = tiny_policy(tmp_path)
     alone = Engine(path, max_running=4)
-    expected = a_mixed_hour(alone)
-    found, other = on_two_ranks(path, a_mixed_hour)
+    expected = mixed_calls(alone, alone)
+    found, other = on_two_ranks(path, mixed_calls)
     assert found == expected and sorted(found) == [1, 3, 4, 5, 6]
     other.check()
     assert other.idle and other.pool.num_free == other.pool.num_pages - 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-def test_a_rank_holds_its_part_of_every_layer_alone(tmp_path: Path, family: str):
+def test_a_rank_holds_only_its_part_of_every_layer(tmp_path: Path, family: str):
     path = tiny_policy(tmp_path, family)
     whole = load_policy(path)
     layers = [sum(w.numel() for n, w in whole.weights().items() if "layers" in n and w.dim() == 2)]
     for rank in range(2):
-        shard = TensorParallel()
-        shard.rank, shard.size = rank, 2
-        part = load_policy(path, tensor_parallel=shard)
+        tensor_parallel = TensorParallel()
+        tensor_parallel.rank, tensor_parallel.size = rank, 2
+        part = load_policy(path, tensor_parallel=tensor_parallel)
         layers.append(sum(w.numel() for n, w in part.weights().items() if "layers" in n and w.dim() == 2))
         assert part.weights().keys() == whole.weights().keys()
     assert layers[1] == layers[2] == layers[0] / 2
 
 
-def test_calls_survive_the_wire_whatever_their_length():
+def test_calls_of_any_length_arrive_as_they_were_sent():
     params = SamplingParams(temperature=0.3, stop=("a", 7))
     calls: list[Call] = [
-        Add(list(range(3000)), [params, SamplingParams()], [1 << 62, 4], [0, 1]),
+        Add(list(range(3000)), [params, SamplingParams()], [1 << 62, 4]),
         Cancel(5),
         ImportSequence(5, -(1 << 62), params, [1], [2, 3]),
     ]
@@ -119,14 +114,14 @@ def test_calls_survive_the_wire_whatever_their_length():
     assert [type(call) for call in sent] == [Add, Cancel, ImportSequence]
     assert isinstance(sent[0], Add) and sent[0].params[0].stops == ("a", 7) and sent[0].prompt_ids[-1] == 2999
     assert sent[2] == calls[2] or isinstance(sent[2], ImportSequence) and sent[2].key == -(1 << 62)
-    end = two_ranks()
+    open_group = two_ranks()
 
     def run(rank: int) -> int:
-        replica = end(rank)
+        replica = open_group(rank)
         if rank:
             return sum(len(replica.receive()) for _ in range(3))
-        for told in (calls, calls[1:], []):
-            for call in told:
+        for batch in (calls, calls[1:], []):
+            for call in batch:
                 replica.enqueue(call)
             replica.flush()
         return 0
@@ -136,10 +131,10 @@ def test_calls_survive_the_wire_whatever_their_length():
 
 
 def test_a_rank_that_is_gone_is_named():
-    end = two_ranks()
+    open_group = two_ranks()
 
     def run(rank: int) -> None:
-        replica = end(rank)
+        replica = open_group(rank)
         replica.all_agree(True)
         if rank:
             del replica.group, replica.tensor_parallel
@@ -162,24 +157,24 @@ def test_a_whole_system_runs_with_a_replica_of_two_ranks(tmp_path: Path):
     assert len(lines) == 3 and max(line["mismatch/logprob_abs_diff"] for line in lines) < 2e-6
 
 
-def test_ranks_are_dealt_out_replica_by_replica():
+def test_ranks_are_assigned_replica_by_replica():
     places = place_ranks(RoleSettings(actor=1, relay=1, rollout=6), world_size=8, ranks_per_host=8, tp=3)
     names = ["actor-0", "rollout-0", "shard-0", "shard-1", "rollout-1", "shard-2", "shard-3", "relay-0"]
     assert [place.name for place in places] == names
-    with pytest.raises(SettingError, match=r"rollout\.tp=2: the ranks of rollout-0 would lie on two hosts"):
+    with pytest.raises(SettingError, match=r"rollout\.tp=2: the ranks of rollout-0 would be on two hosts"):
         place_ranks(RoleSettings(actor=1, relay=2, rollout=4), world_size=7, ranks_per_host=3, tp=2)
-    with pytest.raises(SettingError, match=r"roles\.rollout=3 ranks make no whole replicas of rollout\.tp=2 ranks"):
+    with pytest.raises(SettingError, match=r"roles\.rollout=3 is not a multiple of rollout\.tp=2"):
         check_recipe(read_recipe(None, ["roles.rollout=3", "rollout.tp=2"]))
 
 
-def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
+def test_a_policy_that_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
     recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2"])
     check_tp(recipe, ModelFiles.read(str(tiny_policy(tmp_path))))
     with pytest.raises(SettingError, match=r"rollout\.tp: model type 'gemma2' runs on one rank only"):
         check_tp(recipe, ModelFiles.read(str(tiny_policy(tmp_path, "gemma2"))))
     recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2", "generator.exact=true"])
     with pytest.raises(SettingError, match=r"rollout\.tp: not with generator\.exact"):
-        check_tp(recipe, ModelFiles.read(str(tmp_path / "llama")))
+        check_recipe(recipe)
 
 
 @pytest.mark.slow

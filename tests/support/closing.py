@@ -1,4 +1,4 @@
-"""What a test has started ends with it, however the test ends: `tests/conftest.py` closes it all after every test."""
+"""A test registers everything that it starts; `tests/conftest.py` closes it after the test, passed or failed."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,13 +7,13 @@ _started = ExitStack()
 
 
 def at_end(close: Callable[[], object]) -> None:
-    """Call `close` after the test, the last one first. Whatever the test closes itself must allow a second close.
+    """Call `close` after the test, the last one first. A thing that the test closes itself must allow a second close.
 
-    A store that this process hosts must live until its members have left: hand over a function that holds it.
+    A store of this process must live until its members have left: give a function that holds a reference to it.
     """
     _started.callback(close)
 
 
 def close_all() -> None:
-    """Close everything, even where one of the closes fails; raises the last failure."""
+    """Close everything, even if a close fails; raises the last failure."""
     _started.close()

@@ -5,12 +5,7 @@ from pathlib import Path
 
 from headrace.comm.in_memory import MemoryNetwork
 from headrace.comm.mailbox import Envelope
-from headrace.comm.messages import (
-    LeaseGrant,
-    LeaseRequest,
-    Message,
-    RowDone,
-)
+from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
@@ -18,11 +13,13 @@ from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
+from headrace.relay.queue.batch import TRAIN
 from headrace.relay.queue.controller import Task
+from headrace.relay.queue.tasks import open_sampler
 
 
 class Scene:
-    """A hub with its journal, and mailboxes for those it talks to."""
+    """A hub on a clock that the test advances, and mailboxes for two rollouts, a trainer and a relay."""
 
     def __init__(
         self,
@@ -30,39 +27,46 @@ class Scene:
         samples: int = 2,
         per_step: int = 2,
         tasks: Mapping[str, Task] | None = None,
+        repack: RepackSettings | None = None,
         **queue: int | bool | str,
     ) -> None:
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
         self.path = folder / "journal.jsonl"
-        self.town = MemoryNetwork()
-        self.post = self.town.mailboxes
-        self.boxes = {name: self.post.open(name) for name in ("rollout-0", "rollout-1", "actor-0", "relay-0")}
+        self.journal = Journal(self.path)
+        self.network = MemoryNetwork()
+        self.mailboxes = self.network.mailboxes
+        names = ("rollout-0", "rollout-1", "actor-0", "relay-0")
+        self.boxes = {name: self.mailboxes.open(name) for name in names}
+        self.now = 0.0
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
-        admission = Admission(
-            BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples), settings, num_steps=10
-        )
-        pool = PromptPool(JsonLines(data), shuffle=True, seed=3)
+        batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples)
+        needs = tasks[TRAIN].needs if tasks else frozenset[str]()
         self.hub = Hub(
-            self.post.open("hub"),
+            self.mailboxes.open("hub"),
             HubState(),
-            Journal(self.path),
-            pool,
-            admission,
+            self.journal,
+            PromptPool(JsonLines(data), shuffle=True, seed=3),
+            Admission(batch, settings, num_steps=10, sampler=open_sampler(settings.sampler), needs=needs),
             settings,
-            RepackSettings(),
+            repack or RepackSettings(),
+            clock=lambda: self.now,
             tasks=tasks,
         )
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=samples))
+
+    def close(self) -> None:
+        self.journal.close()
+        self.mailboxes.close()
 
     def say(self, sender: str, message: Message) -> None:
         assert self.hub.handle(Envelope(sender, message))
 
     def heard(self, name: str) -> list[Message]:
-        letters = []
-        while (letter := self.boxes[name].receive(0)) is not None:
-            letters.append(letter.message)
-        return letters
+        messages = []
+        while (envelope := self.boxes[name].receive(0)) is not None:
+            messages.append(envelope.message)
+        return messages
 
     def lease(self, holder: str = "rollout-0", request: int = 1, version: int = 0, num_groups: int = 1) -> LeaseGrant:
         self.say(holder, LeaseRequest(request, version, num_groups))

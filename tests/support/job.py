@@ -15,7 +15,6 @@ from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
 
-
 RATIO_OF_As = """
 def reward(prompts, completions, completion_ids, **columns):
     return [(c.count("a") + c.count("e")) / max(len(c), 1) for c in completions]
@@ -49,7 +48,7 @@ class Job:
     def start(self, **settings: object) -> "Job":
         self.settings |= settings
         recipe = self.folder / "recipe.yaml"
-        recipe.write_text(json.dumps(self.recipe))  # which is YAML too
+        recipe.write_text(json.dumps(self.recipe))  # JSON is YAML
         words = [f"{key}={value}" for key, value in self.settings.items()]
         command = [sys.executable, "-m", "headrace.launch.run", str(recipe), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -97,14 +96,14 @@ def job(tmp_path: Path):
     for each in jobs:
         if each.process is not None and each.process.poll() is None:
             each.process.kill()
-            each.process.wait()
+            each.process.wait(DEADLINE_S)
 
 
 MakeJob = Callable[..., Job]
 
 
 def assert_account_adds_up(job: Job) -> dict[str, Any]:
-    """The identity holds, in the summary and in a replay of the journal, and both say the same."""
+    """The identity holds in the summary and in a replay of the journal, and both are equal."""
     account = job.summary()["accounting"]
     ends = ("trained", "evicted", "filtered", "failed", "in_flight")
     assert account["holds"] is True, job.logs()

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from headrace.relay.weights.layout import TensorSplit
+from headrace.comm.tensor_split import TensorSplit
 
 
 def build():

@@ -25,14 +25,12 @@ from headrace.trainer import loop as trainer_loop
 REWARD = (
     "def reward(prompts, completions, completion_ids, **rest):\n    return [c.count('a') / 8 for c in completions]\n"
 )
-
-
 PATIENCE_S = 240.0
-"""A guard against hanging: the machine may be slow, so it says nothing about speed."""
+"""A bound against hanging tests; the machine may be slow."""
 
 
 class System:
-    """A hub, a relay, an actor and rollouts as threads, which end with the test."""
+    """A hub, a relay, a trainer and rollouts as threads, which end with the test."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         tiny_policy(folder, "llama")
@@ -60,14 +58,14 @@ class System:
     def start(self, role: str, main: Callable[[Any, Any], None], index: int = 0) -> MemoryFleet:
         fleet = MemoryFleet.join_network(self.network, role, index, settings=self.recipe.comm)
 
-        def live() -> None:
+        def run() -> None:
             try:
                 main(fleet, self.recipe)
                 fleet.leave()
-            except BaseException as error:  # noqa: BLE001 - the test that waits for the thread raises it
+            except BaseException as error:  # noqa: BLE001 - `until` raises it in the test
                 self.errors.append(error)
 
-        self.threads[fleet.name] = threading.Thread(target=live, name=fleet.name, daemon=True)
+        self.threads[fleet.name] = threading.Thread(target=run, name=fleet.name, daemon=True)
         self.threads[fleet.name].start()
         return fleet
 
@@ -96,19 +94,25 @@ class System:
         return [event for _, event in read_events(journal)] if journal.exists() else []
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition, as long as no role fails."""
+        """Wait for a condition; fails when a role fails."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             running = [name for name, thread in self.threads.items() if thread.is_alive()]
             assert time.monotonic() < deadline and not self.errors, (running, self.errors)
             time.sleep(0.01)
 
-    def close(self) -> None:
-        """End what still runs: the hub ends the run in order; a role that the hub leaves behind is told to stop."""
-        if not any(thread.is_alive() for thread in self.threads.values()):
-            return
+    def interrupt(self) -> None:
+        """Tell the hub that the run is interrupted, as after Ctrl-C."""
         mailbox = self.network.mailboxes.open("test")
         mailbox.send("hub", Interrupted(signal.SIGINT))
+        mailbox.close()
+
+    def close(self) -> None:
+        """Stop the threads that still run: the hub ends the run, then every role gets `Stop`."""
+        if not any(thread.is_alive() for thread in self.threads.values()):
+            return
+        self.interrupt()
+        mailbox = self.network.mailboxes.open("test")
         if "hub" in self.threads:
             self.threads["hub"].join(PATIENCE_S)
         for name in self.threads:

@@ -1,4 +1,4 @@
-"""The whole program with all roles real, as a user starts it: small runs of a tiny policy."""
+"""The whole program, as a user starts it: small runs of a tiny policy in real processes."""
 
 import json
 import os
@@ -25,7 +25,7 @@ METRICS = (
 )  # fmt: skip
 
 
-def test_a_run_trains_and_leaves_a_folder_that_tells_all_about_it(job: MakeJob):
+def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJob):
     run = job()
     output = run.run()
     summary = run.summary()
@@ -49,7 +49,7 @@ def test_a_run_trains_and_leaves_a_folder_that_tells_all_about_it(job: MakeJob):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_in_order(job: MakeJob, number: signal.Signals):
+def test_an_interrupted_run_writes_its_summary_and_export(job: MakeJob, number: signal.Signals):
     run = job(run__steps=10_000).start()
     run.wait_for_step(1)
     assert run.process is not None
@@ -65,7 +65,7 @@ def test_an_interrupted_run_ends_in_order(job: MakeJob, number: signal.Signals):
 @pytest.mark.parametrize(
     ("child", "num_relays"), [("rollout-1", 1), pytest.param("relay-1", 2, marks=pytest.mark.slow)]
 )
-def test_a_rollout_or_one_of_two_relays_that_is_killed_costs_nothing(job: MakeJob, child: str, num_relays: int):
+def test_a_rollout_or_one_of_two_relays_that_is_killed_loses_no_trajectory(job: MakeJob, child: str, num_relays: int):
     run = job(run__steps=40, roles__relay=num_relays).start()
     run.wait_for_step(1)
     os.kill(child_of(run, child), signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_rollout_or_one_of_two_relays_that_is_killed_costs_nothing(job: MakeJo
 
 
 @pytest.mark.slow
-def test_a_reference_and_a_users_task_on_ranks_of_their_own_may_die_and_come_back(job: MakeJob):
+def test_a_reference_rank_beside_a_users_task_is_restarted_when_it_dies(job: MakeJob):
     run = job(run__steps=40, roles__reference=1, roles__task=1, algorithm__kl_coef=0.01)
     (run.folder / "tasks.py").write_text(
         "def count(columns):\n    return {'length': [ids[:1] * 0 + len(ids) for ids in columns['response_ids']]}\n"
@@ -99,7 +99,7 @@ def test_a_reference_and_a_users_task_on_ranks_of_their_own_may_die_and_come_bac
 
 
 @pytest.mark.slow
-def test_the_only_relay_ends_the_run_with_its_rows_and_the_account_says_what_is_lost(job: MakeJob):
+def test_the_death_of_the_only_relay_ends_the_run_and_the_account_holds(job: MakeJob):
     run = job(run__steps=10_000).start()
     run.wait_for_step(1)
     os.kill(child_of(run, "relay-0"), signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_the_only_relay_ends_the_run_with_its_rows_and_the_account_says_what_is_
     assert_account_adds_up(run)
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: MakeJob):
+def test_a_resumed_run_continues_from_its_checkpoint(job: MakeJob):
     run = job(checkpoint__every=2)
     run.run(**{"run.steps": 5})
     (run.dir / "checkpoints" / "latest").write_text("step_2")
@@ -125,7 +125,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: MakeJob):
 
 
 @pytest.mark.parametrize("settings", [{"roles__relay": 2}, {"roles__relay": 2, "comm__link": "tcp"}])
-def test_weights_travel_over_every_wire(job: MakeJob, settings: dict[str, object]):
+def test_all_processes_get_the_same_weights_over_every_link(job: MakeJob, settings: dict[str, object]):
     run = job(**settings)
     run.run()
     assert_account_adds_up(run)
@@ -159,8 +159,8 @@ def test_a_run_with_two_actor_ranks_is_replayed_bit_for_bit_with_two_ranks_alone
     assert code == 2 and "roles.actor=1: step 1 was trained by 2 actor ranks" in output
 
 
-def test_several_actor_ranks_train_as_one_would(job: MakeJob):
-    """Same data, same sums: on policy the first steps agree up to the order of additions."""
+def test_several_actor_ranks_train_like_one(job: MakeJob):
+    """With the same data on policy, the first steps are equal up to the order of additions."""
     exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
     alone, sharded = job(**exact, run__dir="alone"), job(**exact, run__dir="sharded", roles__actor=2)
     for run in (alone, sharded):
@@ -176,7 +176,7 @@ def test_several_actor_ranks_train_as_one_would(job: MakeJob):
 
 
 @pytest.mark.slow
-def test_several_actor_ranks_go_on_where_their_checkpoint_is(job: MakeJob):
+def test_several_actor_ranks_continue_from_their_checkpoint(job: MakeJob):
     run = job(checkpoint__every=2, roles__actor=2)
     run.run()
     run.run(**{"run.resume": "auto", "run.steps": 6})
@@ -185,7 +185,7 @@ def test_several_actor_ranks_go_on_where_their_checkpoint_is(job: MakeJob):
     assert "6 steps replayed, 0 of them differ" in run.run(**{"run.mode": "replay"})
 
 
-def test_a_reward_function_that_raises_is_told_by_its_setting(job: MakeJob):
+def test_a_reward_function_that_raises_is_reported_by_its_setting(job: MakeJob):
     run = job()
     (run.folder / "rewards.py").write_text("def reward(prompts, **rest):\n    raise KeyError('answer')\n")
     code, output = run.start().end()
@@ -195,7 +195,7 @@ def test_a_reward_function_that_raises_is_told_by_its_setting(job: MakeJob):
     assert_account_adds_up(run)
 
 
-def test_torchrun_alone_runs_the_same_program(job: MakeJob):
+def test_torchrun_runs_the_same_program(job: MakeJob):
     run = job()
     words = [f"{key}={value}" for key, value in run.settings.items()]
     (run.folder / "recipe.yaml").write_text("{}\n")

@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order, each trajectory is trained once or accounted for, and no bytes are another's.
+"""In any order of events, each trajectory is trained once or accounted for, and a reader gets the bytes of the right attempt.
 
-A hub with real units' twins; rollouts, relays and a trainer that do what their protocol says, die, freeze, wake and move rows
-whenever the search for a counterexample wants it.
+A hub with in-memory storage; rollouts, relays and a trainer that follow their protocol, die, freeze, wake up and move rows
+whenever the search for a counterexample decides so.
 """
 
 from collections import Counter
@@ -33,6 +33,7 @@ from headrace.comm.messages import (
     TrainBatch,
     VersionReady,
 )
+from headrace.comm.messages.base import process_of
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
 from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
@@ -42,7 +43,6 @@ from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, replay
 from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
-from headrace.relay.queue.replicated_rows import relay_of
 from headrace.relay.queue.tasks import pipeline
 
 ROLLOUTS = ("rollout-0", "rollout-1")
@@ -59,7 +59,7 @@ places = st.sampled_from([RELAYS, RELAYS[:1], RELAYS[1:]])
 
 
 class World(RuleBasedStateMachine):
-    """One run. `held` is what each rollout believes to hold, by attempt: a frozen one's belief is out of date."""
+    """One run. `held` are the rows that each rollout believes to hold, with their attempts; that of a frozen one is out of date."""
 
     queue = QueueSettings(filter_zero_std=True)
 
@@ -88,18 +88,9 @@ class World(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- the processes
 
     def open_hub(self, state: HubState) -> None:
-        admission = Admission(BATCH, self.queue, num_steps=1000)
-        journal = Journal(self.path)
-        self.hub = Hub(
-            self.boxes["hub"],
-            state,
-            journal,
-            self.pool,
-            admission,
-            self.queue,
-            RepackSettings(enabled=False),
-            tasks=self.tasks,
-        )
+        admission = Admission(BATCH, self.queue, num_steps=1000, needs=self.tasks["train"].needs)
+        journal, repack = Journal(self.path), RepackSettings(enabled=False)
+        self.hub = Hub(self.boxes["hub"], state, journal, self.pool, admission, self.queue, repack, tasks=self.tasks)
         self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
         for relay in RELAYS:
             self.say(f"{relay}/weights", VersionReady(self.hub.state.step, "digest"))
@@ -108,13 +99,13 @@ class World(RuleBasedStateMachine):
         assert self.hub.handle(Envelope(sender, message))
 
     def heard(self, name: str) -> Iterator[Message]:
-        while (letter := self.boxes[name].receive(0)) is not None:
-            yield letter.message
+        while (envelope := self.boxes[name].receive(0)) is not None:
+            yield envelope.message
 
     def unit(self, relay: str) -> str:
         return f"{relay}#{self.lives[relay]}"
 
-    def read_mail(self, name: str) -> None:
+    def read_messages(self, name: str) -> None:
         held = self.held[name]
         for message in self.heard(name):
             match message:
@@ -126,8 +117,8 @@ class World(RuleBasedStateMachine):
                     for row, attempt in zip(rows, attempts, strict=True):
                         if held.get(row) == attempt:
                             del held[row]
-                case ClaimResult(request_id=question, attempts=attempts):
-                    held |= {row: a for row, a in zip(self.claims[question], attempts, strict=True) if a}
+                case ClaimResult(request_id=request_id, attempts=attempts):
+                    held |= {row: a for row, a in zip(self.claims[request_id], attempts, strict=True) if a}
                 case _:
                     pass
 
@@ -147,7 +138,7 @@ class World(RuleBasedStateMachine):
     def asks(self, rollout: str, num_groups: int) -> None:
         self.request_id += 1
         self.say(rollout, LeaseRequest(self.request_id, self.hub.state.step, num_groups))
-        self.read_mail(rollout)
+        self.read_messages(rollout)
 
     @rule(rollout=rollouts, number=picks, to=places, is_equal=st.booleans())
     def finishes_one(self, rollout: str, number: int, to: tuple[str, ...], is_equal: bool) -> None:
@@ -184,7 +175,7 @@ class World(RuleBasedStateMachine):
                 self.say(rollout, LeaseReturn([row.group], [attempt]))
 
     def dies(self, rollout: str) -> None:
-        """Between writing a row and telling, if it has any."""
+        """A rollout that holds rows dies between writing one and reporting it."""
         if self.held[rollout]:
             row, attempt = self.pick(rollout, 0)
             self.write(row, attempt, RELAYS)
@@ -192,12 +183,12 @@ class World(RuleBasedStateMachine):
         self.hub.on_process_death(rollout, "dead")
 
     def freezes(self, rollout: str) -> None:
-        """It is given up for dead, and will act on what it believes to hold whenever it wakes."""
+        """A rollout counts as dead, and still acts on the rows that it believes to hold when it wakes up."""
         self.hub.on_process_death(rollout, "no heartbeat")
 
     @rule(source=rollouts, destination=rollouts, both=st.booleans(), dead=st.booleans())
     def moves(self, source: str, destination: str, both: bool, dead: bool) -> None:
-        """Rows go over; the source dies on the way, or takes them back as well, if it is to."""
+        """Rows move; the source dies on the way if it is `dead`, or claims them too if `both` do."""
         rows = dict(self.held[source])
         if source == destination or not rows:
             return
@@ -211,7 +202,7 @@ class World(RuleBasedStateMachine):
             self.claims[self.request_id] = list(rows)
             self.say(rollout, ClaimRows(self.request_id, list(rows), list(rows.values())))
         for rollout in (source, destination):
-            self.read_mail(rollout)
+            self.read_messages(rollout)
 
     # --------------------------------------------------------------------------------------------- relays and the hub
 
@@ -241,8 +232,7 @@ class World(RuleBasedStateMachine):
         self.hub.on_storage_lost(gone, "dead")
 
     def hub_dies(self) -> None:
-        """The run is resumed: the next hub knows what the journal says, and the units begin empty; what the trainer had for the
-        step is void with the hand-out."""
+        """The run is resumed: the next hub knows the journal, the storage units are empty, and the trainer begins the step again."""
         self.hub.context.journal.close()
         self.begin_step()
         for name in ("actor-0", *RELAYS):
@@ -256,10 +246,10 @@ class World(RuleBasedStateMachine):
 
     @rule(
         consumer=references,
-        ends=st.sampled_from(["well", "told twice", "dead before it writes", "dead before it tells"]),
+        ends=st.sampled_from(["well", "reported twice", "dead before it writes", "dead before it reports"]),
     )
     def refers(self, consumer: str, ends: str) -> None:
-        """A consumer takes rows, reads them, adds a column, tells; or dies on the way."""
+        """A consumer requests rows, reads them, adds a column and reports it; or dies on the way."""
         self.request_id += 1
         self.say(
             consumer,
@@ -268,7 +258,7 @@ class World(RuleBasedStateMachine):
         for message in self.heard(consumer):
             if isinstance(message, RowBatch) and message.request_id == self.request_id:
                 done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
-                for _ in range(2 if ends == "told twice" else ends == "well"):
+                for _ in range(2 if ends == "reported twice" else ends == "well"):
                     self.say(consumer, done)
         if ends.startswith("dead"):
             self.work[consumer].clear()
@@ -276,7 +266,7 @@ class World(RuleBasedStateMachine):
 
     @rule(consumer=references)
     def takes_work(self, consumer: str) -> None:
-        """And has not done it yet: whatever comes next happens while it computes."""
+        """A consumer requests rows and computes while the next events happen."""
         self.request_id += 1
         self.say(
             consumer,
@@ -288,26 +278,28 @@ class World(RuleBasedStateMachine):
 
     @rule(consumer=references, is_known=st.booleans())
     def finishes_work(self, consumer: str, is_known: bool) -> None:
-        """If it was given up for dead before, it does not know."""
+        """A consumer reports a batch; the hub may count it as dead, which it does not know."""
         if self.work[consumer]:
             if not is_known:
                 self.hub.on_process_death(consumer, "no heartbeat")
-            _, hand_out = self.work[consumer].popitem()
-            self.say(consumer, self.add_column(consumer, hand_out, is_written=True))
+            _, batch = self.work[consumer].popitem()
+            self.say(consumer, self.add_column(consumer, batch, is_written=True))
 
-    def add_column(self, consumer: str, hand_out: RowBatch, *, is_written: bool) -> ColumnsAdded:
+    def add_column(self, consumer: str, batch: RowBatch, *, is_written: bool) -> ColumnsAdded:
         rows: list[RowId] = []
         units: list[list[str]] = []
-        for group in hand_out.groups:
+        for group in batch.groups:
             readable = [n for n in range(len(group.samples)) if self.read(group, n, consumer)]
             for n in readable if is_written else ():
                 row, attempt = group.row(n), group.attempts[n]
-                living = [unit for unit in group.storage_ids[n] if unit == self.unit(relay_of(unit))]
+                living = [unit for unit in group.storage_ids[n] if unit == self.unit(process_of(unit))]
                 for unit in living:
-                    self.units[relay_of(unit)].put(row.key(attempt), {"ref_logprobs": np.array([row.number, attempt])})
+                    self.units[process_of(unit)].put(
+                        row.key(attempt), {"ref_logprobs": np.array([row.number, attempt])}
+                    )
                 rows.append(row)
                 units.append(living)
-        return ColumnsAdded(hand_out.task, hand_out.batch_id, ["ref_logprobs"], rows, units)
+        return ColumnsAdded(batch.task, batch.batch_id, ["ref_logprobs"], rows, units)
 
     # -------------------------------------------------------------------------------------------------------- trainer
 
@@ -322,11 +314,11 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def trains(self) -> None:
-        """Read what was handed out, and make the step when there is enough. What was read before is not read again."""
+        """Read the groups that were handed out since the last call, and make the step when there are enough."""
         for reference in self.received[len(self.batch) :]:
             if self.all_read(reference):
                 self.batch.append(reference)
-        self.received = list(self.batch)  # the others have left the step
+        self.received = list(self.batch)  # the other groups have left the step
         if len(self.batch) == PER_STEP:
             step = self.hub.state.step
             self.trained.update(reference.group.row(sample) for reference in self.batch for sample in reference.samples)
@@ -336,7 +328,7 @@ class World(RuleBasedStateMachine):
 
     @rule(first=rollouts, second=rollouts, num_groups=st.integers(1, 2), are_read=st.booleans())
     def all_goes_well(self, first: str, second: str, num_groups: int, are_read: bool) -> None:
-        """For a while: what is rare by chance is frequent in a run."""
+        """Several steps of an undisturbed run, which is rare among random rules."""
         for rollout in (first, second):
             self.asks(rollout, num_groups)
         self.finishes_all(first, RELAYS)
@@ -350,18 +342,21 @@ class World(RuleBasedStateMachine):
         self.received, self.batch = [], []
 
     def all_read(self, reference: GroupRef) -> bool:
-        """As a stream does it: every row is tried, and each that is missing is told."""
+        """As a stream does it: every row is tried, and each missing row is reported."""
         found = [self.read(reference, n) for n in range(len(reference.samples))]
         return all(found)
 
     def read(self, reference: GroupRef, n: int, reader: str = "actor-0") -> bool:
         row, attempt = reference.row(n), reference.attempts[n]
-        units = [unit for unit in reference.storage_ids[n] if unit == self.unit(relay_of(unit))]
-        if reader != "actor-0":  # what it was given a while ago may have left the queue; what is in training may not
-            units = [unit for unit in units if row.key(attempt) in self.units[relay_of(unit)].listing()]
+        units = [unit for unit in reference.storage_ids[n] if unit == self.unit(process_of(unit))]
+        if reader != "actor-0":  # rows of an older batch may have left the queue; rows in training stay
+            listings = {unit: self.units[process_of(unit)].listing() for unit in units}
+            units = [unit for unit in units if "content" in listings[unit].get(row.key(attempt), ())]
         for unit in units:
-            columns = self.units[relay_of(unit)].get(row.key(attempt))
-            assert columns["content"].tolist() == [row.epoch, row.prompt, row.sample, attempt], "another's bytes"
+            columns = self.units[process_of(unit)].get(row.key(attempt))
+            assert columns["content"].tolist() == [row.epoch, row.prompt, row.sample, attempt], (
+                "the bytes of another attempt"
+            )
             if reader == "actor-0":
                 assert columns["ref_logprobs"].tolist() == [row.number, attempt], "trained without the reference"
         if not units:
@@ -369,7 +364,7 @@ class World(RuleBasedStateMachine):
             self.say(reader, RowsNotFound([row], [attempt], "no unit has it"))
         return bool(units)
 
-    # ------------------------------------------------------------------------------------------------------ the claim
+    # ----------------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def the_account_holds(self) -> None:
@@ -382,22 +377,22 @@ class World(RuleBasedStateMachine):
         assert all(times == 1 for times in self.trained.values())
 
     def storage_holds_what_the_hub_says(self) -> None:
-        """Each row that is ready lies where it is said to lie. Besides, there may be bytes of a writer that was given up for dead,
-        woke, wrote, and died before it told: no attempt that anybody can ask for."""
+        """Each ready row is in the units that the hub names. There may be other bytes, of attempts that cannot be read any more:
+        their writer counted as dead, woke up, wrote, and died before it reported."""
         expected: dict[str, set[str]] = {relay: set() for relay in RELAYS}
         for group in self.hub.state.groups.values():
             for row_id in group.row_ids(RowStatus.READY):
                 row = group.rows[row_id.sample]
                 for unit in row.storage_ids:
-                    expected[relay_of(unit)].add(row_id.key(row.attempt))
+                    expected[process_of(unit)].add(row_id.key(row.attempt))
         for relay in RELAYS:
             self.forgets(relay)
             held = set(self.units[relay].listing())
             assert held >= expected[relay]
-            assert not (held - expected[relay]) & set.union(*expected.values()), "a copy that nobody knows of"
+            assert not (held - expected[relay]) & set.union(*expected.values()), "a copy of which the hub does not know"
 
     def teardown(self) -> None:
-        """Whatever has happened, the run can go on."""
+        """After any sequence of events the run continues."""
         step = self.hub.state.step
         for consumer in REFERENCES:
             while self.work[consumer]:
@@ -418,13 +413,13 @@ class World(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-class ThrowingOut(World):
-    """The same, where groups that came too late or lost a member leave the queue, whoever holds or reads their rows."""
+class Evicting(World):
+    """The same, where groups that are too stale or lost a row leave the queue, even while their rows are held or read."""
 
     queue = QueueSettings(filter_zero_std=True, max_staleness=1, on_stale="evict", on_failed="drop")
 
 
-@pytest.mark.parametrize("world", [World, ThrowingOut])
+@pytest.mark.parametrize("world", [World, Evicting])
 def test_each_trajectory_is_trained_once_or_accounted_for(world: type[World]):
     run_state_machine_as_test(
         world,

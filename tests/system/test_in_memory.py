@@ -1,4 +1,4 @@
-"""The whole system in one process: every role's own loop as a thread, on the fleet's twin in memory."""
+"""The whole system in one process: the loop of every role as a thread, on the in-memory fleet."""
 
 import json
 import socket
@@ -10,12 +10,12 @@ from support.system import PATIENCE_S, System
 from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.links.base import authenticate
 from headrace.comm.links.tcp import TcpLink
-from headrace.comm.messages import DropRows, HeldRows, Interrupted, LeaseGrant, LeaseRequest, Stop
+from headrace.comm.messages import DropRows, HeldRows, LeaseGrant, LeaseRequest, Stop
 from headrace.comm.recipe import Recipe
 from headrace.comm.storage.codec import LINK_NAME, send_frame
 from headrace.comm.storage.protocol import Attach
-from headrace.relay.journal.events import Leased, Returned, RowReady, TaskHanded
-from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.relay.journal.events import Leased, Published, Received, Returned, RowReady, TaskHanded
+from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.queue import task_loop
 from headrace.trainer import reference_loop
 from headrace.trainer.replay import replay_steps as train_again
@@ -32,11 +32,10 @@ def test_all_loops_together_train_and_add_up(tmp_path: Path, capsys: pytest.Capt
     assert (account["trained"], account["in_flight"], account["holds"]) == (12, 0, True)
 
 
-def test_an_interrupt_ends_all_loops_and_what_is_in_flight_is_counted(tmp_path: Path):
+def test_an_interrupt_ends_all_loops_and_counts_trajectories_in_flight(tmp_path: Path):
     system = System(tmp_path, **{"run.steps": 10_000}).start_all()
     system.wait_for_event("Trained")
-    teller = system.network.mailboxes.open("teller")
-    teller.send("hub", Interrupted(2))
+    system.interrupt()
     summary = system.wait()
     assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
     assert summary["accounting"]["holds"] is True
@@ -61,14 +60,14 @@ def test_generator_and_trainer_agree_at_equal_version(tmp_path: Path):
         assert abs(metrics["is/mean"] - 1) < 1e-5
 
 
-def test_in_exact_mode_they_agree_bit_for_bit(tmp_path: Path):
+def test_generator_and_trainer_agree_bit_for_bit_in_exact_mode(tmp_path: Path):
     system = System(tmp_path, **{"queue.max_staleness": 0, "generator.exact": "true"}).start_all()
     system.wait()
     for line in (system.dir / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["mismatch/logprob_abs_diff"] == 0
 
 
-def test_a_quota_makes_a_rollout_drain_and_go_on(tmp_path: Path):
+def test_a_rollout_with_a_quota_drains_and_continues(tmp_path: Path):
     summary = System(tmp_path, **{"rollout.batch_groups": 1}).start_all(num_rollouts=1).wait()
     assert summary["accounting"]["trained"] == 12
 
@@ -77,16 +76,15 @@ def test_every_pull_is_in_the_journal_with_the_digest_that_was_published(tmp_pat
     system = System(tmp_path).start_all()
     system.wait()
     published, received = {}, {}
-    for _, event in read_events(system.dir / "journal.jsonl"):
-        match type(event).__name__:
-            case "Published":
-                published[event.version] = event.digest  # pyright: ignore[reportAttributeAccessIssue]
-            case "Received":
-                received[event.version] = event.digest  # pyright: ignore[reportAttributeAccessIssue]
+    for event in system.events():
+        if isinstance(event, Published):
+            published[event.version] = event.digest
+        elif isinstance(event, Received):
+            received[event.version] = event.digest
     assert received and all(published[version] == digest for version, digest in received.items())
 
 
-def test_prompts_that_are_too_long_are_dropped_when_asked_for_and_counted(tmp_path: Path):
+def test_prompts_that_are_too_long_are_dropped_on_request_and_counted(tmp_path: Path):
     system = System(tmp_path, **{"data.too_long": "drop"})
     rows = [{"prompt": "x" * 300 if i % 4 == 0 else f"say {i}"} for i in range(20)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -102,7 +100,7 @@ def test_groups_without_signal_are_filtered_and_replaced(tmp_path: Path):
     assert account["trained"] == 3 * 2 * 4 and account["filtered"] > 0 and account["holds"] is True
 
 
-def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
+def test_a_rollout_that_freezes_and_wakes_loses_no_trajectory(tmp_path: Path):
     system = System(tmp_path, **{"run.steps": 10_000, "sampling.max_new_tokens": 60}).start_all()
     system.wait_for_event("Trained")
     system.rollouts[0].crash()
@@ -110,7 +108,7 @@ def test_a_rollout_that_freezes_and_wakes_costs_nothing(tmp_path: Path):
     system.rollouts[0].announce(woke="yes")
     enough = system.num_steps() + 20
     system.until(lambda: system.num_steps() >= enough)
-    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
+    system.interrupt()
     assert system.wait()["accounting"]["holds"] is True
 
 
@@ -121,59 +119,55 @@ def test_a_relay_that_dies_takes_no_trajectory_with_it(tmp_path: Path):
     system.wait_for_event("Trained")
     second.announce(die="now")
     system.wait_for_event("UnitLost")
-    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
+    system.interrupt()
     summary = system.wait()
     assert summary["accounting"]["holds"] is True
-    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    events = system.events()
     copies = [len(event.units) for event in events if isinstance(event, RowReady)]
     assert copies[:4] == [2] * 4
 
 
-def test_a_rollout_whose_connection_ends_gives_its_leases_back_while_its_heartbeat_goes_on(tmp_path: Path):
+def test_the_leases_of_a_rollout_return_when_its_connection_ends_while_its_heartbeat_continues(tmp_path: Path):
     system = System(tmp_path, **{"run.steps": 10_000, "queue.max_staleness": 1})
     system.start("rollout", mortal_rollout, 7)
     system.start_all()
     system.wait_for_event("Returned")
-    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
+    system.interrupt()
     assert system.wait()["accounting"]["holds"] is True
-    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
-    leased = {
-        (event.group, event.attempt) for event in events if isinstance(event, Leased) and event.holder == "rollout-7"
-    }
-    lost = {
-        (event.group, event.attempt) for event in events if isinstance(event, Returned) and "connection" in event.reason
-    }
+    events = system.events()
+    leased = {(e.group, e.attempt) for e in events if isinstance(e, Leased) and e.holder == "rollout-7"}
+    lost = {(e.group, e.attempt) for e in events if isinstance(e, Returned) and "connection" in e.reason}
     assert leased == lost
 
 
 def mortal_rollout(fleet: MemoryFleet, recipe: Recipe) -> None:
-    """Takes a lease, and then its connection to the storage unit ends as if it had been killed; its heartbeat does not."""
+    """Takes a lease; then its connection to the storage unit ends, as after SIGKILL, and its heartbeat continues."""
     address = fleet.nearest("relay", having="unit").info["unit"]
     link = TcpLink(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))))
     authenticate(link, LINK_NAME, 1, b"", PATIENCE_S)
     send_frame(link, Attach(fleet.name, fleet.incarnation), PATIENCE_S)
     mailbox = fleet.open_mailbox(fleet.name)
     mailbox.send("hub", LeaseRequest(1, 0, 1))
-    letter = mailbox.receive(PATIENCE_S)
-    assert letter is not None and isinstance(letter.message, LeaseGrant)
+    envelope = mailbox.receive(PATIENCE_S)
+    assert envelope is not None and isinstance(envelope.message, LeaseGrant)
     link.close()
-    letter = mailbox.receive(PATIENCE_S)
-    assert letter is not None and isinstance(letter.message, Stop)
+    envelope = mailbox.receive(PATIENCE_S)
+    assert envelope is not None and isinstance(envelope.message, Stop)
     mailbox.send("hub", HeldRows([], []))
     mailbox.close()
 
 
 def mortal_relay(fleet: MemoryFleet, recipe: Recipe) -> None:
-    """A storage unit that dies when it is told to, without a word."""
+    """A storage unit that crashes when its member's info says so, without a message."""
     unit = fleet.host_rows()
     fleet.announce(unit=unit.address)
     mailbox = fleet.open_mailbox(fleet.name)
     while "die" not in fleet.me.info:
-        letter = mailbox.receive(0.01)
-        if letter is not None and isinstance(letter.message, Stop):
+        envelope = mailbox.receive(0.01)
+        if envelope is not None and isinstance(envelope.message, Stop):
             break
-        if letter is not None and isinstance(letter.message, DropRows):
-            unit.drop(letter.message.keys)
+        if envelope is not None and isinstance(envelope.message, DropRows):
+            unit.drop(envelope.message.keys)
     unit.close()
     fleet.crash()
     mailbox.close()
@@ -187,7 +181,9 @@ def kl_losses(system: System) -> list[float]:
 
 
 @pytest.mark.parametrize("num_references", [0, 2])
-def test_a_kl_term_waits_for_the_reference_on_the_trainers_ranks_or_on_its_own(tmp_path: Path, num_references: int):
+def test_a_kl_term_gets_its_reference_from_the_trainers_ranks_or_from_ranks_of_its_own(
+    tmp_path: Path, num_references: int
+):
     settings = {"algorithm.kl_coef": 0.1, "roles.reference": num_references, "optimizer.lr": 0.01}
     system = System(tmp_path, **settings)
     (tmp_path / "rewards.py").write_text(SPREAD)
@@ -196,12 +192,12 @@ def test_a_kl_term_waits_for_the_reference_on_the_trainers_ranks_or_on_its_own(t
     summary = system.start_all().wait()
     assert summary["accounting"]["trained"] == 12 and summary["accounting"]["holds"] is True
     losses = kl_losses(system)
-    assert losses[0] < 1e-9, "the initial policy is no way from itself"
+    assert losses[0] < 1e-9, "the KL divergence of the initial policy from itself is zero"
     assert losses[-1] > 1e-6
     state = replay(system.dir / "journal.jsonl")
     record = state.tasks["reference"]
     assert record.is_balanced and record.consumed >= 12
-    events = [event for _, event in read_events(system.dir / "journal.jsonl")]
+    events = system.events()
     consumers = {event.consumer for event in events if isinstance(event, TaskHanded)}
     assert consumers <= ({f"reference-{i}" for i in range(num_references)} or {"actor-0"})
 

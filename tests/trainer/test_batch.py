@@ -1,4 +1,4 @@
-"""Packing lays trajectories end to end and points at the states that predict their tokens."""
+"""Packing joins trajectories end to end and finds the hidden states that predict their tokens."""
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ def trajectory(prompt: list[int], response: list[int], version: int = 0, advanta
         rollout_logprobs=-np.ones(len(response), dtype=np.float32),
         loss_mask=np.ones(len(response), dtype=np.uint8),
         version=version,
-        reward=0.0,
         advantage=advantage,
     )
 
@@ -46,7 +45,7 @@ def row_of(number: int, num_tokens: int) -> RowRef:
     num_ranks=st.integers(1, 4),
     budget=st.integers(10, 60),
 )
-def test_rounds_give_each_rank_as_many_parts_and_keep_everything_and_the_budget(
+def test_rounds_give_each_rank_equally_many_parts_with_all_rows_within_the_budget(
     lengths: list[int], num_ranks: int, budget: int
 ):
     planned = rounds([row_of(number, length) for number, length in enumerate(lengths)], num_ranks, budget)

@@ -1,4 +1,4 @@
-"""A checkpoint holds all that training needs to go on as if it had never stopped."""
+"""A checkpoint holds everything that training needs to continue bit for bit."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
-from headrace.relay.queue.stream import Batch
+from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import Checkpoints
 from headrace.trainer.learners.actor import Actor
@@ -32,7 +32,7 @@ def actor_of(policy_dir: Path) -> Actor:
     return Actor(Recipe(model=ModelSettings(path=str(policy_dir)), optimizer=optimizer), ALONE)
 
 
-def made_up_row(key: str) -> dict[str, np.ndarray]:
+def random_row(key: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(list(key.encode()))
     return {
         "prompt_ids": rng.integers(4, 99, 5).astype(np.int32),
@@ -43,26 +43,23 @@ def made_up_row(key: str) -> dict[str, np.ndarray]:
 
 
 def batch_of(step: int) -> Batch:
-    """Two made-up trajectories of a prompt."""
+    """Two random trajectories of a prompt."""
     group = GroupRef(GroupId(0, step), [0, 1], [1, 1], [["relay-0#1"]] * 2, [step, step], [12, 12], [0.0, 1.0])
     rows = group.rows()
-    return Batch(
-        TrainBatch(step=step, first=0, total=1, groups=[group], metrics={}),
-        [rows],
-        {row.key: made_up_row(row.key) for row in rows},
-    )
+    taken = TrainBatch(step=step, first=0, total=1, groups=[group], metrics={})
+    return Batch(taken, [rows], {row.key: random_row(row.key) for row in rows})
 
 
 def train(actor: Actor, num_steps: int) -> list[float]:
     norms = []
     for step in range(actor.version, actor.version + num_steps):
-        tally = StepStats(max_new_tokens=8)
-        actor.accumulate(batch_of(step), tally)
-        norms.append(actor.step(tally)["actor/grad_norm"])
+        stats = StepStats(max_new_tokens=8)
+        actor.accumulate(batch_of(step), stats)
+        norms.append(actor.step(stats)["actor/grad_norm"])
     return norms
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(policy_dir: Path, tmp_path: Path):
+def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path):
     unbroken = actor_of(policy_dir)
     train(unbroken, 4)
     expected = train(unbroken, 3)
@@ -80,7 +77,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(policy_dir: Path, tmp_path: Path):
         assert torch.equal(weight, resumed.policy.weights()[name]), name
 
 
-def test_the_pointer_names_only_complete_checkpoints_and_old_ones_go(policy_dir: Path, tmp_path: Path):
+def test_the_pointer_names_only_complete_checkpoints_and_old_ones_are_removed(policy_dir: Path, tmp_path: Path):
     actor = actor_of(policy_dir)
     checkpoints = Checkpoints(tmp_path, keep=2, group=ALONE)
     assert checkpoints.latest() is None

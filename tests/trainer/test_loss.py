@@ -1,4 +1,4 @@
-"""Losses are pure functions, right to the formula."""
+"""The loss and the advantages follow their formulas."""
 
 import torch
 
@@ -32,7 +32,7 @@ def test_at_ratio_one_the_loss_is_minus_the_advantage():
     assert terms([-1.0, -2.0], [-1.0, -2.0], [0.5, 2.0]).loss.item() == -2.5
 
 
-def test_a_good_token_stops_pushing_beyond_the_upper_clip():
+def test_a_good_token_has_no_gradient_beyond_the_upper_clip():
     inside, outside = (torch.tensor([x], requires_grad=True) for x in (0.1, 0.4))
     for logprob in (inside, outside):
         one = torch.ones(1)
@@ -47,7 +47,7 @@ def test_clip_higher_moves_only_the_upper_bound():
     assert terms([-0.3], [0.0], [-1.0], clip_high=0.3).clipped == 1
 
 
-def test_masked_tokens_bear_nothing():
+def test_masked_tokens_add_nothing_to_the_loss():
     full = terms([-1.0, -9.0], [-1.0, -3.0], [1.0, 1.0], mask=[1.0, 0.0])
     alone = terms([-1.0], [-1.0], [1.0])
     for name, value in full._asdict().items():

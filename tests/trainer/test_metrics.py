@@ -1,4 +1,4 @@
-"""A run's metrics lie in a file that anything can read, one object per step, none twice."""
+"""The metrics of a run are in a file of JSON lines, one object for each step."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
     assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_console_line_shows_no_mismatch_where_nothing_was_fresh():
+def test_the_console_line_shows_no_mismatch_for_a_step_without_fresh_tokens():
     assert "mismatch       -" in console_line(0, 10, METRICS)
     assert "mismatch 1.0e-07" in console_line(0, 10, METRICS | {"mismatch/logprob_abs_diff": 1e-7})
     assert console_line(9, 10, METRICS).startswith("step   10/10  reward 0.500")

@@ -1,4 +1,4 @@
-"""The rows that a step trained on come back from the run folder as they were, so that the step can be replayed."""
+"""The run folder returns the batches of a step unchanged, so that a replay can train them again."""
 
 from pathlib import Path
 
@@ -8,21 +8,21 @@ import pytest
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.relay.queue.stream import Batch
+from headrace.relay.queue.batch import Batch
 from headrace.trainer.step_log import StepLog, StepReplay
 
 
 def batch_of(first: int) -> Batch:
-    """A hand-out of two rows in micro-batches of one, with an empty one as another rank may have caused it."""
+    """A batch of two rows in micro-batches of one, and an empty micro-batch, as with several ranks."""
     group = GroupRef(GroupId(0, first), [0, 1], [1, 2], [["relay-0#1"]] * 2, [3, 3], [7, 8], [0.1, 0.2])
-    hand_out = TrainBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
+    row_batch = TrainBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
     early, late = group.rows()
     rng = np.random.default_rng(first)
     columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}
-    return Batch(hand_out, [[late], [early], []], columns)
+    return Batch(row_batch, [[late], [early], []], columns)
 
 
-def test_batches_come_back_in_their_order_with_their_micro_batches(tmp_path: Path):
+def test_batches_are_read_in_their_order_with_their_micro_batches(tmp_path: Path):
     batches = [batch_of(first) for first in range(12)]
     log = StepLog(tmp_path)
     for batch in batches:
@@ -48,7 +48,7 @@ def test_each_step_and_each_rank_has_its_own_rows(tmp_path: Path):
     assert not list(tmp_path.glob("rows/*.new"))
 
 
-def test_rows_of_groups_that_were_left_out_are_not_kept(tmp_path: Path):
+def test_rows_of_groups_that_were_left_out_are_not_saved(tmp_path: Path):
     batch = batch_of(0)
     log = StepLog(tmp_path)
     log.add(batch.without({GroupId(0, 0)}))
@@ -57,6 +57,6 @@ def test_rows_of_groups_that_were_left_out_are_not_kept(tmp_path: Path):
     assert (again.row_batch.groups, again.micro_batches, again.columns) == ([], [[], [], []], {})
 
 
-def test_a_run_without_rows_is_told_how_to_have_them(tmp_path: Path):
+def test_a_run_without_saved_rows_is_refused_with_the_setting_that_saves_them(tmp_path: Path):
     with pytest.raises(SettingError, match=r"run\.save_rows"):
         StepReplay(tmp_path, 0)

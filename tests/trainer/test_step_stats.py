@@ -1,4 +1,4 @@
-"""A step's metrics say what the step trained on, and keep engine mismatch apart from staleness."""
+"""The metrics of a step describe its data, and separate engine mismatch from staleness."""
 
 import math
 
@@ -9,9 +9,9 @@ import torch
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings
-from headrace.relay.queue.stream import Batch
+from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
-from headrace.trainer.batch import Trajectory, pack
+from headrace.trainer.batch import PADDING_TRAJECTORY, Trajectory, pack
 from headrace.trainer.loss import grpo_loss
 from headrace.trainer.step_stats import StepStats
 
@@ -19,7 +19,7 @@ VERSION = 5
 
 
 def batch_of(version: int, response_ids: np.ndarray) -> Batch:
-    """A group of two, of which this rank trains the first."""
+    """A group of two rows; this rank trains the first."""
     group = GroupRef(GroupId(0, 0), [0, 1], [1, 1], [["relay-0#1"]] * 2, [version] * 2, [4, 4], [1.0, 0.0])
     first, _ = group.rows()
     return Batch(
@@ -37,19 +37,18 @@ def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:
         rollout_logprobs=-np.ones(num_tokens, np.float32),
         loss_mask=np.ones(num_tokens, np.uint8),
         version=version,
-        reward=1.0,
         advantage=1.0,
     )
-    tally = StepStats(max_new_tokens=3)
-    tally.add(batch_of(version, trajectory.response_ids))
+    stats = StepStats(max_new_tokens=3)
+    stats.add(batch_of(version, trajectory.response_ids))
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)
     terms = grpo_loss(
         logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, AlgorithmSettings(clip_high=0.05)
     )
-    tally.add_batch(batch, logprobs, terms)
-    return tally
+    stats.add_batch(batch, logprobs, terms)
+    return stats
 
 
 def test_fresh_tokens_measure_the_mismatch_of_generator_and_trainer():
@@ -82,20 +81,17 @@ def test_clipped_tokens_are_counted():
 
 
 def test_a_trajectory_without_weight_adds_nothing():
-    tally = stats_of(VERSION, shift=0.1)
-    before = tally.metrics(VERSION)
-    empty = Trajectory(
-        np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), -1, 0.0
-    )
-    batch = pack([empty], VERSION, torch.device("cpu"))
+    stats = stats_of(VERSION, shift=0.1)
+    before = stats.metrics(VERSION)
+    batch = pack([PADDING_TRAJECTORY], VERSION, torch.device("cpu"))
     ones = torch.ones(1)
     terms = grpo_loss(ones, batch.rollout_logprobs, batch.advantages, ones, batch.mask, AlgorithmSettings())
-    tally.add_batch(batch, ones, terms)
-    assert tally.metrics(VERSION) == before
+    stats.add_batch(batch, ones, terms)
+    assert stats.metrics(VERSION) == before
 
 
-def test_one_rank_needs_nobody_to_reduce():
-    tally = stats_of(VERSION, shift=0.1)
-    before = tally.metrics(VERSION)
-    tally.reduce(ActorGroup(0, 1, torch.device("cpu"), deadline_s=1))
-    assert tally.metrics(VERSION) == before
+def test_one_rank_reduces_to_its_own_sums():
+    stats = stats_of(VERSION, shift=0.1)
+    before = stats.metrics(VERSION)
+    stats.reduce(ActorGroup(0, 1, torch.device("cpu"), deadline_s=1))
+    assert stats.metrics(VERSION) == before

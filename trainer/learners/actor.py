@@ -1,11 +1,11 @@
-"""The actor: policy, optimizer, and the one step that turns groups of trajectories into an update."""
+"""The actor: policy and optimizer, and the update of the weights by groups of trajectories."""
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
 from ..actor_group import ActorGroup, gather_full
 from ..batch import PADDING_TRAJECTORY, Trajectory, pack
 from ..checkpoint import TrainingState
@@ -14,9 +14,12 @@ from ..loss import group_advantages, grpo_loss
 from ..policy.model import Policy, load_policy
 from ..step_stats import StepStats
 
+if TYPE_CHECKING:
+    from ...relay.queue.batch import Batch
+
 
 class Actor:
-    """fp32 master weights (sharded where there are several ranks), AdamW, gradients accumulated as groups stream in."""
+    """fp32 weights, sharded over several ranks; gradients accumulate as groups arrive, and AdamW applies them."""
 
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
@@ -32,16 +35,16 @@ class Actor:
 
     @property
     def version(self) -> int:
-        """The version of the weights in training: the number of updates behind them."""
+        """The version in training: the number of updates of the weights so far."""
         return self.state.step
 
     def lr(self) -> float:
-        """Learning rate of the step to come: linear warm-up, then constant."""
+        """Learning rate of the next step: linear warm-up, then constant."""
         o = self.recipe.optimizer
         return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
 
-    def accumulate(self, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of a batch, as a sum over tokens; a collective of all ranks."""
+    def accumulate(self, batch: "Batch", stats: StepStats) -> None:
+        """Add the gradient of a batch, summed over tokens; a collective of all ranks."""
         started = time.monotonic()
         stats.add(batch)
         advantages = self._advantages(batch)
@@ -51,13 +54,13 @@ class Actor:
         self.update_s += time.monotonic() - started
 
     def step(self, stats: StepStats) -> dict[str, float]:
-        """Scale the accumulated gradient to the mean over tokens, clip, update; returns the optimizer's metrics."""
+        """Scale the accumulated gradient to the mean over tokens, clip it, update; returns the optimizer's metrics."""
         started = time.monotonic()
         stats.reduce(self.group)
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # FSDP2 gives the mean of the ranks' gradients; the sum over all tokens is that many times larger.
+        # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
         scale = self.group.size / max(stats.num_tokens, 1.0)
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
@@ -69,8 +72,8 @@ class Actor:
         update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
         return {"actor/grad_norm": float(gather_full(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
 
-    def _advantages(self, batch: Batch) -> dict[str, float]:
-        """By key of the row; of all ranks' rows, since the rows of a group may be on several."""
+    def _advantages(self, batch: "Batch") -> dict[str, float]:
+        """By key of the row, for the rows of all ranks: several ranks may share the rows of a group."""
         found: dict[str, float] = {}
         for group in batch.row_batch.groups:
             rewards = torch.tensor(group.rewards)

@@ -1,4 +1,4 @@
-"""What the trainer's loop asks of whatever trains, and the choice by `trainer.engine`."""
+"""The interface between the trainer's loop and an engine, and the choice of the engine by `trainer.engine`."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ import numpy as np
 from ...comm.fleet import Fleet
 from ...comm.plugins import adapter_class
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
+from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..step_stats import StepStats
 
@@ -16,36 +16,35 @@ _LEARNERS = {"builtin": ".builtin:ActorLearner", "emulated": ".emulated:Emulated
 
 
 class Learner(Protocol):
-    """One rank of what trains, with its share of the weights and its end of their way down."""
+    """One rank of an engine, with its share of the weights and their publisher."""
 
     group: ActorGroup
     num_bytes: int
-    """Of one version of the weights."""
+    """Size of one version of the weights."""
 
     @property
     def version(self) -> int:
-        """The version in training: the number of updates behind the weights."""
+        """The version in training: the number of updates of the weights so far."""
         ...
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of this rank's micro-batches, and the batch to the tally; a collective of all ranks."""
+        """Add the gradient of this rank's micro-batches, and the batch to `stats`; a collective of all ranks."""
         ...
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """By the initial policy, where the trainer's ranks do the task `reference`: [R] for each row of this rank's; a
-        collective of all ranks."""
+        """Of the initial policy, for the task `reference`: [R] for each of this rank's rows; a collective of all ranks."""
         ...
 
     def step(self, stats: StepStats) -> dict[str, float]:
-        """Update the weights by what was accumulated; returns the metrics of the update."""
+        """Update the weights by the accumulated gradient; returns the metrics of the update."""
         ...
 
     def discard(self) -> None:
-        """Forget what was accumulated: the run ends within a step."""
+        """Discard the accumulated gradient: the run ends within a step."""
         ...
 
     def publish(self) -> None:
-        """Hand the present weights over to the relays; returns when training may go on."""
+        """Publish the present weights to the relays; returns when training may continue."""
         ...
 
     def export(self) -> str:
@@ -53,14 +52,14 @@ class Learner(Protocol):
         ...
 
     def checkpoint(self) -> str:
-        """Write weights for users and all that `run.resume` needs; returns the folder."""
+        """Write the weights for users and the state that `run.resume` needs; returns the folder."""
         ...
 
     def close(self) -> None:
-        """Deliver what was published, and end the group of ranks."""
+        """Deliver the published weights, and close the group of ranks."""
         ...
 
 
 def open_learner(fleet: Fleet, recipe: Recipe) -> Learner:
-    """The learner that `trainer.engine` names; from the newest checkpoint where `run.resume` says so."""
+    """The learner that `trainer.engine` names; with `run.resume`, it continues from the newest checkpoint."""
     return adapter_class("trainer.engine", recipe.trainer.engine, _LEARNERS, __package__)(fleet, recipe)

@@ -1,4 +1,4 @@
-"""The project's own actor behind the adapter's protocol: `trainer.engine=builtin`."""
+"""The project's own actor as a `Learner`: `trainer.engine=builtin`."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
+from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard
@@ -20,7 +20,7 @@ from .actor import Actor
 
 
 class ActorLearner(Actor):
-    """An actor with its checkpoints and the publisher of its part of the weights."""
+    """An actor with checkpoints and the publisher of its shard of the weights."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         device = default_device(exact=recipe.generator.exact)
@@ -33,29 +33,26 @@ class ActorLearner(Actor):
         if resume is not None:
             self.checkpoints.load(self.state, resume)
         weights = self.policy.weights()
-        cuts = splits_for(weights, self.policy.config)
-        layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, cuts)
-        part = WeightShard.of(layout, weights, self.group.rank, self.group.size)
-        self.publisher = WeightPublisher.open(fleet, layout, recipe.comm, part)
+        layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, splits_for(weights, self.policy.config))
+        shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
+        self.publisher = WeightPublisher.open(fleet, layout, recipe.comm, shard)
         self.num_bytes = layout.num_bytes
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """By the initial policy, which is loaded for the first batch."""
+        """The initial policy is loaded for the first batch."""
         if self.reference is None:
             self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
             self.group.shard(self.reference)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def discard(self) -> None:
-        """Forget the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def publish(self) -> None:
-        """Returns after one copy of the weights."""
         self.publisher.publish(self.version, self.policy.weights())
 
     def export(self) -> str:
-        """The policy in Hugging Face form."""
+        """Write the policy in Hugging Face format; a collective."""
         path = self.checkpoints.path(self.version) / "hf"
         weights = {name: gather_full(tensor.detach()) for name, tensor in self.policy.weights().items()}
         if self.group.is_lead:
@@ -63,11 +60,9 @@ class ActorLearner(Actor):
         return str(path)
 
     def checkpoint(self) -> str:
-        """The export, and DCP's folder beside it."""
         self.export()
         return str(self.checkpoints.save(self.state))
 
     def close(self) -> None:
-        """Deliver what was published, and end the group of ranks."""
         self.publisher.close()
         self.group.close()

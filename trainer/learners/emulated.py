@@ -1,4 +1,4 @@
-"""A trainer whose devices are emulated: `trainer.engine=emulated`. Rows are fetched as ever, and time passes."""
+"""A trainer on emulated devices: `trainer.engine=emulated`. It fetches rows and sleeps instead of computing."""
 
 import logging
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
-from ...relay.queue.stream import Batch
+from ...relay.queue.batch import Batch
 from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class EmulatedLearner:
-    """Counts tokens, and sleeps as long as devices would need for them."""
+    """Counts tokens, and sleeps for the time that devices would need for them."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         e = recipe.emulated
@@ -39,43 +39,39 @@ class EmulatedLearner:
         self.num_bytes = layout.num_bytes
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
-        """Returns when the devices are done with the batch's tokens."""
+        """Return when the devices would be done with the batch."""
         self._until = max(self._until, self._clock.now())
         stats.add(batch)
         self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """Any numbers: the time of a forward pass passes, a third of a step's."""
+        """Zeros, after the time of a forward pass, which is a third of a step's."""
         self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s / 3)
         return [np.zeros(len(ids), np.float32) for ids in batch["response_ids"]]
 
     def step(self, stats: StepStats) -> dict[str, float]:
-        """One more update."""
         self.version += 1
         self._weights["weights"].fill_(float(self.version))
         busy_s, self._busy_s = self._busy_s, 0.0
         return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "timing_s/update_actor": busy_s}
 
     def discard(self) -> None:
-        """There is no gradient to forget."""
+        pass
 
     def publish(self) -> None:
-        """Hand the small buffer over; returns when the real one would be."""
+        """Publish the small buffer; return when a real version would be copied."""
         self._until = max(self._until, self._clock.now())
         self._publisher.publish(self.version, self._weights)
         if self.version:
             self._sleep_for(self._transfer.push_s)
 
     def export(self) -> str:
-        """There is nothing to export."""
         return ""
 
     def checkpoint(self) -> str:
-        """There is nothing to resume from; the folder is the run's."""
         return str(self._run_dir)
 
     def close(self) -> None:
-        """Deliver what was published."""
         _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)
         self._publisher.close()
 

@@ -1,20 +1,22 @@
-"""A lean forward of the Llama line: the same weights and the same mathematics as transformers' modules, fewer operators.
+"""A lean forward pass of the Llama line: the weights and the mathematics of transformers' modules with fewer operators.
 
-The modules spend more on small operators than small policies spend on arithmetic. The generator runs this forward where
-`LeanDecoder.supports` the policy. Inference only: it works in place.
+For small policies the modules spend more time on small operators than on arithmetic. The generator uses this forward pass
+where `LeanDecoder.supports` the policy. Inference only: it works in place.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Attention, AttentionSpec
+from .attention import Attention, AttentionSpec, rope_table, window_of
 from .exact_decoder import BLOCK, products_of
-from .families import is_llama_line, rope_table, window_of
+from .families import is_llama_line
 from .fused_linear import FusedLinear
-from .model import Policy
+
+if TYPE_CHECKING:
+    from .model import Policy
 
 
 class _Layer(NamedTuple):
@@ -30,12 +32,12 @@ class _Layer(NamedTuple):
 
 
 class LeanDecoder:
-    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP; `refresh` must follow every change of the weights.
+    """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP. Call `refresh` after every change of the weights.
 
-    Runs whole policies, and a rank's part of a split one together with the other ranks.
+    Of a split policy it computes this rank's part and takes part in the sums over the ranks.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: "Policy") -> None:
         assert self.supports(policy)
         self.policy = policy
         self.tensor_parallel = policy.tensor_parallel
@@ -47,19 +49,19 @@ class LeanDecoder:
         self.bind()
 
     @staticmethod
-    def supports(policy: Policy) -> bool:
-        """Whether this forward computes what the policy's modules compute."""
+    def supports(policy: "Policy") -> bool:
+        """Whether this forward pass computes what the policy's modules compute."""
         return is_llama_line(policy.config)
 
     @torch.no_grad()
     def bind(self) -> None:
-        """Take the tensors that are the policy's parameters now."""
+        """Use the tensors that are the policy's parameters now."""
         self.layers = [self._layer(index, layer) for index, layer in enumerate(self._model.layers)]
         self._embedding: Tensor = self._model.embed_tokens.weight.detach()
         self._norm: Tensor = self._model.norm.weight.detach()
 
     def refresh(self) -> None:
-        """The parameters' values changed: follow."""
+        """Read the changed values of the parameters."""
         for layer in self.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 matrix.refresh()
@@ -69,23 +71,17 @@ class LeanDecoder:
         qkv, gate_up = _inputs(attention, mlp, self.policy)
         # A bias that follows a sum over ranks is added by one of them.
         out_bias = attention.o_proj.bias if self.tensor_parallel.rank == 0 else None
-        matrices = [
-            FusedLinear([w for w, _ in qkv], [b for _, b in qkv]),
-            FusedLinear([attention.o_proj.weight], [out_bias]),
-            FusedLinear([w for w, _ in gate_up], [None]),
-            FusedLinear([mlp.down_proj.weight], [None]),
-        ]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=matrices[0],
+            qkv=FusedLinear(*zip(*qkv, strict=True)),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=matrices[1],
+            out=FusedLinear([attention.o_proj.weight], [out_bias]),
             post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=matrices[2],
-            down=matrices[3],
+            gate_up=FusedLinear(gate_up),
+            down=FusedLinear([mlp.down_proj.weight]),
             spec=AttentionSpec(attention.scaling, window_of(self.policy.config, index)),
         )
 
@@ -109,63 +105,59 @@ class LeanDecoder:
         return F.rms_norm(hidden, shape, self._norm, self._eps)
 
     def _add(self, matrix: FusedLinear, hidden: Tensor, x: Tensor) -> Tensor:
-        """hidden plus the matrix's product, summed over the ranks."""
+        """hidden plus the product with x, summed over the ranks."""
         if self.tensor_parallel.size == 1:
             return matrix.add_to(hidden, x)
         return hidden.add_(self.tensor_parallel.all_reduce_sum(matrix(x)))
 
 
-def _inputs(attention: Any, mlp: Any, policy: Policy) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-    """Weights and biases of query, key, value, and of gate and up."""
+def _inputs(attention: Any, mlp: Any, policy: "Policy") -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Weights and biases of query, key and value, and the weights of gate and up."""
     if not hasattr(attention, "qkv_proj"):
         qkv = [(m.weight, m.bias) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        return qkv, [(m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj)]
+        return qkv, [mlp.gate_proj.weight, mlp.up_proj.weight]
     heads = (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)
     sizes = [count // policy.tensor_parallel.size * policy.head_dim for count in heads]
-    gate_up = mlp.gate_up_proj.weight.chunk(2)
-    return list(zip(attention.qkv_proj.weight.split(sizes), [None] * 3, strict=True)), [(w, None) for w in gate_up]
+    return [(part, None) for part in attention.qkv_proj.weight.split(sizes)], mlp.gate_up_proj.weight.chunk(2)
 
 
 class Head:
-    """The LM head of the generator: logits in fp32 whatever the weights' type, as `Policy.logits` gives them.
+    """The LM head of the generator: logits in fp32 for weights of any type, as `Policy.logits` gives them.
 
-    On CPU a bfloat16 head is kept in fp32 too and multiplied by bfloat16 products with fp32 sums: inputs and weights are
-    bfloat16 numbers, so the products are exact. `refresh` must follow every change of the weights.
+    On a CPU a bfloat16 head is copied to fp32 and multiplied with bfloat16 products and fp32 sums: inputs and weights are
+    bfloat16 numbers, so the products are exact. Call `refresh` after every change of the weights.
     """
 
-    def __init__(self, policy: Policy, is_exact: bool = False) -> None:
+    def __init__(self, policy: "Policy", is_exact: bool = False) -> None:
         self.policy = policy
         self._is_exact = is_exact
         self.bind()
 
     def bind(self) -> None:
-        """Take the tensor that is the head's weight now."""
+        """Use the tensor that is the head's weight now."""
         self._weight = self.policy.head.weight.detach()
-        is_wide = self._weight.dtype == torch.float32
-        # Exact mode makes the very call that `Policy.logits` makes; else an fp32 weight is faster transposed.
-        self._is_transposed = is_wide and not self._is_exact
-        self._kept: Tensor | None = None
-        if self._weight.device.type == "cpu" and not (is_wide and self._is_exact):
+        self._wide = self._weight.t()  # [hidden, vocab]
+        is_fp32 = self._weight.dtype == torch.float32
+        # Exact mode makes the same call as `Policy.logits`; else an fp32 weight is faster in a transposed copy.
+        self._is_copied = self._weight.device.type == "cpu" and not (is_fp32 and self._is_exact)
+        if self._is_copied:
             shape = self._weight.shape
-            self._kept = torch.empty(shape[::-1] if self._is_transposed else shape)
+            self._wide = torch.empty(shape[::-1]) if is_fp32 else torch.empty(shape).t()
         self.refresh()
 
     @property
     def is_bound(self) -> bool:
-        """Whether the policy's head still is the tensor that `bind` took."""
+        """Whether the policy's head is still the tensor that `bind` found."""
         return self._weight.data_ptr() == self.policy.head.weight.data_ptr()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The weight's values changed: follow."""
-        if self._kept is None:
-            self._wide = self._weight.t()
-            return
-        self._kept.copy_(self._weight.t() if self._is_transposed else self._weight)
-        self._wide = self._kept if self._is_transposed else self._kept.t()
+        """Read the changed values of the weight."""
+        if self._is_copied:
+            self._wide.copy_(self._weight.t())
 
     def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`, whose length is a multiple of BLOCK."""
+        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`; its length is a multiple of BLOCK."""
         softcap, count = self.policy.logit_softcap, len(hidden)
         if hidden.device.type != "cpu" and hidden.dtype != torch.float32:
             torch.mm(hidden, self._wide, out_dtype=torch.float32, out=out[:count])
@@ -180,7 +172,7 @@ class Head:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the first dimensions of every head [T, heads, d] in place; `sin` has its first half negated."""
-    turned = heads[..., : cos.shape[-1]]
-    swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turned.mul_(cos).addcmul_(swapped, sin)
+    """Rotate the first dimensions of every head [T, heads, d] in place; the first half of `sin` is negated."""
+    rotated = heads[..., : cos.shape[-1]]
+    swapped = rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    rotated.mul_(cos).addcmul_(swapped, sin)

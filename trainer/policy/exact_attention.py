@@ -1,7 +1,7 @@
-"""Attention whose bits do not depend on what a token is computed together with (see `exact`).
+"""Attention of exact mode: its bits do not depend on the other tokens of a batch (see `exact_decoder`).
 
-Keys lie in pages of PAGE tokens. A tile of queries meets one page in one row of a SDPA call, with its query heads folded
-into rows, and the results of a query's pages are merged in the pages' order.
+Keys are stored in pages of PAGE tokens. One row of an SDPA call is a tile of queries against one page, with the query heads
+folded into rows. The results of a query's pages are merged in the order of the pages.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from .attention import AttentionSpec, PackedAttention, band
 PAGE = 64
 """Keys per page, and query tokens per tile."""
 ROWS = 4
-"""Query rows of a call come in multiples of this: the kernel treats one or two rows on their own in another way."""
+"""Query rows of a call are a multiple of this: the kernel computes one or two rows in another way."""
 MASKED_SCORE = -1e30
-"""Added to a score that must not count; finite, so that a page without any valid key gives no NaN."""
+"""Added to a masked score; finite, so that a page without a valid key does not give NaN."""
 
 
 def attend_pages(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -29,9 +29,9 @@ def attend_pages(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
 
 
 def merge_in_order(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
-    """Merge partial results page by page: `out` [N, ...rest, d] and `lse` [N, ...rest] by `parts` [Q, P] (rows of them).
+    """Merge partial results page by page: `out` [N, ...rest, d] and `lse` [N, ...rest]; `parts` [Q, P] are rows of them.
 
-    A part that saw no valid key has a log-sum-exp near NEVER and changes no bit of the result.
+    A part without a valid key has a log-sum-exp near MASKED_SCORE and does not change a bit of the result.
     """
     lses = [lse.index_select(0, column) for column in parts.unbind(1)]
     peak = torch.stack(lses).amax(0)
@@ -44,7 +44,7 @@ def merge_in_order(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
 
 
 class Run(NamedTuple):
-    """Tokens [start, stop) of one sequence whose page j of keys is `pages[j]`."""
+    """Tokens [start, stop) of one sequence; its page j of keys is `pages[j]`."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 class TileAttention:
-    """Exact attention of runs of tokens that lie one after the other in a packed row, over pages of keys."""
+    """Exact attention, over pages of keys, of runs of tokens packed one after the other in one row."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device | str = "cpu") -> None:
         tiles: list[list[int]] = []
@@ -71,24 +71,24 @@ class TileAttention:
                 )
             first += run.stop - run.start
         width = max(len(p) for p in parts)
-        # A part that is not there points to one more row, which saw nothing.
+        # A missing part points to an extra row without a valid key.
         self._parts = torch.tensor([p + [len(pairs)] * (width - len(p)) for p in parts], device=device)
         self._tiles = torch.tensor(tiles, device=device).flatten()
         self._pairs = torch.tensor(pairs, device=device).t()
         self._spots = torch.tensor(spots, device=device)
         self._num_tiles = len(tiles)
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionSpec) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         """query [T, heads, d], keys and values [pages, kv_heads, PAGE, d] -> [T, heads, d]."""
         num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
         groups = query.shape[1] // num_kv_heads
         tiles = query.index_select(0, self._tiles).view(self._num_tiles, PAGE, num_kv_heads, groups, head_dim)
         tiles = tiles.permute(0, 2, 1, 3, 4).reshape(self._num_tiles, num_kv_heads, PAGE * groups, head_dim)
         which, pages, distance = self._pairs.unbind(0)
-        bias = self._bias(int(distance.max()) + 1, rule.window, groups, query)
+        bias = self._bias(int(distance.max()) + 1, spec.window, groups, query)
         out, lse = attend_pages(
             tiles.index_select(0, which), keys.index_select(0, pages), values.index_select(0, pages),
-            bias.index_select(0, distance), rule.scale,
+            bias.index_select(0, distance), spec.scale,
         )  # fmt: skip
         nothing = lse.new_full((1, *lse.shape[1:]), MASKED_SCORE)
         out, lse = torch.cat((out, out.new_zeros(1, *out.shape[1:]))), torch.cat((lse, nothing))
@@ -98,7 +98,7 @@ class TileAttention:
 
     @staticmethod
     def _bias(num_distances: int, window: int | None, groups: int, like: Tensor) -> Tensor:
-        """What a query tile adds to the scores of the page so many pages before it: [distances, 1, PAGE * groups, PAGE]."""
+        """Bias of the scores of a query tile, by its distance in pages from the keys: [distances, 1, PAGE * groups, PAGE]."""
         sees = [band(PAGE, PAGE * (d + 1), window, like.device)[:, :PAGE] for d in range(num_distances)]
         bias = torch.where(torch.stack(sees), 0.0, MASKED_SCORE).to(like.dtype)
         return bias.repeat_interleave(groups, 1).unsqueeze(1)
@@ -117,19 +117,15 @@ class ExactPackedAttention:
         self._tiles = TileAttention(runs, device)
         self._places = torch.tensor(places, device=device)
         self._num_pages = num_pages
-        self._plain = PackedAttention(lengths, device)
+        self.stock = PackedAttention(lengths, device)
+        """The same attention by the stock kernels, for the gradient."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """See `Attention`."""
-        return _Exact.apply(query, key, value, rule, self)  # pyright: ignore[reportReturnType]
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        return _Exact.apply(query, key, value, spec, self)  # pyright: ignore[reportReturnType]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """The exact result, without a graph."""
-        return self._tiles(query, self._paged(key), self._paged(value), rule)
-
-    def recompute(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
-        """The same attention by the stock kernels, for its gradient."""
-        return self._plain(0, query, key, value, rule)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """The exact result, without an autograd graph."""
+        return self._tiles(query, self._paged(key), self._paged(value), spec)
 
     def _paged(self, x: Tensor) -> Tensor:
         pages = x.new_zeros(self._num_pages * PAGE, *x.shape[1:]).index_copy_(0, self._places, x)
@@ -139,16 +135,16 @@ class ExactPackedAttention:
 class _Exact(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec, attention: ExactPackedAttention
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attention: ExactPackedAttention
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.rule, ctx.attention = rule, attention
-        return attention.forward(query, key, value, rule)
+        ctx.spec, ctx.attention = spec, attention
+        return attention.forward(query, key, value, spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = ctx.attention.recompute(*inputs, ctx.rule)
+            out = ctx.attention.stock(0, *inputs, ctx.spec)
         query, key, value = torch.autograd.grad(out, inputs, grads[0])
         return query, key, value, None, None

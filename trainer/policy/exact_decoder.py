@@ -1,9 +1,9 @@
-"""Exact mode: a forward whose bits do not depend on what a token is computed together with.
+"""Exact mode: a forward pass whose bits do not depend on the other tokens of a batch.
 
-Generator and trainer run it, one token or a whole packed batch at a time, and get the same log-probabilities bit for bit.
-Three rules make it so. Linear layers run on blocks of exactly BLOCK rows (the same call, the same shape, always). Attention
-runs over pages of PAGE keys, one call per page with query rows padded to a multiple of ROWS, and the pages of a query are
-merged in their order. All else works row by row. Stock operators throughout; the backward pass is unconstrained.
+Generator and trainer run it, on one token or on a whole packed batch, and get the same log-probabilities bit for bit. Three
+rules ensure this. Linear layers run on blocks of exactly BLOCK rows: always the same call with the same shape. Attention runs
+over pages of PAGE keys, one call per page with query rows padded to a multiple of ROWS, and the pages of a query are merged
+in their order. All other operators work row by row. Stock operators throughout; the backward pass is unconstrained.
 """
 
 from collections.abc import Iterator
@@ -14,27 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...comm.errors import SettingError
-from .attention import Attention, AttentionSpec
-from .families import is_llama_line, rope_table, window_of
+from .attention import Attention, AttentionSpec, rope_table, window_of
 
 BLOCK = 32
 """Rows of every linear layer's call."""
 
 
-def check_exact_supported(config: Any, device: torch.device) -> None:
-    """Raise SettingError where exact mode cannot keep its promise."""
-    if not is_llama_line(config):
-        raise SettingError(f"generator.exact is not available for model type '{config.model_type}'")
-    if device.type != "cpu":
-        raise SettingError(f"generator.exact is not available on {device.type}, only on the CPU")
-
-
 class ExactDecoder:
-    """The Llama line's forward by the rules of exact mode; differentiable, out of place."""
+    """The Llama line's forward pass by the rules of exact mode; differentiable, out of place."""
 
     def __init__(self, model: nn.Module, config: Any, context: int, dtype: torch.dtype, device: torch.device) -> None:
-        check_exact_supported(config, device)
         self._model: Any = model
         self._config = config
         self._cos, self._sin = rope_table(model, context, dtype, device)
@@ -49,29 +38,24 @@ class ExactDecoder:
         for index, layer in enumerate(self._model.layers):
             normed = self._norm(hidden, layer.input_layernorm)
             query, key, value = self._projected(layer.self_attn, normed, cos, sin)
-            rule = AttentionSpec(layer.self_attn.scaling, window_of(self._config, index))
-            mixed = attention(index, query[:count], key[:count], value[:count], rule)
-            mixed = mixed.flatten(1)
-            mixed = F.pad(mixed, (0, 0, 0, padding)) if padding else mixed
-            hidden = hidden + linear(mixed, layer.self_attn.o_proj)
+            spec = AttentionSpec(layer.self_attn.scaling, window_of(self._config, index))
+            mixed = attention(index, query[:count], key[:count], value[:count], spec).flatten(1)
+            hidden = hidden + linear(F.pad(mixed, (0, 0, 0, padding)), layer.self_attn.o_proj)
             hidden = hidden + self._mlp(layer.mlp, self._norm(hidden, layer.post_attention_layernorm))
         return self._norm(hidden, self._model.norm)[:count]
 
     def _projected(self, attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [T, heads, d], turned by their positions."""
+        """Query, key and value [T, heads, d]; query and key rotated by their positions."""
         if hasattr(attention, "qkv_proj"):
-            sizes = [h * attention.head_dim for h in self._heads()]
-            parts = linear(normed, attention.qkv_proj).split(sizes, -1)
+            num_kv_heads = self._config.num_key_value_heads
+            heads = (self._config.num_attention_heads, num_kv_heads, num_kv_heads)
+            parts = linear(normed, attention.qkv_proj).split([h * attention.head_dim for h in heads], -1)
         else:
             parts = [linear(normed, p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
         if hasattr(attention, "q_norm"):
             query, key = self._norm(query, attention.q_norm), self._norm(key, attention.k_norm)
         return _rotated(query, cos, sin), _rotated(key, cos, sin), value
-
-    def _heads(self) -> tuple[int, int, int]:
-        config = self._config
-        return config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
 
     @staticmethod
     def _mlp(mlp: Any, normed: Tensor) -> Tensor:
@@ -114,31 +98,22 @@ class _BlockLinear(torch.autograd.Function):
         return grad @ weight, grad.t() @ x, grad.sum(0) if ctx.has_bias else None
 
 
-class ExactLogits(torch.autograd.Function):
-    """Logits fp32 [T, vocab] of hidden states [T, hidden]: products of the weights' type, sums in fp32, block by block."""
+def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits fp32 [T, vocab] of hidden states [T, hidden]: products in the weights' type, sums in fp32, block by block.
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wide: Tensor) -> Tensor:
-        """`wide` is `weight` in fp32."""
-        ctx.save_for_backward(hidden, weight)
-        count = len(hidden)
-        padded = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK))
-        out = padded.new_empty(len(padded), len(weight))
-        with products_of(weight.dtype):
-            for block, rows in zip(padded.split(BLOCK), out.split(BLOCK), strict=True):
-                torch.mm(block, wide.t(), out=rows)
-        return out[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden, None
+    Without gradient.
+    """
+    padded, wide = F.pad(hidden.float(), (0, 0, 0, -len(hidden) % BLOCK)), weight.float()
+    out = padded.new_empty(len(padded), len(weight))
+    with products_of(weight.dtype):
+        for block, rows in zip(padded.split(BLOCK), out.split(BLOCK), strict=True):
+            torch.mm(block, wide.t(), out=rows)
+    return out[: len(hidden)]
 
 
 @contextmanager
 def products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply fp32 matrices on the CPU by products of this type (bfloat16 numbers lose nothing by it)."""
+    """On the CPU, multiply the numbers of fp32 matrices in this type. For bfloat16 numbers the products are exact."""
     settings: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16" if dtype == torch.bfloat16 else "ieee"
@@ -149,9 +124,9 @@ def products_of(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [T, heads, d] with their first dimensions turned."""
+    """Heads [T, heads, d] with their first dimensions rotated."""
     size = cos.shape[-1]
-    turned, rest = heads[..., :size], heads[..., size:]
-    swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turned = turned * cos + swapped * sin
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+    rotated, rest = heads[..., :size], heads[..., size:]
+    swapped = rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    rotated = rotated * cos + swapped * sin
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

@@ -1,5 +1,6 @@
-"""A linear layer prepared for decoding: projections that read the same input fused, weights laid out for few rows."""
+"""A linear layer for decoding: projections of the same input are fused, and the weights are laid out for few rows."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -7,18 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS_EXPECTED = 32
-"""Rows that oneDNN packs a weight for; other numbers work too."""
+"""The number of rows for which oneDNN packs a weight; other numbers work too."""
 
 
 class FusedLinear:
     """The weights `parts` [out_i, in], one below the other, with their biases.
 
-    On CPU it keeps a copy in a better layout: fp32 transposed (1.3 times faster at 32 rows, 1.7 at 8), bfloat16 packed by
-    oneDNN (1.5 times). Elsewhere it is a view of the parts where they lie one after the other in memory, else a copy.
-    `refresh` must follow every change of the weights; it keeps the addresses outside the CPU.
+    On a CPU it keeps a copy in a better layout: fp32 transposed (1.3 times faster at 32 rows, 1.7 at 8), bfloat16 packed by
+    oneDNN (1.5 times). Elsewhere it is a view where the parts follow one another in memory, else a copy. Call `refresh` after
+    every change of the weights; on a GPU it keeps the addresses.
     """
 
-    def __init__(self, parts: list[Any], biases: list[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], biases: Sequence[Any] = ()) -> None:
         self._parts: list[Tensor] = [part.detach() for part in parts]
         self._biases: list[Tensor] = [bias.detach() for bias in biases if bias is not None]
         self._kind = _kind(parts[0])
@@ -28,7 +29,7 @@ class FusedLinear:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the present values of the parts."""
+        """Read the present values of the parts."""
         fused = _fused(self._parts, self._weight if self._kind == "plain" else None)
         if self._kind == "transposed":
             self._weight = fused.t().contiguous() if self._weight is None else self._weight.copy_(fused.t())
@@ -68,7 +69,7 @@ def _kind(weight: Tensor) -> Literal["plain", "transposed", "packed"]:
 
 
 def _fused(parts: list[Tensor], home: Tensor | None) -> Tensor:
-    """The parts one below the other: a view if they lie so, else a copy, in `home` if there is one."""
+    """The parts one below the other: a view if they follow one another in memory, else a copy, in `home` if it is given."""
     first = parts[0]
     expected = first.data_ptr()
     for part in parts:

@@ -1,11 +1,12 @@
 """The policy: one definition that the trainer trains and the generator runs.
 
-Any decoder-only checkpoint that transformers loads and `family.check_supported` lets pass. Weights keep the names that
-transformers gives them; a tied weight has one name.
+It takes any decoder-only checkpoint that transformers loads and `families.check_supported` accepts. Weights keep the names
+that transformers gives them; a tied weight has one name.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,24 @@ from transformers.utils import logging as transformers_logging
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
 from .exact_attention import ExactPackedAttention
-from .exact_decoder import ExactDecoder, ExactLogits
-from .families import check_supported
-from .tensor_parallel import TensorParallel, check_splittable, splits_for
+from .exact_decoder import ExactDecoder, exact_logits
+from .families import check_exact_supported, check_splittable, check_supported
+from .tensor_parallel import TensorParallel, splits_for
 
 transformers_logging.disable_progress_bar()
 
 LOADING = threading.RLock()
-"""Held while a model is made: transformers does it under switches of the whole process (dtype, initialisation, tying)."""
+"""Held while a model is made: transformers then sets switches of the whole process (dtype, initialisation, tying)."""
 LOGPROB_ROWS = 256
-"""Tokens whose logits exist at one time while log-probabilities are computed."""
+"""Tokens whose logits are in memory at one time while log-probabilities are computed."""
 
 
 class Policy(nn.Module):
     """A decoder-only language model.
 
-    `model` is transformers' module; `context` the most positions it takes; `stop_ids` the tokens that end a response;
-    `config` its transformers configuration. With `exact`, packed forwards follow the rules of exact mode; of a policy that
-    was `split` this process holds one `tensor_parallel`.
+    `model` is transformers' module, `config` its configuration, `context` the largest number of positions, and `stop_ids` are
+    the tokens that end a response. With `exact`, packed forward passes follow the rules of exact mode. Of a policy that was
+    `split`, this process holds the slices of one rank, `tensor_parallel`.
     """
 
     exact: ExactDecoder | None = None
@@ -65,24 +66,23 @@ class Policy(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self.head.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
         return self.head.weight.device
 
     def make_exact(self) -> ExactDecoder:
-        """From now on run packed forwards and log-probabilities in exact mode; SettingError where there is none."""
+        """From now on run packed forward passes in exact mode; SettingError where it is not available."""
+        check_exact_supported(self.config, self.device)
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
 
     @torch.no_grad()
     def split(self, tensor_parallel: TensorParallel) -> None:
-        """From now on hold only this rank's part of each layer, to be run by `decoder.LeanDecoder`.
+        """From now on hold only this rank's slice of each layer, for `decoder.LeanDecoder`.
 
-        Raises SettingError for a policy that cannot be split so.
+        Raises SettingError for a policy that cannot be split over these ranks.
         """
         assert self.tensor_parallel.size == 1, "split once"
         check_splittable(self.config, tensor_parallel.size)
@@ -92,7 +92,7 @@ class Policy(nn.Module):
             parameters[name].data = tensor_parallel.slice(parameters[name].data, cut)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter once, by transformers' name; those that a fused projection joins follow one another."""
+        """Every parameter once, by transformers' name; the parts of a fused projection follow one another."""
         named = list(self.model.named_parameters())
         first: dict[str, int] = {}
         for place, (name, _) in enumerate(named):
@@ -101,7 +101,7 @@ class Policy(nn.Module):
         return dict(named)
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
-        """Make tensors of the same names and shapes the parameters, without copying: e.g. views of one flat buffer."""
+        """Use tensors of the same names and shapes as the parameters, without a copy: for example views of a buffer."""
         for name, parameter in self.model.named_parameters():
             assert parameter.shape == views[name].shape, name
             parameter.data = views[name]
@@ -115,23 +115,22 @@ class Policy(nn.Module):
         return output.last_hidden_state[0]
 
     def forward_packed(self, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Hidden states [T, hidden] of whole sequences packed one after the other; sequence i is
-        token_ids[cu_seqlens[i] : cu_seqlens[i + 1]]. Differentiable.
+        """Hidden states [T, hidden] of whole sequences packed one after the other. Differentiable.
+
+        Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]].
         """
-        lengths = cu_seqlens.diff()
-        positions = torch.arange(len(token_ids), device=token_ids.device)
-        positions = positions - cu_seqlens[:-1].to(positions.device).repeat_interleave(lengths.to(positions.device))
-        if self.exact is not None:
-            return self.exact(token_ids, positions, ExactPackedAttention(lengths.tolist(), token_ids.device))
-        return self(token_ids, positions, PackedAttention(lengths.tolist(), token_ids.device))
+        lengths: list[int] = cu_seqlens.diff().tolist()
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(token_ids.device)
+        attention = PackedAttention if self.exact is None else ExactPackedAttention
+        return (self.exact or self)(token_ids, positions, attention(lengths, token_ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
         head = self.head
         if self.exact is not None:
-            return ExactLogits.apply(hidden, head.weight, head.weight.detach().float())  # pyright: ignore[reportReturnType]
+            return _Logits.apply(hidden, head.weight, exact_logits)  # pyright: ignore[reportReturnType]
         if head.weight.is_cuda and head.weight.dtype != torch.float32:
-            logits = _WideLogits.apply(hidden, head.weight)
+            logits = _Logits.apply(hidden, head.weight, _wide_logits)
             assert isinstance(logits, Tensor)
         else:
             logits = F.linear(hidden.float(), head.weight.float(), head.bias)
@@ -142,7 +141,7 @@ class Policy(nn.Module):
     def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden].
 
-        Differentiable; logits exist for LOGPROB_ROWS tokens at a time and are computed again in the backward pass.
+        Differentiable. Logits are computed for LOGPROB_ROWS tokens at a time, and again in the backward pass.
         """
 
         def chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,28 +149,31 @@ class Policy(nn.Module):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             return logprobs.gather(1, wanted[:, None])[:, 0], entropy
 
-        parts = []
-        for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True):
-            if torch.is_grad_enabled():
-                parts.append(checkpoint(chunk, rows, wanted, use_reentrant=False))
-            else:
-                parts.append(chunk(rows, wanted))
+        parts = [
+            checkpoint(chunk, rows, wanted, use_reentrant=False) if torch.is_grad_enabled() else chunk(rows, wanted)
+            for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
+        ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-class _WideLogits(torch.autograd.Function):
-    """fp32 logits of half-precision hidden states and weights on a GPU: sums in fp32, no fp32 copy of the weights."""
+class _Logits(torch.autograd.Function):
+    """fp32 logits by `compute(hidden, weight)`; the backward pass computes in the weights' type."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return compute(hidden, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight = ctx.saved_tensors
         grad = grads[0].to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden
+        return grad @ weight, grad.t() @ hidden, None
+
+
+def _wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Of half-precision hidden states and weights on a GPU: sums in fp32, without an fp32 copy of the weights."""
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
 def load_policy(
@@ -182,14 +184,15 @@ def load_policy(
     exact: bool = False,
     tensor_parallel: TensorParallel | None = None,
 ) -> Policy:
-    """The policy of a Hugging Face checkpoint; with `weights=False` only its structure, parameters uninitialised; with
-    `tensor_parallel` split, so that the device never holds more than this rank's part.
+    """The policy of a Hugging Face checkpoint.
 
-    Raises SettingError for a missing checkpoint and for a feature that would be computed wrongly.
+    With `weights=False` only its structure, with uninitialised parameters. With `tensor_parallel` it is split before it is
+    moved, so the device never holds more than this rank's slices. Raises SettingError for a missing checkpoint and for a
+    feature that would be computed wrongly.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-        raise SettingError(f"model.dtype: '{dtype}' is no floating-point type (float32, bfloat16, float16)")
+        raise SettingError(f"model.dtype: '{dtype}' is not a floating-point type (float32, bfloat16, float16)")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -228,7 +231,7 @@ def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel
 
 
 def default_device(*, exact: bool = False) -> torch.device:
-    """A process's GPU if it has one, else the CPU; exact mode is a promise of the CPU."""
+    """The process's GPU if there is one, else the CPU; exact mode runs on the CPU only."""
     return torch.device("cuda", 0) if torch.cuda.is_available() and not exact else torch.device("cpu")
 
 
@@ -243,9 +246,9 @@ def load_tokenizer(path: str | Path) -> Any:
 def save_policy(
     policy: Policy, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write safetensors, configuration and tokenizer so that `AutoModelForCausalLM.from_pretrained` gives this policy.
+    """Write safetensors, configuration and tokenizer; `AutoModelForCausalLM.from_pretrained` loads this policy from them.
 
-    `weights` by name where the policy's own are only shards.
+    `weights` are whole tensors by name, for a policy that holds only shards.
     """
     state = None if weights is None else dict(weights)
     policy.model.save_pretrained(folder, state_dict=state, safe_serialization=True)
@@ -270,15 +273,9 @@ def _generation_config(path: str | Path, config: Any) -> GenerationConfig:
 
 
 def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
-    """Tokens that end a response: those of the generation configuration, else of the model's, and the tokenizer's."""
-    found: set[int] = set()
-    for ids in (_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)):
-        if isinstance(ids, int):
-            found.add(ids)
-        elif ids is not None:
-            found.update(ids)
-    try:
-        tokenizer_eos = AutoTokenizer.from_pretrained(path).eos_token_id
-    except (OSError, ValueError, KeyError):
-        tokenizer_eos = None
-    return frozenset(found if tokenizer_eos is None else found | {tokenizer_eos})
+    """Tokens that end a response: those of the generation configuration, of the model's configuration and of the tokenizer."""
+    settings: list[Any] = [_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)]
+    with suppress(OSError, ValueError, KeyError):
+        settings.append(AutoTokenizer.from_pretrained(path).eos_token_id)
+    lists = [[setting] if isinstance(setting, int) else setting or [] for setting in settings]
+    return frozenset(token for tokens in lists for token in tokens)

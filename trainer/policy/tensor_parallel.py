@@ -1,7 +1,7 @@
-"""Tensor parallelism of decoding: which part of a layer one rank of a replica holds, and how the parts are summed.
+"""Tensor parallelism of decoding: the slice of each layer that one rank of a replica holds, and the sums over the ranks.
 
-A layer is cut as in Megatron-LM (arXiv 1909.08053, section 3): query, key, value, gate and up by output rows, so each rank
-has whole heads; the projections back into the residual by input columns, whose products are then summed over the ranks.
+A layer is split as in Megatron-LM (arXiv 1909.08053, section 3): query, key, value, gate and up by output rows, so that each
+rank has whole heads; the projections back into the residual by input columns, with their products summed over the ranks.
 Embedding, norms and LM head are whole on every rank.
 """
 
@@ -12,16 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm.errors import SettingError
-from ...relay.weights.layout import TensorSplit
-from .families import is_llama_line
+from ...comm.tensor_split import TensorSplit
 
 _BY_ROWS = frozenset(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
 _BY_COLUMNS = frozenset(("o_proj", "down_proj"))
 
 
 class TensorParallel:
-    """One rank's share of a replica. Without a group it is everything."""
+    """One rank of a replica; without a group, the only one."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -29,22 +27,21 @@ class TensorParallel:
         self.size = 1 if group is None else group.size()
 
     def slice(self, weight: Tensor, split: TensorSplit) -> Tensor:
-        """What this rank holds of a whole parameter that is shared so; a copy."""
+        """This rank's slice of a whole parameter; a copy."""
         rows, columns = split.slice_for_rank(tuple(weight.shape), self.rank, self.size)
         part = torch.cat([weight[start:end] for start, end in rows])
         return part if columns is None else part[:, slice(*columns)].contiguous()
 
     def all_reduce_sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, in place."""
+        """The sum over the ranks, in place."""
         assert self._group is not None
         self._group.allreduce([part]).wait()
         return part
 
-    def broadcast_tokens(self, tokens: Tensor) -> Tensor:
-        """The first rank's tokens, on every rank, in place: no rank may go another way for a last bit."""
+    def broadcast_tokens(self, tokens: Tensor) -> None:
+        """Rank 0's tokens on every rank, in place: a difference in the last bit must not make the ranks diverge."""
         if self._group is not None:
             self._group.broadcast([tokens], dist.BroadcastOptions()).wait()
-        return tokens
 
     def all_reduce_min(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values."""
@@ -57,27 +54,10 @@ class TensorParallel:
         return int(tensor)
 
 
-def check_splittable(config: Any, size: int) -> None:
-    """Raise SettingError if a policy of this configuration cannot be split over `size` ranks."""
-    if size == 1:
-        return
-    if not is_llama_line(config):
-        raise SettingError(f"rollout.tp: model type '{config.model_type}' runs on one rank only, not on {size}")
-    heads = config.num_attention_heads
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, value in sizes.items():
-        if value % size:
-            raise SettingError(f"rollout.tp: {size} ranks do not divide the policy's {name} of {value}")
-
-
 def splits_for(weights: Iterable[str], config: Any) -> dict[str, TensorSplit]:
-    """How the ranks of a replica share the parameters of these names; they hold the others whole."""
-    cuts = {name: _split_of(name, config) for name in weights}
-    return {name: cut for name, cut in cuts.items() if cut is not None}
+    """How the ranks of a replica share the parameters of these names; each rank holds the others whole."""
+    splits = {name: _split_of(name, config) for name in weights}
+    return {name: split for name, split in splits.items() if split is not None}
 
 
 def _split_of(name: str, config: Any) -> TensorSplit | None:

@@ -1,4 +1,4 @@
-"""Rows go to each task once; what a consumer leaves behind comes back; what is too stale or spoilt is thrown out and counted."""
+"""Each task gets a row once; rows of a dead consumer come back; groups that are stale or failed leave the queue and are counted."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,32 +33,31 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
     def make(**settings: object) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         s = scenes[-1]
-        s.boxes |= {name: s.post.open(name) for name in ("reference-0", "reference-1")}
+        s.boxes |= {name: s.mailboxes.open(name) for name in ("reference-0", "reference-1")}
         return s
 
     yield make
     for each in scenes:
-        each.hub.context.journal.close()
-        each.post.close()
+        each.close()
 
 
 def take(
-    s: Scene, consumer: str, question: int = 1, holding: tuple[int, ...] = (), tokens: int = 100
+    s: Scene, consumer: str, request_id: int = 1, open_batches: tuple[int, ...] = (), tokens: int = 100
 ) -> RowBatch | None:
-    s.say(consumer, RequestRows(question, ["reference"], open_batches=holding, max_tokens=tokens))
+    s.say(consumer, RequestRows(request_id, ["reference"], open_batches=open_batches, max_tokens=tokens))
     (answer,) = s.heard(consumer) or [None]
     assert answer is None or isinstance(answer, RowBatch)
     return answer
 
 
-def done(hand_out: RowBatch) -> ColumnsAdded:
-    rows = [group.row(i) for group in hand_out.groups for i in range(len(group.samples))]
-    units = [group.storage_ids[i] for group in hand_out.groups for i in range(len(group.samples))]
-    return ColumnsAdded("reference", hand_out.batch_id, ["ref_logprobs"], rows, units)
+def done(batch: RowBatch) -> ColumnsAdded:
+    rows = [group.row(i) for group in batch.groups for i in range(len(group.samples))]
+    units = [group.storage_ids[i] for group in batch.groups for i in range(len(group.samples))]
+    return ColumnsAdded("reference", batch.batch_id, ["ref_logprobs"], rows, units)
 
 
-def rows_of(hand_out: RowBatch) -> set[RowId]:
-    return {group.row(i) for group in hand_out.groups for i in range(len(group.samples))}
+def rows_of(batch: RowBatch) -> set[RowId]:
+    return {group.row(i) for group in batch.groups for i in range(len(group.samples))}
 
 
 def ready(s: Scene, num_groups: int = 2) -> LeaseGrant:
@@ -69,7 +68,7 @@ def ready(s: Scene, num_groups: int = 2) -> LeaseGrant:
 
 def train(s: Scene) -> list[TrainBatch]:
     s.say("actor-0", RequestRows(1, ["train"], s.hub.state.step))
-    return [letter for letter in s.heard("actor-0") if isinstance(letter, TrainBatch)]
+    return [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
 
 
 def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
@@ -79,15 +78,15 @@ def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     first = take(s, "reference-0", tokens=10)
     assert first is not None and len(rows_of(first)) == 2
     s.say("reference-0", done(first))
-    second = take(s, "reference-0", question=2)
+    second = take(s, "reference-0", request_id=2)
     assert second is not None and not rows_of(second) & rows_of(first)
     s.say("reference-0", done(second))
-    handed = [letter for letter in s.heard("actor-0") if isinstance(letter, TrainBatch)]
-    assert sum(len(hand_out.groups) for hand_out in handed) >= 1
+    handed = [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
+    assert sum(len(batch.groups) for batch in handed) >= 1
     assert replay(s.path) == s.hub.state
 
 
-def test_two_consumers_share_the_rows_and_none_goes_to_both(scene: MakeScene):
+def test_two_consumers_share_the_rows_and_no_row_goes_to_both(scene: MakeScene):
     s = scene(tasks=TASKS)
     s.say("reference-0", RequestRows(1, ["reference"]))
     s.say("reference-1", RequestRows(1, ["reference"]))
@@ -96,7 +95,7 @@ def test_two_consumers_share_the_rows_and_none_goes_to_both(scene: MakeScene):
     assert len(answers) == 2 and not rows_of(answers[0]) & rows_of(answers[1])
 
 
-def test_a_dead_consumers_rows_go_to_another_and_its_word_counts_no_more(scene: MakeScene):
+def test_the_rows_of_a_dead_consumer_go_to_another_and_its_later_reports_are_ignored(scene: MakeScene):
     s = scene(tasks=TASKS)
     ready(s)
     first = take(s, "reference-0")
@@ -112,48 +111,50 @@ def test_a_dead_consumers_rows_go_to_another_and_its_word_counts_no_more(scene: 
     assert record.consumed == len(rows_of(second)) and record.returned == len(rows_of(first)) and record.is_balanced
 
 
-def test_an_answer_that_was_lost_comes_again_and_one_that_is_held_does_not(scene: MakeScene):
+def test_a_batch_whose_message_was_lost_comes_again_and_one_that_is_held_does_not(scene: MakeScene):
     s = scene(tasks=TASKS)
     ready(s)
     first = take(s, "reference-0", tokens=5)
-    again = take(s, "reference-0", question=2, tokens=5)
+    again = take(s, "reference-0", request_id=2, tokens=5)
     assert first is not None and again is not None and again.batch_id == first.batch_id
-    other = take(s, "reference-0", question=3, holding=(first.batch_id,), tokens=5)
+    other = take(s, "reference-0", request_id=3, open_batches=(first.batch_id,), tokens=5)
     assert other is not None and other.batch_id != first.batch_id
 
 
-def test_bytes_that_a_consumer_adds_to_a_row_that_left_are_dropped(scene: MakeScene):
+def test_columns_that_a_consumer_adds_to_a_row_outside_the_queue_are_dropped(scene: MakeScene):
     s = scene(tasks=TASKS, filter_zero_std=True)
     (lease,) = (grant := s.lease()).leases
     row = lease.group.row(0)
     s.say("rollout-0", RowDone(row, 1, grant.version, ["relay-0#1"], 5, 1.0))
-    hand_out = take(s, "reference-0")
-    assert hand_out is not None
+    batch = take(s, "reference-0")
+    assert batch is not None
     s.say("rollout-0", RowDone(row.group.row(1), 1, grant.version, ["relay-0#1"], 5, 1.0))
     assert s.hub.state.account.filtered == 2
     s.heard("relay-0")
-    s.say("reference-0", done(hand_out))
+    s.say("reference-0", done(batch))
     assert s.heard("relay-0") == [DropRows([row.key(1)])]
     record = s.hub.state.tasks["reference"]
     assert (record.dropped, record.consumed, record.is_balanced) == (1, 0, True)
 
 
-def test_with_on_stale_evict_a_step_goes_on_without_the_straggler_which_is_counted(scene: MakeScene):
+def test_with_on_stale_evict_a_step_leaves_its_straggler_out_and_counts_it(scene: MakeScene):
     s = scene(max_staleness=0, on_stale="evict", per_step=1, capacity=2)
     slow, fast = s.lease(), s.lease("rollout-1")
     s.finish(fast, "rollout-1")
-    (hand_out,) = train(s)
-    assert hand_out.groups[0].group == fast.leases[0].group
+    (batch,) = train(s)
+    assert batch.groups[0].group == fast.leases[0].group
     s.say("actor-0", StepTrained(0))
     assert s.hub.state.account.evicted == 2 and s.hub.state.is_balanced
     s.heard("relay-0")
     s.finish(slow)
-    assert len(s.heard("relay-0")) == 2, "what comes too late is fenced off"
+    assert len(s.heard("relay-0")) == 2, "a result that comes too late is fenced off"
     assert s.hub.state.is_balanced
 
 
 @pytest.mark.parametrize(("on_failed", "evicted"), [("keep", 0), ("drop", 1)])
-def test_a_failed_member_leaves_its_group_or_takes_it_along(scene: MakeScene, on_failed: str, evicted: int):
+def test_a_failed_row_leaves_its_group_alone_or_evicts_it_as_on_failed_says(
+    scene: MakeScene, on_failed: str, evicted: int
+):
     s = scene(on_failed=on_failed)
     (lease,) = (grant := s.lease()).leases
     rows = [lease.group.row(sample) for sample in range(2)]
@@ -166,12 +167,12 @@ def test_a_failed_member_leaves_its_group_or_takes_it_along(scene: MakeScene, on
 
 def test_a_users_sampler_chooses_among_the_complete_groups(scene: MakeScene, tmp_path: Path):
     (tmp_path / "newest.py").write_text(
-        "class Newest:\n    def sample(self, items, room):\n        return sorted(items, key=lambda i: -i.order)[:1]\n"
+        "class Newest:\n    def sample(self, items, room):\n        return sorted(items, key=lambda i: -i.lease_order)[:1]\n"
     )
     s = scene(sampler=f"{tmp_path}/newest.py:Newest", per_step=1)
     grant = ready(s)
-    (hand_out,) = train(s)
-    assert hand_out.groups[0].group == grant.leases[-1].group
+    (batch,) = train(s)
+    assert batch.groups[0].group == grant.leases[-1].group
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_users_sampler_chooses_among_the_complete_groups(scene: MakeScene, tmp
         ("not a name", (), ("x",), "name"),
     ],
 )
-def test_a_task_that_cannot_be_is_told_by_its_setting(name, needs, yields, problem: str):
+def test_a_task_that_is_not_possible_is_refused_with_its_setting(name, needs, yields, problem: str):
     task = TaskSettings(name=name, function="f.py:f", needs=needs, yields=yields)
     with pytest.raises(SettingError, match=rf"queue\.tasks: .*{problem}"):
         pipeline(QueueSettings(tasks=(task,)), AlgorithmSettings(kl_coef=0.1))

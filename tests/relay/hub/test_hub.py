@@ -1,4 +1,4 @@
-"""The hub decides by letters and journal alone: leases, fencing, hand-outs, and the account of what it decided."""
+"""The hub decides from messages and journal alone: leases, fencing, hand-outs, deaths, and the account of its decisions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +25,8 @@ from headrace.comm.messages import (
 from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, main, read_events, replay
-from headrace.relay.journal.state import RowStatus
+from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, read_events, replay
+from headrace.relay.journal.records import RowStatus
 
 
 @pytest.fixture
@@ -39,8 +39,7 @@ def scene(tmp_path: Path):
 
     yield make
     for each in scenes:
-        each.hub.context.journal.close()
-        each.post.close()
+        each.close()
 
 
 MakeScene = Callable[..., Scene]
@@ -75,18 +74,18 @@ def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     assert sum(isinstance(event, ev.Handed) for _, event in read_events(s.path)) == 2
 
 
-def test_what_is_ready_at_once_is_handed_out_in_pieces(scene: MakeScene):
-    """The trainer begins with the first piece, and fetches the next meanwhile."""
+def test_groups_that_are_ready_together_are_handed_out_in_pieces(scene: MakeScene):
+    """The trainer begins with the first piece and fetches the next one meanwhile."""
     s = scene()
     s.finish(s.lease(num_groups=2))  # 10 tokens each, pieces of 8 micro-batches of a token
-    for question, received in enumerate((0, 1), start=1):
-        s.say("actor-0", RequestRows(question, ["train"], 0, received, max_tokens=1))
+    for request_id, received in enumerate((0, 1), start=1):
+        s.say("actor-0", RequestRows(request_id, ["train"], 0, received, max_tokens=1))
         (answer,) = s.heard("actor-0")
         assert isinstance(answer, TrainBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
 
 
-def test_a_trained_step_frees_the_rows_in_the_units(scene: MakeScene):
+def test_a_trained_step_drops_its_rows_from_storage(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
     s.say("actor-0", RequestRows(1, ["train"], 0))
@@ -114,7 +113,7 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
     assert s.hub.state.groups[old.leases[0].group].is_complete
 
 
-def test_the_bytes_of_a_dead_rollout_that_told_nobody_are_dropped(scene: MakeScene):
+def test_rows_that_a_dead_rollout_wrote_without_a_report_are_dropped(scene: MakeScene):
     s = scene()
     s.say("relay-0/weights", VersionReady(0, "digest"))
     grant = s.lease()
@@ -137,7 +136,7 @@ def test_rows_whose_last_copy_died_with_a_relay_are_generated_again_and_counted(
     again = s.lease(request=2)
     assert (again.leases[0].samples, again.leases[0].attempt) == ([1], 2)
     s.say("rollout-0", RowDone(lease.group.row(1), 2, 0, ["relay-1#1"], 5, 1.0))
-    assert group.samples(RowStatus.WANTED) == [1], "what is said to lie in a lost unit lies nowhere"
+    assert group.samples(RowStatus.WANTED) == [1], "a row in a lost unit alone has no copy"
 
 
 def test_a_storage_unit_is_lost_once(scene: MakeScene):
@@ -147,29 +146,24 @@ def test_a_storage_unit_is_lost_once(scene: MakeScene):
     assert [type(event) for _, event in read_events(s.path)] == [ev.Opened, ev.UnitLost]
 
 
-def relay_load(busy_s: float, idle_s: float) -> BusyReport:
-    return BusyReport(busy_s, idle_s)
-
-
-def test_a_relay_that_was_started_again_is_idle_for_its_own_time_only(scene: MakeScene):
+def test_a_restarted_relay_is_idle_for_its_own_time_only(scene: MakeScene):
     s = scene()
-    watch = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub"))
-    MemoryFleet.join_network(s.town, "relay")
-    watch.step()
-    for report in (relay_load(0.0, 1.0), relay_load(60.0, 41.0)):
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "relay")
+    loop.step()
+    for report in (BusyReport(0.0, 1.0), BusyReport(60.0, 41.0)):
         s.boxes["relay-0"].send("hub", report)
-        watch.step()
-    s.hub.fleet_stats.snapshot(s.hub.state)
-    s.hub.fleet_stats.finish_step()
-    MemoryFleet.join_network(s.town, "relay")
-    watch.step()
+        loop.step()
+    s.hub.fleet_stats.finish_step(s.hub.fleet_stats.snapshot(s.hub.state))
+    MemoryFleet.join_network(s.network, "relay")
+    loop.step()
     assert s.hub.state.lost_storage_ids == {"relay-0#1"}
-    assert "idle/relay" not in s.hub.fleet_stats.snapshot(s.hub.state), "the dead process is forgotten"
-    for report in (relay_load(0.5, 0.5), relay_load(1.0, 3.0), relay_load(2.0, 5.0)):
+    assert "idle/relay" not in s.hub.fleet_stats.snapshot(s.hub.state).metrics, "the dead process is forgotten"
+    for report in (BusyReport(0.5, 0.5), BusyReport(1.0, 3.0), BusyReport(2.0, 5.0)):
         s.boxes["relay-0"].send("hub", report)
-        watch.step()
-        assert 0 <= s.hub.fleet_stats.snapshot(s.hub.state).get("idle/relay", 0) <= 1
-    assert s.hub.fleet_stats.snapshot(s.hub.state)["idle/relay"] == 4.5 / 6
+        loop.step()
+        assert 0 <= s.hub.fleet_stats.snapshot(s.hub.state).metrics.get("idle/relay", 0) <= 1
+    assert s.hub.fleet_stats.snapshot(s.hub.state).metrics["idle/relay"] == 4.5 / 6
 
 
 def returned(s: Scene) -> list[str]:
@@ -178,60 +172,104 @@ def returned(s: Scene) -> list[str]:
 
 def test_a_process_whose_connection_is_lost_gives_its_leases_back_once(scene: MakeScene):
     s = scene()
-    watch, dead = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub")), MemoryFleet.join_network(s.town, "rollout")
+    loop, dead = (
+        HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub")),
+        MemoryFleet.join_network(s.network, "rollout"),
+    )
     old = s.lease()
-    for _ in range(2):  # two relays may see it
+    for _ in range(2):  # two relays may report it
         s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-        watch.step()
+        loop.step()
     assert returned(s) == ["the connection of incarnation 1 ended"]
     new = s.lease("rollout-1")
     assert new.leases[0].group == old.leases[0].group
     dead.crash()
-    watch.step()
-    assert len(returned(s)) == 1, "the heartbeat that stops later is of no consequence"
+    loop.step()
+    assert len(returned(s)) == 1, "the heartbeat that stops later changes nothing"
 
 
 def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):
     s = scene()
-    watch = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub"))
-    MemoryFleet.join_network(s.town, "rollout")
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "rollout")
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    watch.step()
+    loop.step()
     s.lease(request=1)
-    MemoryFleet.join_network(s.town, "rollout")
-    watch.step()
+    MemoryFleet.join_network(s.network, "rollout")
+    loop.step()
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    watch.step()
+    loop.step()
     assert returned(s) == []
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 2))
-    watch.step()
+    loop.step()
     assert len(returned(s)) == 1
 
 
 def test_a_process_that_was_reported_in_error_still_dies_when_its_heartbeat_stops(scene: MakeScene):
     s = scene()
-    watch, alive = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub")), MemoryFleet.join_network(s.town, "rollout")
+    loop, alive = (
+        HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub")),
+        MemoryFleet.join_network(s.network, "rollout"),
+    )
     s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    watch.step()
+    loop.step()
     s.lease()
-    watch.step()
+    loop.step()
     assert returned(s) == []
     alive.crash()
-    watch.step()
+    loop.step()
     assert returned(s) == ["incarnation 1 is gone"]
+
+
+def request(incarnation: int, number: int = 1) -> LeaseRequest:
+    return LeaseRequest((incarnation << 32) + number, 0, 1)
+
+
+def test_leases_of_a_dead_process_whose_request_came_late_return_when_the_next_incarnation_asks(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "rollout")
+    s.say("rollout-0", request(1))
+    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
+    loop.step()
+    s.say("rollout-0", request(1, number=2))
+    MemoryFleet.join_network(s.network, "rollout")
+    loop.step()
+    assert returned(s) == ["the connection of incarnation 1 ended"]
+    s.heard("rollout-0")
+    s.say("rollout-0", request(2))
+    assert returned(s)[1:] == ["incarnation 1 is gone"]
+    (grant,) = s.heard("rollout-0")
+    assert isinstance(grant, LeaseGrant) and grant.request_id == request(2).request_id
+    assert {row.attempt for _, row in s.hub.state.rows(RowStatus.LEASED)} == {grant.leases[0].attempt}
+
+
+def test_a_request_of_an_earlier_incarnation_is_ignored(scene: MakeScene):
+    s = scene(capacity=1)
+    s.lease("rollout-1")
+    s.say("rollout-0", request(2))
+    s.say("rollout-0", request(1))
+    s.hub.on_process_death("rollout-1", "dead")
+    (grant,) = s.heard("rollout-0")
+    assert isinstance(grant, LeaseGrant) and grant.request_id == request(2).request_id
+    s.say("rollout-0", request(1, number=2))
+    assert s.heard("rollout-0") == [] and len(s.hub.state.groups) == 1
 
 
 def test_a_process_that_left_or_never_joined_cannot_lose_its_connection(scene: MakeScene):
     s = scene()
-    watch, left = HubLoop(s.hub, MemoryFleet.join_network(s.town, "hub")), MemoryFleet.join_network(s.town, "rollout")
+    loop, left = (
+        HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub")),
+        MemoryFleet.join_network(s.network, "rollout"),
+    )
     left.leave()
     for name in ("rollout-0", "rollout-7"):
         s.boxes["relay-0"].send("hub", ConnectionLost(name, 1))
-        assert watch.step() is None
+        assert loop.step() is None
     assert returned(s) == []
 
 
-def test_a_row_that_its_reader_finds_nowhere_takes_its_group_out_of_the_step(scene: MakeScene):
+def test_a_row_without_a_copy_takes_its_group_out_of_the_step(scene: MakeScene):
     s = scene()
     grant = s.lease(num_groups=2)
     s.finish(grant)
@@ -252,7 +290,7 @@ def test_leases_given_back_are_leased_again_first(scene: MakeScene):
     assert s.lease("rollout-1").leases[0].group == grant.leases[0].group
 
 
-def test_groups_without_signal_are_replaced_when_asked_for(scene: MakeScene):
+def test_groups_of_equal_rewards_leave_the_queue_where_the_settings_say_so(scene: MakeScene):
     s = scene(filter_zero_std=True)
     s.finish(s.lease(), reward=lambda sample: 1.0)
     assert s.hub.state.account.filtered == 2
@@ -261,7 +299,7 @@ def test_groups_without_signal_are_replaced_when_asked_for(scene: MakeScene):
     assert isinstance(drop, DropRows) and len(drop.keys) == 2
 
 
-def test_the_journal_tells_the_same_state(scene: MakeScene):
+def test_the_fold_of_the_journal_is_the_state_of_the_hub(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
     s.say("actor-0", RequestRows(1, ["train"], 0))
@@ -270,7 +308,7 @@ def test_the_journal_tells_the_same_state(scene: MakeScene):
     assert replay(s.path) == s.hub.state
 
 
-def test_a_line_that_the_writer_did_not_finish_is_left_out(scene: MakeScene):
+def test_an_unfinished_last_line_is_left_out(scene: MakeScene):
     s = scene()
     s.lease()
     with s.path.open("ab") as file:
@@ -278,17 +316,15 @@ def test_a_line_that_the_writer_did_not_finish_is_left_out(scene: MakeScene):
     assert replay(s.path) == s.hub.state
 
 
-def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene, capsys: pytest.CaptureFixture[str]):
+def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene):
     s = scene()
     with s.path.open("ab") as file:
         file.write(b'{"event":"Trained","step":4}\n')
     with pytest.raises(JournalError, match=r"journal.jsonl:2: step 4"):
         replay(s.path)
-    assert main([str(s.path.parent)]) == 1
-    assert "journal.jsonl:2" in capsys.readouterr().err
 
 
-def test_resuming_cuts_what_came_after_the_checkpoint_and_keeps_it_beside(scene: MakeScene):
+def test_resuming_cuts_the_events_after_the_checkpoint_and_keeps_them_in_another_file(scene: MakeScene):
     s = scene()
     s.hub.context.commit(ev.Checkpointed(step=0, path="x"))
     s.lease()
@@ -297,17 +333,10 @@ def test_resuming_cuts_what_came_after_the_checkpoint_and_keeps_it_beside(scene:
     assert len(list(s.path.parent.glob("journal.jsonl.discarded-*"))) == 1
 
 
-def test_the_account_of_a_run_is_printed(scene: MakeScene, capsys: pytest.CaptureFixture[str]):
-    s = scene()
-    s.finish(s.lease())
-    assert main([str(s.path.parent)]) == 0
-    assert "leased=2 trained=0 evicted=0 filtered=0 failed=0 in_flight=2 holds=True" in capsys.readouterr().out
-
-
-def test_the_data_is_dealt_out_once_per_epoch_in_a_seeded_order(tmp_path: Path):
+def test_each_epoch_leases_every_prompt_once_in_a_seeded_order(tmp_path: Path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(7)))
-    deals = [[PromptPool(JsonLines(data), shuffle=True, seed=s).group_at(c) for c in range(14)] for s in (1, 1, 2)]
-    assert deals[0] == deals[1] != deals[2]
-    assert sorted(g.prompt for g in deals[0][:7]) == list(range(7))
-    assert [g.prompt for g in deals[0][:7]] != [g.prompt for g in deals[0][7:]]
+    orders = [[PromptPool(JsonLines(data), shuffle=True, seed=s).group_at(c) for c in range(14)] for s in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(g.prompt for g in orders[0][:7]) == list(range(7))
+    assert [g.prompt for g in orders[0][:7]] != [g.prompt for g in orders[0][7:]]

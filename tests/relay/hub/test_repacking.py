@@ -1,4 +1,4 @@
-"""The hub's part in repacking: when it plans, what it orders, and whose a moved trajectory is."""
+"""The hub's part in repacking: when it plans, which moves it orders, and which rollout has a moved trajectory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,41 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hub_scene import Scene
 
+from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import HeldRows, LeaseGrant, LoadReport, Message, RowDone, RowId, VersionReady
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, MigrateOrder, MigrateResult, RowsReassigned
 from headrace.comm.recipe import RepackSettings
-from headrace.relay.hub.shutdown import Shutdown
+from headrace.relay.hub.shutdown import RunEnd, Shutdown
 from headrace.relay.journal.journal import replay
-from headrace.relay.journal.state import RowStatus
+from headrace.relay.journal.records import RowStatus
 
-PERIOD_S = 5.0
+PERIOD_S = RepackSettings().period_s
+PATIENCE_S = 10.0
 
 
 class Tail(Scene):
-    """A hub on a clock of the test's own, and two rollouts that wind down."""
-
-    def __init__(self, folder: Path, **settings: int | bool) -> None:
-        super().__init__(folder, **settings)  # pyright: ignore[reportArgumentType]
-        self.now = 0.0
-        self.hub.repacking._clock = lambda: self.now
-        self.hub.repacking._planned_at = 0.0
-
-    def heard(self, name: str) -> list[Message]:
-        """What lies in an inbox; in one process a letter is there as soon as it is sent."""
-        letters = []
-        while (letter := self.boxes[name].receive(0)) is not None:
-            letters.append(letter.message)
-        return letters
+    """A hub and two rollouts that wind down."""
 
     def report(self, rollout: str, kv_used: int, version: int = 0, num_requests: int = 2) -> None:
         self.say(rollout, load(kv_used, version, num_requests))
 
     def plans(self, kv_used: dict[str, int], version: int = 0) -> list[Message]:
-        """What the rollouts hear when these reports are due for a plan."""
+        """The messages that the rollouts get when these reports are due for a plan."""
         for rollout, used in kv_used.items():
             self.report(rollout, used, version)
         self.now += PERIOD_S
-        self.hub._advance()
+        self.hub.advance()
         return [message for name in kv_used for message in self.heard(name)]
 
     def winding_down(self) -> tuple[LeaseGrant, MigrateOrder]:
@@ -74,7 +63,7 @@ def rows_of(grant: LeaseGrant) -> list[RowId]:
 def tail(tmp_path: Path) -> Iterator[Tail]:
     scene = Tail(tmp_path)
     yield scene
-    scene.hub.context.journal.close()
+    scene.close()
 
 
 def test_it_orders_the_lesser_load_to_the_greater_once_both_wind_down(tail: Tail):
@@ -91,7 +80,7 @@ def test_it_plans_right_after_a_new_version_and_else_when_the_period_is_over(tai
     assert isinstance(tail.heard("rollout-0")[0], MigrateOrder)
 
 
-def test_a_rollout_in_a_move_is_left_alone_until_it_has_ended_and_both_have_reported_anew(tail: Tail):
+def test_the_rollouts_of_a_move_get_no_other_until_it_has_ended_and_both_have_reported_again(tail: Tail):
     _, order = tail.winding_down()
     assert tail.plans({"rollout-0": 10, "rollout-1": 20}) == []
     tail.say("rollout-0", MigrateResult(order.request_id, refusal="full"))
@@ -100,25 +89,32 @@ def test_a_rollout_in_a_move_is_left_alone_until_it_has_ended_and_both_have_repo
     assert isinstance(again, MigrateOrder) and again.request_id > order.request_id
 
 
-def test_a_lost_rollout_no_longer_stands_in_the_way_of_the_other(tail: Tail):
+def test_the_death_of_a_rollout_frees_the_other_for_the_next_plan(tail: Tail):
     tail.winding_down()
     tail.hub.on_process_death("rollout-0", "dead")
-    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
+    tail.boxes["rollout-2"] = tail.mailboxes.open("rollout-2")
     assert tail.plans({"rollout-1": 60, "rollout-2": 50}) == []
     (order,) = tail.plans({"rollout-1": 55, "rollout-2": 45})
     assert order == MigrateOrder(2, 0, "rollout-1")
 
 
-def test_rollouts_on_different_versions_or_switched_off_never_move(tail: Tail):
+def test_trajectories_never_move_between_rollouts_on_different_versions(tail: Tail):
     for used in (60, 50, 40):
         tail.report("rollout-1", used + 10, version=1)
         assert tail.plans({"rollout-0": used}) == []
-    tail.hub.repacking.settings = RepackSettings(enabled=False)
-    tail.hub.repacking.is_open = False
-    assert tail.plans({"rollout-0": 30, "rollout-1": 35}) == []
 
 
-def test_a_claim_makes_the_rows_the_claimers_and_the_older_attempt_void(tail: Tail):
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_no_move_is_planned_where_repacking_is_disabled_or_the_run_ends(tmp_path: Path, is_enabled: bool):
+    tail = Tail(tmp_path, repack=RepackSettings(enabled=is_enabled))
+    if is_enabled:
+        tail.hub.stop_leasing()
+    for used in (60, 50, 40):
+        assert tail.plans({"rollout-0": used, "rollout-1": used + 10}) == []
+    tail.close()
+
+
+def test_a_claim_gives_the_rows_to_the_claimer_and_voids_the_older_attempt(tail: Tail):
     grant, order = tail.winding_down()
     rows = rows_of(grant)
     assert tail.claim("rollout-1", rows) == [2, 2]
@@ -129,7 +125,7 @@ def test_a_claim_makes_the_rows_the_claimers_and_the_older_attempt_void(tail: Ta
     row = tail.hub.state.row(rows[0])
     assert row is not None and row.status is RowStatus.READY
     tail.say("rollout-0", MigrateResult(order.request_id, 2, 100))
-    metrics = tail.hub.fleet_stats.snapshot(tail.hub.state)
+    metrics = tail.hub.fleet_stats.snapshot(tail.hub.state).metrics
     assert (metrics["repack/count"], metrics["repack/trajectories"], metrics["repack/bytes"]) == (1, 2, 100)
     assert tail.hub.state.num_moved == 2
     assert replay(tail.path) == tail.hub.state
@@ -143,13 +139,13 @@ def test_of_source_and_destination_the_first_to_claim_has_the_rows(tail: Tail):
     assert tail.heard("rollout-0") == []
 
 
-def test_a_claim_asked_twice_is_answered_the_same(tail: Tail):
+def test_a_claim_that_is_repeated_is_answered_the_same(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
     assert tail.claim("rollout-1", rows) == tail.claim("rollout-1", rows) == [2, 2]
     assert tail.hub.state.num_moved == 2
 
 
-def test_rows_of_a_source_that_died_are_leased_anew_and_the_late_claim_is_void(tail: Tail):
+def test_rows_of_a_dead_source_are_leased_again_and_a_late_claim_is_void(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
     tail.hub.on_process_death("rollout-0", "dead")
     assert tail.claim("rollout-1", rows) == [0, 0]
@@ -160,7 +156,7 @@ def test_rows_of_a_source_that_died_are_leased_anew_and_the_late_claim_is_void(t
 
 def test_rows_of_a_group_at_two_rollouts_come_back_only_from_the_one_that_died(tail: Tail):
     rows = rows_of(tail.lease("rollout-0"))
-    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
+    tail.boxes["rollout-2"] = tail.mailboxes.open("rollout-2")
     assert tail.claim("rollout-1", rows[:1]) == [2]
     assert tail.claim("rollout-2", rows[1:]) == [3]
     tail.hub.on_process_death("rollout-1", "dead")
@@ -168,13 +164,18 @@ def test_rows_of_a_group_at_two_rollouts_come_back_only_from_the_one_that_died(t
     assert kept is not None and (kept.status, kept.holder) == (RowStatus.LEASED, "rollout-2")
 
 
-def test_what_both_ends_hold_when_the_run_stops_counts_once(tail: Tail):
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_rows_that_source_and_destination_hold_when_the_run_ends_count_once(tail: Tail, is_claimed: bool):
     rows = rows_of(tail.lease("rollout-0"))
-    ending = Shutdown(tail.hub, None, 1.0)  # pyright: ignore[reportArgumentType] - it counts without a fleet
-    held = HeldRows(rows, [1, 1])
-    assert [ending._confirmed(name, held) for name in ("rollout-0", "rollout-1")] == [2, 0]
-    tail.claim("rollout-1", rows)  # its answer comes too late to be read
-    assert [ending._confirmed(name, held) for name in ("rollout-0", "rollout-1")] == [0, 2]
+    hub = MemoryFleet.join_network(tail.network, "hub")
+    for index in range(2):
+        MemoryFleet.join_network(tail.network, "rollout", index)
+        tail.boxes[f"rollout-{index}"].send("hub", HeldRows(rows, [1, 1]))
+    if is_claimed:
+        tail.claim("rollout-1", rows)  # the rollouts do not read the answer
+    summary = Shutdown(tail.hub, hub, PATIENCE_S).run(RunEnd("interrupted"))
+    assert (summary["accounting"]["in_flight"], summary["accounting"]["holds"]) == (2, True)
+    assert summary["moved"] == 2 * is_claimed
 
 
 @settings(max_examples=40, deadline=None)
@@ -183,17 +184,17 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, str]]
 ):
     tail = Tail(tmp_path_factory.mktemp("hub"))
-    tail.boxes["rollout-2"] = tail.post.open("rollout-2")
+    tail.boxes["rollout-2"] = tail.mailboxes.open("rollout-2")
     rows, ends = rows_of(tail.lease("rollout-0")), 0
-    for request, (index, attempt, what) in enumerate(steps, 2):
+    for request, (index, attempt, action) in enumerate(steps, 2):
         rollout = f"rollout-{index}"
-        ready = tail.hub.state.account.failed
-        match what:
+        num_failed = tail.hub.state.account.failed
+        match action:
             case "claim":
                 tail.claim(rollout, rows, attempt, request_id=request)
             case "done":
                 tail.say(rollout, RowDone(rows[0], attempt, 0, [], 5, None, failure="it ends here"))
-                ends += tail.hub.state.account.failed - ready
+                ends += tail.hub.state.account.failed - num_failed
             case "lose":
                 tail.hub.on_process_death(rollout, "dead")
             case _ if rows[0] in [r for g in tail.hub.state.unassigned for r in [g.row(0)]]:
@@ -201,4 +202,4 @@ def test_however_claims_and_deaths_interleave_each_row_ends_at_most_once(
                 tail.lease(rollout, request=request)
         assert tail.hub.state.is_balanced
     assert ends <= 1 and replay(tail.path) == tail.hub.state
-    tail.hub.context.journal.close()
+    tail.close()

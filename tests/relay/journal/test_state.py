@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import replay
-from headrace.relay.journal.state import HubState, RowStatus, apply
+from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.state import HubState, apply
 
 GROUP = GroupId(0, 7)
 
@@ -34,7 +35,7 @@ def failed(sample: int) -> ev.RowFailed:
     return ev.RowFailed(row=GROUP.row(sample), reason="no reward")
 
 
-def test_a_journal_of_an_earlier_run_which_names_a_versions_step_still_verifies(tmp_path: Path):
+def test_a_journal_of_an_older_release_with_the_step_of_a_version_still_verifies(tmp_path: Path):
     journal = tmp_path / "journal.jsonl"
     journal.write_text(
         '{"event":"Opened","t":1.0,"epoch":1,"samples_per_prompt":2}\n'
@@ -46,7 +47,7 @@ def test_a_journal_of_an_earlier_run_which_names_a_versions_step_still_verifies(
     assert not hasattr(ev.Published(version=3, digest="d1", relay="relay-0"), "step")
 
 
-def test_a_trajectory_counts_as_leased_once_however_often_it_is_leased():
+def test_a_trajectory_that_is_leased_twice_counts_as_leased_once():
     state = fold(leased(), ev.Returned(group=GROUP, attempt=1, reason="dead"), leased(attempt=2))
     assert state.account.leased == 2
     assert state.in_flight == 2
@@ -61,7 +62,7 @@ def test_a_trained_group_leaves_and_counts_its_staleness():
     assert state.step == 1
 
 
-def test_a_failed_member_leaves_the_others_usable():
+def test_a_failed_row_leaves_the_others_of_its_group_usable():
     state = fold(leased(), ready(0), failed(1))
     assert state.groups[GROUP].is_complete
     assert state.groups[GROUP].samples(RowStatus.READY) == [0]
@@ -69,7 +70,7 @@ def test_a_failed_member_leaves_the_others_usable():
     assert state.is_balanced
 
 
-def test_a_group_whose_members_all_fail_gives_its_place_back():
+def test_a_group_whose_rows_all_fail_leaves_the_queue():
     state = fold(leased(), failed(0), failed(1))
     assert state.queued() == []
     assert state.is_balanced
@@ -81,14 +82,14 @@ def test_only_the_unfinished_rows_of_a_dead_holder_come_back():
     assert state.groups[GROUP].samples(RowStatus.READY) == [0]
 
 
-def test_a_new_hub_wants_everything_again_that_was_not_trained():
+def test_after_a_restart_of_the_hub_all_untrained_rows_are_wanted_again():
     state = fold(leased(), ready(0), ev.Opened(epoch=2, samples_per_prompt=2))
     assert state.groups[GROUP].samples(RowStatus.WANTED) == [0, 1]
     assert state.unassigned == {GROUP: None}
     assert state.account.leased == 2
 
 
-def test_a_resumed_run_uses_a_unit_with_the_name_of_one_that_was_lost_before():
+def test_a_resumed_run_may_use_a_storage_unit_with_the_name_of_a_lost_one():
     lost = ev.UnitLost(unit="relay-0#1", reason="dead")
     state = fold(lost, ev.Opened(epoch=2, samples_per_prompt=2), leased(), ready(0))
     assert state.groups[GROUP].samples(RowStatus.READY) == [0]
@@ -110,7 +111,7 @@ def test_an_illegal_event_is_refused(events: list[ev.Event]):
 
 
 class AnyLegalHistory(RuleBasedStateMachine):
-    """Random legal events; the identity holds after each of them."""
+    """Random legal events; the accounting identity holds after each."""
 
     def __init__(self) -> None:
         super().__init__()

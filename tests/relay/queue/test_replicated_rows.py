@@ -8,9 +8,10 @@ import pytest
 
 from headrace.comm.errors import PeerGone
 from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
+from headrace.comm.messages.base import process_of, storage_id_of
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer
-from headrace.relay.queue.replicated_rows import ReplicatedRows, RowNotFound, relay_of, storage_id_of
+from headrace.relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 
 ROW = {"response_ids": np.arange(5, dtype=np.int32)}
 
@@ -28,7 +29,7 @@ class Places:
         fleet = MemoryFleet.join_network(self.network, "relay", index)
         unit = fleet.host_rows()
         fleet.announce(unit=unit.address)
-        self.hosted[storage_id_of(fleet.me)] = unit
+        self.hosted[storage_id_of(fleet.name, fleet.incarnation)] = unit
         return fleet
 
     def close(self, name: str) -> None:
@@ -114,7 +115,7 @@ def test_a_relay_that_came_back_is_another_unit(places: type[Places]):
     with pytest.raises(RowNotFound):
         p.storage.get_row("0.0.0@1", [old])
     assert p.storage.put_row("0.0.0@2", ROW) == ["relay-0#2"]
-    assert relay_of("relay-0#2") == relay_of(old) == "relay-0"
+    assert process_of("relay-0#2") == process_of(old) == "relay-0"
 
 
 def test_columns_are_added_to_every_copy_and_nothing_else_is_touched(places: type[Places]):

@@ -1,33 +1,27 @@
-"""The five schedules: the rules as properties of the hub's state, and the whole system under each of them."""
+"""The five schedules: their rules as properties of the hub's state, for any order of events."""
 
-from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 from random import Random
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.system import System
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
 from headrace.launch.config.checks import check_recipe
 from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import read_events
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.schedules import SCHEDULES
 from headrace.rollout.pacing import RolloutPacing
-from headrace.trainer.step_log import StepReplay
 
 STEPS = 6
 
 
 class Run:
-    """A run of one-sample groups under a schedule, moved by choices; `log` is what happened, in order."""
+    """A run of groups of one sample under a schedule; the caller chooses each event, and `log` has them in order."""
 
     def __init__(self, schedule: str, per_step: int) -> None:
         batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=1)
@@ -54,7 +48,7 @@ class Run:
                 self.do(ev.Leased(group=group_id, samples=[0], attempt=attempt, version=version, holder="r"))
 
     def end_one(self, choice: int, with_losses: bool) -> None:
-        """One of the running trajectories finishes; now and then one fails, or its holder dies."""
+        """One of the running trajectories finishes; with losses, some fail or lose their rollout."""
         groups = [g for g in self.state.queued() if g.samples(RowStatus.LEASED)]
         if not groups:
             return
@@ -75,7 +69,7 @@ class Run:
             self.do(ev.Trained(step=self.state.step))
 
     def play(self, seed: int, with_losses: bool = True) -> None:
-        """Rollouts hold the newest version or the one before, as they come; until all steps are trained."""
+        """Let rollouts with the newest version or the one before it work at random until all steps are trained."""
         random = Random(seed)
         for _ in range(3000):
             if self.state.step == STEPS:
@@ -87,7 +81,7 @@ class Run:
             self.end_one(random.randrange(10**6), with_losses)
             if random.random() < 0.4:
                 self.train()
-        raise AssertionError("nobody can go on")
+        raise AssertionError("the run is stuck")
 
 
 SEEDS = st.integers(0, 10**6)
@@ -120,7 +114,7 @@ def test_no_batch_begins_before_the_one_before_it_is_complete(schedule: str, per
 @pytest.mark.parametrize("schedule", ["sync", "one_step"])
 @settings(max_examples=40, deadline=None)
 @given(per_step=st.integers(1, 4), seed=SEEDS)
-@example(per_step=2, seed=10312)  # the version of a row that came back says nothing about the one it will have
+@example(per_step=2, seed=10312)  # a returned row may get another version
 def test_whole_batches_are_handed_out_at_once(schedule: str, per_step: int, seed: int):
     run = Run(schedule, per_step)
     run.play(seed)
@@ -133,7 +127,7 @@ def test_every_schedule_of_the_recipe_has_its_rules():
     assert get_args(ScheduleName) == tuple(SCHEDULES)
 
 
-def test_where_a_batch_is_a_barrier_each_rollout_takes_its_share_at_once():
+def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
     cycle = RolloutPacing.of("one_step", batch_groups=3, prompts_per_step=10, num_rollouts=4)
     assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
     assert (RolloutPacing.of("headrace", 5, 10, 4).share, RolloutPacing.of("headrace", None, 10, 4).share) == (5, 3)
@@ -142,65 +136,7 @@ def test_where_a_batch_is_a_barrier_each_rollout_takes_its_share_at_once():
     assert not RolloutPacing.of("headrace", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
 
 
-def test_a_bound_beside_a_schedule_with_its_own_is_refused():
+def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
     recipe = read_recipe(None, ["run.schedule=stream", "queue.max_staleness=2"])
     with pytest.raises(SettingError, match=r"queue\.max_staleness: run\.schedule=stream"):
         check_recipe(recipe)
-
-
-# --------------------------------------------------------------------------------------------- the whole system, in memory
-
-
-def trained(folder: Path, schedule: str, **changes: object) -> tuple[System, dict[str, Any]]:
-    """A short run of two rollouts under a schedule, with its summary."""
-    words = {"run.schedule": schedule, "roles.rollout": 2, "run.steps": 4, "batch.prompts_per_step": 4}
-    system = System(folder, **(words | changes)).start_all(num_rollouts=2)
-    return system, system.wait()
-
-
-def events(system: System) -> Iterator[ev.Event]:
-    for _, event in read_events(system.dir / "journal.jsonl"):
-        yield event
-
-
-def test_sync_trains_every_batch_on_the_version_that_drew_it(tmp_path: Path):
-    system, summary = trained(tmp_path, "sync")
-    assert summary["staleness"] == {"0": 4 * 4 * 2}
-    leases = [event for event in events(system) if isinstance(event, ev.Leased)]
-    assert [lease.version for lease in leases] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-    assert {lease.holder for lease in leases} == {"rollout-0", "rollout-1"}
-
-
-def test_one_step_generates_the_next_batch_while_this_one_is_trained(tmp_path: Path):
-    system, summary = trained(tmp_path, "one_step")
-    assert summary["staleness"] == {"0": 8, "1": 24}
-    versions = [event.version for event in events(system) if isinstance(event, ev.Leased)]
-    assert versions == [0] * 8 + [1] * 4 + [2] * 4
-    order = [
-        type(event).__name__ for event in events(system) if isinstance(event, ev.Handed | ev.Trained | ev.RowReady)
-    ]
-    assert order[:8] == ["RowReady"] * 8, "nothing is handed out before the batch is complete"
-
-
-def test_stream_trains_before_the_last_rollout_has_finished(tmp_path: Path):
-    system, summary = trained(tmp_path, "stream", **{"sampling.max_new_tokens": 40})
-    assert summary["staleness"] == {"0": 8, "1": 24}
-    order = [type(event).__name__ for event in events(system) if isinstance(event, ev.Handed | ev.RowReady)]
-    first_batch = order[: [i for i, name in enumerate(order) if name == "RowReady"][7]]
-    assert "Handed" in first_batch
-
-
-def test_partial_switches_midway_and_says_which_version_drew_each_token(tmp_path: Path):
-    changes = {"run.steps": 8, "sampling.max_new_tokens": 120, "batch.prompts_per_step": 2}
-    system, summary = trained(tmp_path, "partial", **changes)
-    assert summary["accounting"]["holds"] and max(int(n) for n in summary["versions_per_trajectory"]) > 1
-    ready = {e.row.key(1): e for e in events(system) if isinstance(e, ev.RowReady)}
-    most = 0
-    for step in range(8):
-        for batch in StepReplay(system.dir, step).batches():
-            for row, column in zip(batch.rows, batch["versions"], strict=True):
-                versions = column.tolist()
-                assert all(a <= b for a, b in pairwise(versions)) and versions[0] == row.version
-                assert len(set(versions)) == ready[row.key].num_versions
-                most = max(most, len(set(versions)))
-    assert most > 1

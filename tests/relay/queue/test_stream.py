@@ -9,9 +9,11 @@ import pytest
 
 from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
+from headrace.comm.messages.base import storage_id_of
 from headrace.comm.messages.queue import GroupRef
-from headrace.relay.queue.replicated_rows import ReplicatedRows, storage_id_of
-from headrace.relay.queue.stream import Batch, ExperienceStream
+from headrace.relay.queue.batch import Batch
+from headrace.relay.queue.replicated_rows import ReplicatedRows
+from headrace.relay.queue.stream import ExperienceStream
 
 PATIENCE_S = 30.0
 
@@ -51,7 +53,7 @@ class Scene:
         town = MemoryNetwork()
         self.post, self.hub = town.mailboxes, town.mailboxes.open("hub")
         relay = MemoryFleet.join_network(town, "relay", 0)
-        self.unit, self.name = relay.host_rows(), storage_id_of(relay.me)
+        self.unit, self.name = relay.host_rows(), storage_id_of(relay.name, relay.incarnation)
         relay.announce(unit=self.unit.address)
         ranks = Ranks(size)
         self.units: list[ReplicatedRows] = []

@@ -9,9 +9,10 @@ from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages.weights import Delta, Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
+from headrace.comm.tensor_split import TensorSplit
 from headrace.comm.waits import waiting
 from headrace.relay.weights.delta import DeltaCodec, DeltaSource, decode, encode
-from headrace.relay.weights.layout import Layout, TensorSplit
+from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer

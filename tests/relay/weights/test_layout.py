@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from headrace.comm.errors import WrongDigest
+from headrace.comm.tensor_split import TensorSplit
 from headrace.relay.weights.byte_ranges import GRID_BYTES, digest
-from headrace.relay.weights.layout import ALIGNMENT, Layout, TensorSplit
+from headrace.relay.weights.layout import ALIGNMENT, Layout
 
 
 def tensors():

@@ -1,3 +1,5 @@
+"""The engine against transformers and against itself: batching, preemption, stops, weights, moves, errors."""
+
 import gc
 from typing import Any
 
@@ -54,7 +56,7 @@ def test_logprobs_are_those_of_a_plain_forward():
         assert (completion.finish_reason == "stop") == (completion.token_ids[-1] in (1, 2))
 
 
-def test_a_trajectory_is_the_same_whatever_it_is_batched_with(llama):
+def test_a_trajectory_does_not_depend_on_its_batch(llama):
     prompts = random_prompts(24, longest=120)
     params = SamplingParams(max_new_tokens=60, n=3)
     alone = Engine(llama, max_running=1).generate(prompts, params)
@@ -63,7 +65,7 @@ def test_a_trajectory_is_the_same_whatever_it_is_batched_with(llama):
     assert len({tuple(c.token_ids) for c in alone[:3]}) == 3
 
 
-def test_completions_stream_as_they_finish_and_an_abandoned_stream_leaves_nothing(llama):
+def test_completions_stream_as_they_finish_and_a_closed_stream_leaves_nothing(llama):
     engine = Engine(llama)
     params = [SamplingParams(max_new_tokens=k, ignore_eos=True) for k in (30, 5, 60)]
     stream = engine.stream(["a", "b", "c"], params)
@@ -76,7 +78,7 @@ def test_completions_stream_as_they_finish_and_an_abandoned_stream_leaves_nothin
     assert engine.idle
 
 
-def test_samples_of_a_prompt_lie_together_in_the_prompts_order(llama):
+def test_samples_of_a_prompt_are_adjacent_in_the_prompts_order(llama):
     prompts = random_prompts(5, longest=70)
     completions = Engine(llama, max_running=4).generate(prompts, SamplingParams(max_new_tokens=9, n=2))
     assert [c.prompt_ids for c in completions] == [p for p in prompts for _ in range(2)]
@@ -140,7 +142,7 @@ def test_ignore_eos_runs_to_the_limit_or_the_end_of_the_context(llama):
     assert len(long.token_ids) == 6 and long.finish_reason == "length"
 
 
-def test_a_seed_of_ones_own_repeats_a_prompt_s_samples(llama):
+def test_a_prompt_with_a_seed_of_its_own_gets_the_same_samples_again(llama):
     engine = Engine(llama)
     params = SamplingParams(max_new_tokens=12, seed=7, n=2)
     first, again = engine.generate(["abc"], params), engine.generate(["xyz", "abc"], params)
@@ -192,8 +194,8 @@ def test_weights_overwritten_in_place_are_the_next_version(llama, tmp_path):
     assert completion.token_ids == expected.token_ids and completion.logprobs == expected.logprobs
 
 
-def test_a_trajectory_goes_on_under_weights_that_change_midway(llama, tmp_path):
-    """The tokens before the switch stay, those after it are what the new weights say of the whole prefix."""
+def test_a_trajectory_continues_under_weights_that_change_midway(llama, tmp_path):
+    """The tokens before the switch stay; those after it have the new weights' probabilities for the whole prefix."""
     second = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path, seed=1)).eval()
     engine = Engine(llama, max_running=4)
     prompts = random_prompts(6, longest=40)
@@ -225,7 +227,7 @@ def iter_until_idle(engine):
         yield from engine.step()
 
 
-def test_mistakes_are_told_with_the_setting_to_change(llama, tmp_path):
+def test_an_error_names_the_setting_to_change(llama, tmp_path):
     engine = Engine(llama)
     with pytest.raises(SettingError, match="prompt of 300 tokens leaves no room in the policy's context of 256"):
         engine.generate([[5] * 300])
@@ -263,7 +265,7 @@ def test_raw_logprobs_are_those_before_temperature_and_filters(llama):
 
 
 @pytest.mark.parametrize("with_cache", [False, True])
-def test_a_trajectory_that_moves_goes_on_as_if_it_had_stayed(llama, with_cache):
+def test_a_trajectory_that_moves_gets_the_tokens_of_one_that_stays(llama, with_cache):
     prompts, params = random_prompts(5, longest=120), SamplingParams(max_new_tokens=80, ignore_eos=True)
     stayed = {c.trajectory_id: c for c in Engine(llama).generate(prompts, params)}
     here, there = Engine(llama), Engine(llama, seed=99)
@@ -271,9 +273,9 @@ def test_a_trajectory_that_moves_goes_on_as_if_it_had_stayed(llama, with_cache):
         here.add_group(prompt, params, [index])
     for _ in range(30):
         here.step()
-    parcels = here.export_sequences([1, 3, 4], with_cache)
-    assert all((p.cache is not None) == with_cache and len(p.token_ids) == 30 for p in parcels)
-    there.import_sequences(parcels)
+    states = here.export_sequences([1, 3, 4], with_cache)
+    assert all((p.cache is not None) == with_cache and len(p.token_ids) == 30 for p in states)
+    there.import_sequences(states)
     moved = []
     while not (here.idle and there.idle):
         moved += [*here.step(), *there.step()]
@@ -299,7 +301,7 @@ def test_ten_thousand_requests_leave_no_page_and_no_object_behind(llama):
     assert engine.pool.num_free == engine.pool.num_pages - 1
 
 
-def test_the_engine_says_what_it_chose(llama):
+def test_the_engine_describes_its_choices(llama):
     assert Engine(llama).description.startswith(
         "lean forward in float32 on cpu, attention 'pool', 130 pages of 64 tokens, 0.0"
     )
@@ -310,7 +312,7 @@ def test_the_engine_says_what_it_chose(llama):
         Engine(llama, kv_gb=1e6)
 
 
-def test_the_cache_is_what_the_sequences_need_as_far_as_the_memory_goes(llama):
+def test_the_cache_has_the_pages_of_all_sequences_as_far_as_the_memory_allows(llama):
     policy, gpu = load_policy(llama), "generator.gpu_share=0.5 of the GPU"
     page = 2 * 2 * 64 * 2 * 16 * 4
     assert plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 10**9, gpu)).num_pages == 8 * 4 + 2
@@ -335,9 +337,9 @@ def test_reading_one_step_late_changes_nothing(llama):
     prompts = random_prompts(20, longest=120)
     params = [SamplingParams(max_new_tokens=40, n=3, stop=(9 + i,), ignore_eos=i % 2 == 0) for i in range(20)]
     outcomes = []
-    for is_lagging in (False, True):
+    for is_async in (False, True):
         engine = Engine(llama, max_running=12, kv_gb=30 * 64 * 512 / 1e9)
-        engine._is_async = is_lagging
+        engine._is_async = is_async
         outcomes.append([(c.token_ids, c.logprobs) for c in engine.generate(prompts, params)])
         engine.check()
         assert engine.idle and engine.pool.num_free == engine.pool.num_pages - 1

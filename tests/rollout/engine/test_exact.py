@@ -1,3 +1,5 @@
+"""Exact mode: the log-probabilities of generator and trainer are equal bit for bit."""
+
 import pytest
 import torch
 from support.policies import STORIES, needs_stories, random_prompts, tiny_policy
@@ -51,7 +53,7 @@ def test_generator_and_trainer_agree_bit_for_bit(tmp_path, family, dtype):
 @needs_stories
 @torch.no_grad()
 def test_in_normal_mode_they_differ_by_the_rounding_of_fp32_alone():
-    """Each is about as far from the same policy in fp64 as from the other: a bound below that would need the same bits."""
+    """Each is as far from the same policy in fp64 as from the other: only equal bits would allow a tighter bound."""
     completions = run(Engine(STORIES), [[1, 5 + i] for i in range(12)], SamplingParams(max_new_tokens=150))
     found = torch.tensor([x for c in completions for x in c.logprobs])
     trained = packed_logprobs(load_policy(STORIES), completions)
@@ -118,17 +120,17 @@ def test_gradients_of_an_exact_forward_are_those_of_a_plain_one(tmp_path):
         assert (plain - gradients[1][name]).abs().max() <= 1e-4 * plain.abs().max(), name
 
 
-def test_exact_mode_is_refused_by_name_where_it_cannot_keep_its_promise(tmp_path):
+def test_exact_mode_is_refused_by_name_for_a_family_without_it(tmp_path):
     with pytest.raises(SettingError, match=r"generator\.exact is not available for model type 'gemma2'"):
         Engine(tiny_policy(tmp_path, "gemma2"), exact=True)
 
 
-def test_a_machine_whose_kernels_differ_is_told_so(tmp_path):
+def test_a_machine_whose_kernels_differ_is_refused(tmp_path):
     engine = Engine(tiny_policy(tmp_path), exact=True)
     policy = engine.policy
     assert policy.exact is not None
     with torch.no_grad():
-        # The packed forward sees other weights than the head that the engine prepared.
+        # The packed forward has other weights than the head that the engine prepared.
         engine.runner.head._wide = policy.head.weight.t() * (1 + 1e-6)
-    with pytest.raises(SettingError, match=r"generator\.exact: this machine's kernels"):
+    with pytest.raises(SettingError, match=r"generator\.exact: the kernels of this machine"):
         engine.generate([[5, 6, 7]])

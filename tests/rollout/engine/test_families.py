@@ -1,3 +1,5 @@
+"""Model families: log-probabilities and packed forwards are those of transformers."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""The engine on a GPU: kernels, captured steps, weights overwritten in place."""
+
 import pytest
 import torch
 from support.policies import plain_logprobs, random_prompts, tiny_policy

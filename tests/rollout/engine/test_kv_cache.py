@@ -1,3 +1,5 @@
+"""The pool of pages: owners, ranges, and no lost page."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

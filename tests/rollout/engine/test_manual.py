@@ -1,4 +1,4 @@
-"""What the manual says of the engine, and what its steps tell a captured graph."""
+"""The manual's example and its list of calls, and the table entries that a step adds for a captured graph."""
 
 import runpy
 from pathlib import Path
@@ -23,14 +23,25 @@ def test_the_example_of_the_manual_runs_as_printed(tmp_path, capsys):
     assert capsys.readouterr().out.split()[-2] in ("stop", "length")
 
 
-def test_the_manual_names_every_call_and_parameter_that_there_is():
+def test_the_manual_names_every_call_and_every_parameter():
     manual = MANUAL.read_text()
-    for call in ("generate", "stream", "add_group", "step", "cancel", "pause", "resume", "take_out", "put_in", "bind"):
+    for call in (
+        "generate",
+        "stream",
+        "add_group",
+        "step",
+        "cancel",
+        "pause",
+        "resume",
+        "export_sequences",
+        "import_sequences",
+        "bind",
+    ):
         assert hasattr(Engine, call) and f"`{call}" in manual or f", `{call}" in manual
     assert not [name for name in SamplingParams.__dataclass_fields__ if f"`{name}`" not in manual]
 
 
-def test_a_table_that_takes_what_each_step_adds_stays_the_batch_s_own(tmp_path):
+def test_the_entries_that_each_step_adds_keep_a_copied_table_equal_to_the_batch_s(tmp_path):
     engine = Engine(tiny_policy(tmp_path), max_running=5, page_size=64)
     for index, prompt in enumerate(random_prompts(9, longest=120)):
         engine.add_group(prompt, SamplingParams(max_new_tokens=130, ignore_eos=True), [index])

@@ -1,3 +1,5 @@
+"""Sampling: counter-based random numbers, frequencies, filters, greedy rows."""
+
 import torch
 
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, stream_key, uniforms

@@ -1,3 +1,5 @@
+"""The scheduler without a model: order, sharing, preemption, pauses."""
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def group(first_id, num_samples, prompt_length, limit):
 
 
 def step(scheduler) -> list[Sequence]:
-    """What the engine does, without a model; returns the finished."""
+    """One step of the engine without a model; returns the finished sequences."""
     scheduler.make_room()
     chunks = scheduler.next_chunks()
     assert sum(c.stop - c.start for c in chunks) <= scheduler.prefill_tokens
@@ -71,7 +73,7 @@ def test_a_prefix_is_prefilled_once_and_its_full_pages_are_shared():
     assert scheduler.pool.num_owners[pages[0][0]] == 4
 
 
-def test_the_newest_gives_way_when_pages_run_out():
+def test_the_newest_is_preempted_when_pages_run_out():
     scheduler = Scheduler(PagePool(9, PAGE), 3, 100)
     for index in range(3):
         scheduler.add(group(index, 1, 5, 19))
@@ -79,7 +81,7 @@ def test_the_newest_gives_way_when_pages_run_out():
     assert scheduler.num_recomputed >= scheduler.num_preempted > 0
 
 
-def test_a_paused_sequence_goes_on_with_what_its_environment_said():
+def test_a_paused_sequence_continues_after_the_tokens_of_its_environment():
     scheduler = Scheduler(PagePool(9, PAGE), 3, 100)
     scheduler.add(group(7, 1, 5, 12))
     step(scheduler)
@@ -93,16 +95,18 @@ def test_a_paused_sequence_goes_on_with_what_its_environment_said():
 arrivals = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 23), st.integers(1, 23)), max_size=12
 )
-troubles = st.lists(st.tuples(st.sampled_from(["cancel", "pause", "resume"]), st.integers(0, 11)), max_size=30)
+disturbances = st.lists(st.tuples(st.sampled_from(["cancel", "pause", "resume"]), st.integers(0, 11)), max_size=30)
 
 
 @settings(deadline=None, max_examples=300)
-@given(arrivals, troubles, st.integers(8, 40), st.integers(1, 6), st.integers(1, 40))
-def test_every_trajectory_finishes_once_whatever_happens(arrivals, troubles, num_pages, max_running, prefill_tokens):
+@given(arrivals, disturbances, st.integers(8, 40), st.integers(1, 6), st.integers(1, 40))
+def test_every_trajectory_finishes_once_despite_cancels_pauses_and_scarce_pages(
+    arrivals, disturbances, num_pages, max_running, prefill_tokens
+):
     scheduler = Scheduler(PagePool(num_pages, PAGE), max_running, prefill_tokens)
     expected: set[int] = set()
     finished: list[int] = []
-    actions = iter(troubles)
+    actions = iter(disturbances)
     for index, (pause_before, num_samples, prompt_length, limit) in enumerate(arrivals):
         for _ in range(pause_before):
             finished += [s.trajectory_id for s in step(scheduler)]

@@ -1,3 +1,5 @@
+"""The engine on two ranks of one replica, as threads over Gloo."""
+
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -10,7 +12,7 @@ from support.policies import random_prompts, tiny_policy
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
 
-PATIENCE = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 def on_two_ranks(path, prompts, params, **options):
@@ -18,7 +20,7 @@ def on_two_ranks(path, prompts, params, **options):
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
     def rank(index):
-        group: Any = dist.ProcessGroupGloo(store, index, 2, PATIENCE)
+        group: Any = dist.ProcessGroupGloo(store, index, 2, TIMEOUT)
         engine = Engine(path, tp_group=group, max_running=9, **options)
         completions = engine.generate(prompts, params)
         engine.check()
@@ -39,7 +41,7 @@ def test_two_ranks_generate_what_one_generates(tmp_path, family):
             assert torch.tensor(completion.logprobs).allclose(torch.tensor(expected.logprobs), atol=1e-4)
 
 
-def test_what_cannot_be_split_is_refused_by_name(tmp_path):
+def test_a_policy_that_cannot_be_split_is_refused_by_name(tmp_path):
     prompts, params = [[5, 6]], SamplingParams()
     with pytest.raises(SettingError, match=r"rollout\.tp: 2 ranks do not divide the policy's num_key_value_heads of 1"):
         on_two_ranks(tiny_policy(tmp_path, num_key_value_heads=1), prompts, params)

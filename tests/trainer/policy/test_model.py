@@ -1,3 +1,5 @@
+"""The policy computes the logits and gradients of transformers, and refuses checkpoints that it would compute wrongly."""
+
 import json
 
 import pytest
@@ -15,7 +17,7 @@ def packed(prompts):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_packed_forward_gives_what_each_sequence_gives_alone(tmp_path, family):
+def test_a_packed_forward_gives_each_sequence_the_logits_that_it_has_alone(tmp_path, family):
     path = tiny_policy(tmp_path, family)
     policy, reference = load_policy(path), AutoModelForCausalLM.from_pretrained(path).eval()
     prompts = random_prompts(9, longest=100)
@@ -66,7 +68,7 @@ def test_stop_tokens_are_those_of_generation_config_and_tokenizer(tmp_path):
     assert load_policy(path, weights=False).stop_ids == {2, 7, 9}
 
 
-def test_structure_without_weights_takes_views_as_its_parameters(tmp_path):
+def test_a_policy_without_weights_takes_views_as_its_parameters(tmp_path):
     path = tiny_policy(tmp_path, tie_word_embeddings=True)
     full, empty = load_policy(path), load_policy(path, weights=False)
     assert [*full.weights()] == [*empty.weights()] and "lm_head.weight" not in full.weights()
@@ -78,7 +80,7 @@ def test_structure_without_weights_takes_views_as_its_parameters(tmp_path):
 
 
 def test_a_checkpoint_that_contradicts_its_configuration_is_refused(tmp_path):
-    """Trainer and generator would disagree on what the weights are: the one reads them, the other the configuration."""
+    """The trainer reads the weights and the generator the configuration, so their policies would differ."""
     path = tiny_policy(tmp_path, tie_word_embeddings=False)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -86,10 +88,10 @@ def test_a_checkpoint_that_contradicts_its_configuration_is_refused(tmp_path):
         load_policy(path)
 
 
-def test_what_cannot_be_loaded_is_refused_by_name(tmp_path):
+def test_a_setting_that_cannot_be_loaded_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match=r"model\.path: no Hugging Face checkpoint"):
         load_policy(tmp_path)
-    with pytest.raises(SettingError, match=r"model\.dtype: 'floaty' is no floating-point type"):
+    with pytest.raises(SettingError, match=r"model\.dtype: 'floaty' is not a floating-point type"):
         load_policy(tmp_path, "floaty")
     with pytest.raises(SettingError, match=r"model\.path: no tokenizer"):
         load_tokenizer(tmp_path)

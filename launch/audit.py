@@ -1,0 +1,66 @@
+"""Audits runs: `python -m headrace.launch.audit RUN...`.
+
+Replays the journal of each run folder, checks every line against the rules of `relay.journal.state`, and prints the account.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..relay.journal.events import Event, Leased, Returned, RowFailed
+from ..relay.journal.journal import JournalError, account_dict, replay
+
+_MAX_REASONS = 10
+
+
+class AuditReport:
+    """Counts of a journal's events, of leases by holder, and of reasons for failed and returned trajectories."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.leased_to: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def note(self, event: Event) -> None:
+        self.counts[type(event).__name__] += 1
+        match event:
+            case Leased(holder=holder, samples=samples):
+                self.leased_to[holder] += len(samples)
+            case RowFailed(reason=reason):
+                self.reasons[f"failed: {reason}"] += 1
+            case Returned(reason=reason):
+                self.reasons[f"returned: {reason}"] += 1
+            case _:
+                pass
+
+    def lines(self) -> Iterator[str]:
+        yield f"events {dict(sorted(self.counts.items()))}"
+        yield f"trajectories leased, repeated leases included, to {dict(sorted(self.leased_to.items()))}"
+        for reason, count in self.reasons.most_common(_MAX_REASONS):
+            yield f"{count} x {reason}"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the account of the run folders named; 1 if one of their journals does not verify."""
+    if not arguments:
+        print("usage: python -m headrace.launch.audit RUN...", file=sys.stderr)
+        return 2
+    for run in arguments:
+        report = AuditReport()
+        try:
+            state = replay(Path(run) / "journal.jsonl", report.note)
+        except (JournalError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 1
+        account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
+        print(f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}")
+        print(f"  staleness {dict(sorted(state.staleness.items()))}")
+        print(f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}")
+        for text in report.lines():
+            print(f"  {text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""One rank's rows of a hand-out, with the columns that were fetched for them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ...comm.messages.base import GroupId
+from ...comm.messages.queue import RowBatch, RowRef, TrainBatch
+
+TRAIN = "train"
+"""The trainer's task."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """This rank's share of a hand-out: its rows in micro-batches, and their columns by key of the row.
+
+    `row_batch` is the same on all ranks, without the groups that could not be read. All ranks have equally many
+    micro-batches, some of them empty, since ranks that share one policy run together.
+    """
+
+    row_batch: RowBatch | TrainBatch
+    micro_batches: list[list[RowRef]]
+    columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """The task that it is for."""
+        return self.row_batch.task if isinstance(self.row_batch, RowBatch) else TRAIN
+
+    @property
+    def rows(self) -> list[RowRef]:
+        """This rank's rows, in the order of training."""
+        return [row for part in self.micro_batches for row in part]
+
+    def without(self, groups: Collection[GroupId]) -> "Batch":
+        """The batch without some of its groups; as many micro-batches as before."""
+        kept = [group for group in self.row_batch.groups if group.group not in groups]
+        parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
+        return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns)
+
+    def __getitem__(self, column: str) -> list[np.ndarray]:
+        return [self.columns[row.key][column] for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
