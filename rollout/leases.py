@@ -1,4 +1,4 @@
-"""What a rollout is answerable for: the leases it asks for, and the trajectories it holds until they are handed over."""
+"""The leases of a rollout: it requests them from the hub, and holds their trajectories until they are finished."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..comm.mailbox import Mailbox
-from ..comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
+from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
 from .engine.sequence import Completion
 from .pacing import RolloutPacing
 
@@ -17,18 +17,18 @@ REPEAT_S = 2.0
 
 @dataclass(slots=True)
 class LeasedRow:
-    """A trajectory that this rollout is answerable for, until its parcel is handed over."""
+    """A trajectory that this rollout has the lease of."""
 
     row_id: RowId
     attempt: int
     version: int
-    """The version that it was begun with."""
+    """The version that drew its first token."""
     row: dict[str, Any]
     completion: Completion | None = None
     switches: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens of prompt and response, version): where the weights changed under it."""
+    """(tokens of prompt and response so far, new version) at each change of the weights."""
     claim_id: int = 0
-    """The claim whose answer will say whether the lease is this rollout's; 0: it is."""
+    """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
 
     def token_versions(self) -> list[int]:
         """The version that drew each token of the response."""
@@ -43,7 +43,7 @@ class LeasedRow:
 
 
 class HeldLeases:
-    """Asks for groups, one question at a time, and keeps what is held."""
+    """Requests groups, one request at a time, and keeps the rows held; `held` is by `RowId.number`."""
 
     def __init__(self, mailbox: Mailbox, incarnation: int, samples_per_prompt: int, pacing: RolloutPacing) -> None:
         self.held: dict[int, LeasedRow] = {}
@@ -51,22 +51,22 @@ class HeldLeases:
         self._samples_per_prompt = samples_per_prompt
         self._pacing = pacing
         self._taken = 0
-        # Numbers start anew with each incarnation: an answer to an earlier one may still lie in the inbox.
-        self._request_id = LeaseRequest(incarnation << 32, -1, 0)
-        self._answered = self._request_id.request_id
+        # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
+        self._request = LeaseRequest(incarnation << 32, -1, 0)
+        self._answered = self._request.request_id
         self._is_asking = False
         self._asked_at = 0.0
 
     def begin_version(self) -> None:
-        """The rollout runs on other weights: an open question is void, the quota is new."""
+        """Reset the share after a change of weights, and forget an open request."""
         self._is_asking, self._taken = False, 0
 
     def drained(self) -> None:
-        """Nothing is held any more: the quota is new."""
+        """Reset the share: nothing is held."""
         self._taken = 0
 
     def ask(self, version: int, room: int) -> None:
-        """Ask for the groups that fill `room` trajectories, as far as the quota lasts; an open question is repeated."""
+        """Request groups for `room` trajectories, at most the rest of the share. An open request is repeated instead."""
         if self._is_asking:
             if time.monotonic() - self._asked_at > REPEAT_S:
                 self._send()
@@ -75,21 +75,26 @@ class HeldLeases:
         if self._pacing.share is not None:
             groups = min(groups, self._pacing.share - self._taken)
         if groups > 0:
-            self._request_id = LeaseRequest(self._request_id.request_id + 1, version, groups)
+            self._request = LeaseRequest(self._request.request_id + 1, version, groups)
             self._is_asking = True
             self._send()
 
     def take(self, grant: LeaseGrant, version: int) -> list[tuple[Lease, list[LeasedRow]]]:
-        """The groups of a grant with the trajectories to start; none of a grant that was for other weights."""
+        """The groups of a grant with the trajectories to start. A grant for another version goes back to the hub."""
         if grant.request_id <= self._answered:
-            return []  # the same answer again, to a question asked twice
+            return []  # a second answer to a repeated request
         self._answered = grant.request_id
-        self._is_asking = self._is_asking and grant.request_id != self._request_id.request_id
+        self._is_asking = self._is_asking and grant.request_id != self._request.request_id
         if grant.version != version and not self._pacing.updates_mid_trajectory:
             self._mailbox.send("hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases]))
             return []
         self._taken += len(grant.leases)
         return [(lease, self._hold(lease, version)) for lease in grant.leases]
+
+    def held_rows(self, *moving: LeasedRow) -> HeldRows:
+        """The message that names every row held, and those `moving` that no other rollout has claimed."""
+        rows = [*self.held.values(), *moving]
+        return HeldRows([row.row_id for row in rows], [row.attempt for row in rows])
 
     def _hold(self, lease: Lease, version: int) -> list[LeasedRow]:
         row = msgspec.json.decode(lease.row)
@@ -98,7 +103,7 @@ class HeldLeases:
             row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
             if held is not None and (held.version == version or self._pacing.updates_mid_trajectory):
-                # Given up for dead, this rollout got its own row back: it goes on with it.
+                # The hub took this rollout for dead and then leased it its own row: generation continues.
                 held.attempt, held.claim_id = lease.attempt, 0
             else:
                 fresh.append(LeasedRow(row_id, lease.attempt, version, row))
@@ -107,4 +112,4 @@ class HeldLeases:
 
     def _send(self) -> None:
         self._asked_at = time.monotonic()
-        self._mailbox.send("hub", self._request_id)
+        self._mailbox.send("hub", self._request)

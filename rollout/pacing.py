@@ -1,36 +1,42 @@
-"""When a rollout asks for work and when it takes weights: the rollouts' side of the schedules."""
+"""When a rollout requests work and when it loads weights: the rollouts' side of the schedules."""
 
 from dataclasses import dataclass
 
+from ..comm.recipe import Recipe
 from ..relay.queue.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPacing:
-    """One rollout's habits under a schedule."""
+    """The rules that one rollout follows under a schedule."""
 
     updates_mid_trajectory: bool
-    """It takes new weights at once, under its running trajectories; else when its own work has drained."""
+    """It loads new weights at once, under its running trajectories; else when its own work has drained."""
     share: int | None
     """Groups that it takes before it drains."""
     takes_share_at_once: bool
-    """It takes its share of a batch when the batch begins, however many trajectories it can run together."""
+    """It takes its share of a batch when the batch begins, even if it cannot run all of it together."""
     repacks: bool = False
     """Its long trajectories may move to another rollout."""
 
     @staticmethod
     def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":
-        """The habits under `run.schedule`; a rollout's share is what each contributes to a step if all do alike."""
-        share = -(-prompts_per_step // num_rollouts)
+        """The rules of `run.schedule`; the default share is an equal part of a step."""
         rules = SCHEDULES[schedule]
-        quota = None if rules.takes_share_at_once else batch_groups
-        if quota is None and not rules.updates_mid_trajectory:
-            quota = share
+        share = None if rules.takes_share_at_once else batch_groups
+        if share is None and not rules.updates_mid_trajectory:
+            share = -(-prompts_per_step // num_rollouts)
         repacks = rules.repacks and num_rollouts > 1
-        return RolloutPacing(rules.updates_mid_trajectory, quota, rules.takes_share_at_once, repacks)
+        return RolloutPacing(rules.updates_mid_trajectory, share, rules.takes_share_at_once, repacks)
+
+    @staticmethod
+    def from_recipe(recipe: Recipe) -> "RolloutPacing":
+        """The rules for each rollout of a run."""
+        settings = (recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas)
+        return RolloutPacing.of(recipe.run.schedule, *settings)
 
     def free_slots(self, max_running: int, num_held: int) -> int:
-        """Trajectories that it would start now, the quota apart."""
+        """Trajectories that it may start now, its share aside."""
         return 1 << 30 if self.takes_share_at_once else max_running - num_held
 
     def takes_weights(self, is_outdated: bool, is_idle: bool) -> bool:

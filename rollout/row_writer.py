@@ -1,33 +1,38 @@
-"""Carries finished trajectories to two storage units, then tells the hub: the bytes are there before anybody hears of them."""
+"""Writes finished trajectories to two storage units, then reports them: the hub only hears of rows that can be read."""
 
 import queue
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RowDone, RowId
+from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
+
+POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class FinishedRow:
-    """A finished trajectory on its way: prompt and response tokens, log-probs, reward, and the lease it belongs to."""
+    """A finished trajectory: prompt and response tokens, log-probs, reward, and the lease that it belongs to."""
 
     row: RowId
     attempt: int
     version: int
+    """The lowest of `versions`."""
     prompt_ids: list[int]
     response_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    """The version that drew each token; `version` is the first of them."""
+    """The version that drew each token of the response."""
     reward: float | None
     failure: str = ""
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The row's columns, written together: token ids and log-probs of the response with version and loss mask each."""
+        """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
         return {
             "prompt_ids": np.array(self.prompt_ids, dtype=np.int32),
             "response_ids": np.array(self.response_ids, dtype=np.int32),
@@ -39,35 +44,41 @@ class FinishedRow:
 
 
 class RowWriter:
-    """One thread that writes rows to their units; `submit` never blocks."""
+    """A thread that writes rows, from `start` to `close`; `submit` never blocks."""
 
-    def __init__(self, mailbox: Mailbox, storage: ReplicatedRows) -> None:
+    def __init__(self, mailbox: Mailbox, storage: ReplicatedRows, deadline_s: float) -> None:
         self._mailbox = mailbox
         self._storage = storage
-        self._outgoing: queue.Queue[FinishedRow | None] = queue.Queue()
+        self._deadline_s = deadline_s
+        self._rows: queue.Queue[FinishedRow] = queue.Queue()
+        self._is_closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="row writer", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def submit(self, row: FinishedRow) -> None:
-        """Hand a trajectory over. Raises the error that ended the thread, if one did."""
+        """Queue a trajectory. Raises the error that ended the thread, if one did."""
         if self._error is not None:
             raise self._error
-        self._outgoing.put(row)
+        self._rows.put(row)
 
     def close(self) -> None:
-        """Deliver what was handed over, then end, and the connections to the units with it."""
-        self._outgoing.put(None)
-        self._thread.join()
+        """Write the queued rows, then close the connections to the units. Raises `WaitTimeout` or the thread's error."""
+        self._is_closing = True
+        with waiting("storage", f"{self._rows.qsize()} rows", self._deadline_s) as wait:
+            wait.until(lambda: not self._thread.is_alive())
         self._storage.close()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            while (delivery := self._outgoing.get()) is not None:
-                self._write(delivery)
-        except Exception as error:  # noqa: BLE001 - the loop raises it at its next delivery
+            while not (self._is_closing and self._rows.empty()):
+                with suppress(queue.Empty):
+                    self._write(self._rows.get(timeout=POLL_S))
+        except Exception as error:  # noqa: BLE001 - `submit` or `close` raises it in the loop
             self._error = error
 
     def _write(self, row: FinishedRow) -> None:

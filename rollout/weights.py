@@ -17,9 +17,9 @@ from ..trainer.policy.tensor_parallel import TensorParallel, splits_for
 class RolloutWeights:
     """Binds a policy to a flat buffer; `pull` replaces all weights at once with the newest version of a relay.
 
-    policy: structure alone, in host memory; it is split if `shard` is one of several, and moved to `device`. On a GPU the
-    bytes land in host memory first, and one copy puts them on the device. run_dir: where checkpoints have what no relay holds
-    any more.
+    policy: without weights, in host memory; it is split over the ranks of `tensor_parallel` and moved to `device`. For a GPU
+    the bytes arrive in host memory, and one copy moves them to the device. run_dir: its checkpoints have the versions that no
+    relay holds any more.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RolloutWeights:
         tensor_parallel, device = tensor_parallel or TensorParallel(), device or policy.device
         weights = policy.weights()
         self.layout = Layout.of(weights, policy.dtype, tensor_parallel.size, splits_for(weights, policy.config))
-        """Of whole versions, as the relays serve them."""
+        """The layout of a whole version, as the relays serve it."""
         self.version = -1
         own = self.layout.of_rank(tensor_parallel.rank)
         self._host = host_buffer(own.num_bytes)
@@ -56,7 +56,7 @@ class RolloutWeights:
         return -1 if newest is None else newest
 
     def pull(self, deadline_s: float) -> Receipt:
-        """Take the newest version; nobody may run the policy meanwhile."""
+        """Take the newest version. The policy must not run meanwhile."""
         return self._switched(self._reader.pull(self._host, deadline_s))
 
     def pull_version(self, version: int) -> Receipt:

@@ -51,7 +51,7 @@ class RelayCluster:
             self.relays = [stack.enter_context(self._start(index)) for index in range(len(self._places))]
             self._actor = self._join("actor", stack)
             self._actor.wait_for("relay", len(self.relays), 120, having="segment")
-            self.publisher = WeightPublisher.open(self._actor, self.layout, self._settings)
+            self.publisher = WeightPublisher(self._actor, self.layout, self._settings).start()
             stack.callback(self.publisher.close)
             self._stack = stack.pop_all()
         return self

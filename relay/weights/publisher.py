@@ -45,14 +45,10 @@ class WeightPublisher:
         sender = _Sender(fleet, self._mailbox, settings, self._part, self._handover)
         self._thread = threading.Thread(target=sender.run, name=f"{fleet.name} publisher", daemon=True)
 
-    @classmethod
-    def open(
-        cls, fleet: Fleet, layout: Layout, settings: CommSettings, part: WeightShard | None = None
-    ) -> "WeightPublisher":
-        """A publisher with its thread."""
-        publisher = cls(fleet, layout, settings, part)
-        publisher._thread.start()
-        return publisher
+    def start(self) -> "WeightPublisher":
+        """Start the thread that sends."""
+        self._thread.start()
+        return self
 
     @property
     def transport(self) -> SharedMemoryPush | LinkPush | None:

@@ -1,50 +1,52 @@
-"""What a generator can do, measured at the start: how many trajectories decode for nearly the price of few, and its prefill."""
+"""Measures a generator at the start: its prefill, and the batch up to which decoding costs nearly as little as a small one."""
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.sampling import SamplingParams
-from ..generators.base import Generator
+
+if TYPE_CHECKING:
+    from ..generators.base import Generator
 
 SLOWDOWN_LIMIT = 1.25
-"""A decode step of the batch bound takes so many times as long as a small one (Laminar's bound B)."""
+"""A decode step at the batch bound takes this many times as long as a small one (Laminar's bound B)."""
 PATIENCE_S = 1.0
-"""The measurement begins no larger batch after this."""
+"""Seconds after which the measurement tries no larger batch."""
 STEPS = 3
 PROMPT_TOKENS = 16
 
 
 class GeneratorProfile(NamedTuple):
-    """`batch_bound` trajectories; `prefill_s` seconds per token."""
+    """`batch_bound` is in trajectories, `prefill_s` in seconds per token."""
 
     batch_bound: int
     prefill_s: float
 
 
 class TransferCostModel:
-    """Whether keys and values travel with a trajectory or are computed again: as set, or by what either has cost."""
+    """Decides whether keys and values move with a trajectory or are computed again: as set, or by the measured costs."""
 
     def __init__(self, transfer: str) -> None:
         self.transfer = transfer
         self._byte_s: dict[bool, float] = {}
-        """Seconds per byte, by whether it went through shared memory."""
+        """Seconds per byte, by whether the transfer went through shared memory."""
 
     def should_send_cache(self, is_here: bool, token_bytes: int, prefill_s: float) -> bool:
-        """Whether a token's keys and values go faster than they are computed. What was never measured is tried."""
+        """Whether moving a token's keys and values takes less time than computing them. A way not yet measured is tried."""
         if self.transfer != "auto":
             return self.transfer == "pages"
         return self._byte_s.get(is_here, 0.0) * token_bytes < prefill_s
 
     def record(self, is_here: bool, num_bytes: int, seconds: float) -> None:
-        """Take in what the source spent on a transfer; the destination is taken to spend as much again."""
+        """Record the source's time for a transfer; the destination is assumed to need as much again."""
         self._byte_s[is_here] = 2 * seconds / num_bytes
 
 
-def calibrate(generator: Generator, max_batch: int) -> GeneratorProfile:
-    """Measure an idle generator with trajectories that are thrown away; at most about a second.
+def calibrate(generator: "Generator", max_batch: int) -> GeneratorProfile:
+    """Measure an idle generator with trajectories that are then dropped; takes about a second at most.
 
-    Batches are doubled until a step takes `SLOWDOWN_LIMIT` times as long as the fastest did.
+    The batch is doubled until a step takes `SLOWDOWN_LIMIT` times as long as the fastest.
     """
     started = time.monotonic()
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
@@ -60,16 +62,14 @@ def calibrate(generator: Generator, max_batch: int) -> GeneratorProfile:
         curve.append((batch, seconds))
         if curve[-1][1] > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
             break
-    generator.export_sequences([live.trajectory_id for live in generator.unfinished()])
-    while not generator.idle:
-        generator.step()
+    _drop_all(generator)
     return GeneratorProfile(batch_bound(curve), prefill_s)
 
 
 def batch_bound(curve: Iterable[tuple[int, float]]) -> int:
-    """Where a curve of (batch, seconds per step), batches ascending, reaches `SLOWDOWN_LIMIT` times its least; else its last batch.
+    """The batch at which a curve of (batch, seconds per step) reaches `SLOWDOWN_LIMIT` times its least; else its last batch.
 
-    Between two points the curve is taken to be straight.
+    Batches ascend; the curve is interpolated linearly between two points.
     """
     points = list(curve)
     limit = SLOWDOWN_LIMIT * min(seconds for _, seconds in points)
@@ -89,11 +89,8 @@ def _doubling(most: int) -> list[int]:
     return batches
 
 
-def _step_s(generator: Generator, batch: int) -> float | None:
-    """The fastest of a few steps at this batch, after one that the generator may need to get used to it.
-
-    None if its cache does not hold so many.
-    """
+def _step_s(generator: "Generator", batch: int) -> float | None:
+    """The fastest of a few steps at this batch, after one warm-up step. None if the cache does not hold the batch."""
     for _ in range(batch):
         if not generator.num_waiting:
             break
@@ -109,19 +106,23 @@ def _step_s(generator: Generator, batch: int) -> float | None:
     return min(seconds)
 
 
-def _prefill_s(generator: Generator, params: SamplingParams) -> float:
-    """Seconds per token of a prompt as long as is worth measuring."""
+def _prefill_s(generator: "Generator", params: SamplingParams) -> float:
+    """Seconds per token of a long prompt."""
     prompt = _prompt(generator, 512)
     generator.add_group(prompt, params, [-1])
     started = time.monotonic()
     while generator.num_waiting:
         generator.step()
     seconds = time.monotonic() - started
-    generator.export_sequences([-1])
-    while not generator.idle:
-        generator.step()
+    _drop_all(generator)
     return seconds / len(prompt)
 
 
-def _prompt(generator: Generator, num_tokens: int) -> list[int]:
+def _drop_all(generator: "Generator") -> None:
+    generator.export_sequences([live.trajectory_id for live in generator.unfinished()])
+    while not generator.idle:
+        generator.step()
+
+
+def _prompt(generator: "Generator", num_tokens: int) -> list[int]:
     return [0] * max(1, min(num_tokens, generator.context // 2))

@@ -1,7 +1,7 @@
-"""Trajectories as bytes, between two rollouts: a head in msgpack, then keys and values as they lie in memory.
+"""Trajectories as bytes, between two rollouts: a head in msgpack, then keys and values as in memory.
 
-Eight bytes tell the head's length; it is padded to eight. Floating-point numbers keep every bit. Nothing in it is executed; what is no freight is
-refused.
+The head follows its length, 8 bytes, and is padded to a multiple of 8. Floating-point numbers keep every bit. Nothing in it is
+executed; a malformed payload is refused.
 """
 
 import math
@@ -23,7 +23,7 @@ _LENGTH_BYTES = 8
 
 
 class MovedRow(NamedTuple):
-    """A trajectory on its way: what its rollout is answerable for, and what its generator goes on from."""
+    """A trajectory on its way: its lease, and the state from which a generator continues it."""
 
     held: LeasedRow
     state: SequenceState
@@ -32,14 +32,14 @@ class MovedRow(NamedTuple):
 class _PayloadItem(msgspec.Struct, frozen=True):
     held: LeasedRow
     state: SequenceState
-    """Without its cache."""
+    """Without the cache."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the cache, whose bytes follow the head in the travellers' order; empty: it has none."""
+    """Shape of the cache, whose bytes follow the head in the order of the items; empty without a cache."""
 
 
 def _refuse(kind: type, _: Any) -> None:
-    raise NotImplementedError(f"a {kind.__name__} has no place in a head")
+    raise NotImplementedError(f"unexpected {kind.__name__} in a head")
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -47,7 +47,7 @@ _decoder = msgspec.msgpack.Decoder(list[_PayloadItem], dec_hook=_refuse)
 
 
 def encode_rows(rows: Sequence[MovedRow]) -> list[np.ndarray]:
-    """The bytes of these trajectories in pieces, each uint8 and one-dimensional; caches are not copied."""
+    """The payload in pieces, each uint8 [num_bytes]; caches are not copied."""
     caches = [t.state.cache for t in rows]
     items = [
         _PayloadItem(t.held, replace(t.state, cache=None), *_form(cache)) for t, cache in zip(rows, caches, strict=True)
@@ -59,13 +59,13 @@ def encode_rows(rows: Sequence[MovedRow]) -> list[np.ndarray]:
 
 
 def decode_rows(payload: np.ndarray) -> list[MovedRow]:
-    """The trajectories in these bytes, uint8 [num_bytes]; their caches are views of them. Raises `MessageRefused`."""
+    """The trajectories in a payload, uint8 [num_bytes]; their caches are views of it. Raises `MessageRefused`."""
     length = int.from_bytes(payload[:_LENGTH_BYTES].tobytes(), "little")
     at = _LENGTH_BYTES + length
     try:
         items = _decoder.decode(payload[_LENGTH_BYTES:at].tobytes())
     except (msgspec.DecodeError, NotImplementedError) as error:
-        raise MessageRefused(f"no freight: {error}") from error
+        raise MessageRefused(f"malformed payload: {error}") from error
     return list(_moved_rows(items, payload, at + -at % _LENGTH_BYTES))
 
 
@@ -74,10 +74,10 @@ def _moved_rows(items: Iterable[_PayloadItem], payload: np.ndarray, at: int) -> 
         cache = None
         if item.shape:
             if item.dtype not in _DTYPES:
-                raise MessageRefused(f"no freight: a cache of type {item.dtype!r}")
+                raise MessageRefused(f"malformed payload: a cache of type {item.dtype!r}")
             stop = at + math.prod(item.shape) * _DTYPES[item.dtype].itemsize
             if min(item.shape) < 1 or stop > payload.nbytes:
-                raise MessageRefused(f"no freight: a cache of shape {item.shape} in {payload.nbytes} bytes")
+                raise MessageRefused(f"malformed payload: a cache of shape {item.shape} in {payload.nbytes} bytes")
             cache = torch.from_numpy(payload[at:stop]).view(_DTYPES[item.dtype]).view(item.shape)
             at = stop
         params = replace(item.state.params, stop=tuple(item.state.params.stops))

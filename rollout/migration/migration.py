@@ -1,9 +1,10 @@
-"""Moving unfinished trajectories between rollouts on one version: the orders of the hub carried out.
+"""Moves unfinished trajectories between rollouts on one version, as the hub orders.
 
-The source takes the trajectories out between two steps, offers them to the destination and keeps them until the hub says
-that they are somebody else's. The destination goes on with them at once and *claims* them of the hub; until the answer it
-ships none. If the destination refuses, dies or says nothing, the source puts them back and claims them itself. Which claim
-counts is the hub's word (`relay.repacking`), so each row ends exactly once whoever dies, and whatever is said twice.
+The source exports the trajectories between two steps of its generator, offers them to the destination and keeps them until the
+hub reports that another rollout has the leases. The destination continues them at once and *claims* their leases of the hub;
+until the answer it writes none of them. If the destination refuses, dies or does not answer, the source takes them back and
+claims them itself. The hub decides which claim counts (`relay/hub/repacking.py`), so each row ends exactly once, even if a
+process dies or a message is repeated.
 """
 
 import logging
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...comm.errors import HeadraceError
 from ...comm.fleet import Fleet, Member
@@ -29,22 +31,32 @@ from ...comm.messages.migration import (
 from ...comm.recipe import RepackSettings
 from ...comm.trace import Trace
 from ...relay.repack import Report, can_fit
-from ..generators.base import Generator
 from ..leases import HeldLeases, LeasedRow
 from .calibration import GeneratorProfile, TransferCostModel, calibrate
 from .codec import MovedRow, decode_rows, encode_rows
 from .transport import IncomingTransfer, OutgoingTransfer
 
+if TYPE_CHECKING:
+    from ..generators.base import Generator
+
 _log = logging.getLogger(__name__)
 
-REPEAT_S = 2.0
-PATIENCE_S = 20.0
-"""Seconds after which an offer that nobody has answered is taken back."""
+IO_THREADS = 8
+"""Transfers at a time. Each ends by its deadline, so two rollouts that send to each other cannot block for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveDeadlines:
+    """Seconds until a claim is repeated, until an unanswered offer is taken back, and until a stalled link is given up."""
+
+    repeat_s: float = 2.0
+    offer_s: float = 20.0
+    link_s: float = 5.0
 
 
 @dataclass(slots=True)
 class PendingMove:
-    """A parcel on its way: its trajectories that nobody else has claimed yet."""
+    """An offer to another rollout; `rows` are the trajectories that no other rollout has claimed yet."""
 
     request_id: int
     version: int
@@ -53,9 +65,9 @@ class PendingMove:
     transfer: OutgoingTransfer
     with_cache: bool
     export_s: float
-    """What taking them out and packing them took."""
+    """Time to export and encode them."""
     began: float
-    """By the trace's clock."""
+    """Start of the move on the trace's clock."""
     sent_at: float = field(default_factory=time.monotonic)
     num_gone: int = 0
 
@@ -67,63 +79,65 @@ class Migration:
         self,
         fleet: Fleet,
         mailbox: Mailbox,
-        generator: Generator,
+        generator: "Generator",
         leases: HeldLeases,
         settings: RepackSettings,
         max_batch: int,
         trace: Trace,
+        deadlines: MoveDeadlines,
     ) -> None:
-        self.fleet = fleet
-        self.mailbox = mailbox
-        self.generator = generator
-        self.leases = leases
-        self.settings = settings
-        self.max_batch = max_batch
-        self.trace = trace
+        self._fleet = fleet
+        self._mailbox = mailbox
+        self._generator = generator
+        self._leases = leases
+        self._settings = settings
+        self._max_batch = max_batch
+        self._trace = trace
+        self._deadlines = deadlines
         self.profile: GeneratorProfile | None = None
-        """None: it neither gives nor takes."""
+        """None until `begin`: every order and offer is refused."""
         self.pending: dict[int, PendingMove] = {}
         self._incoming: dict[tuple[str, int], tuple[TransferOffered, IncomingTransfer]] = {}
         self._claims: dict[int, tuple[ClaimRows, float]] = {}
         self._costs = TransferCostModel(settings.transfer)
-        # Numbers start anew with each incarnation: an answer to an earlier one may still lie in the inbox.
+        # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._last_request_id = fleet.incarnation << 32
-        self._io_pool = ThreadPoolExecutor(1, thread_name_prefix=f"{fleet.name} porter")
+        self._io_pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"{fleet.name} transfer")
 
     def begin(self) -> None:
-        """Measure the generator, which is idle and has weights; without this, every order and offer is refused."""
-        bound = self.settings.batch_bound
-        if not self.settings.enabled or not self.generator.can_migrate:
+        """Measure the generator, which is idle and has weights, and take part from now on, if the settings and it allow it."""
+        bound = self._settings.batch_bound
+        if not self._settings.enabled or not self._generator.can_migrate:
             return
-        if bound is not None and self.settings.transfer != "auto":
-            self.profile = GeneratorProfile(bound, math.inf)  # nothing that is left to be measured would be asked for
+        if bound is not None and self._settings.transfer != "auto":
+            self.profile = GeneratorProfile(bound, math.inf)  # the rest of the measurement would not be used
             return
-        self.profile = calibrate(self.generator, self.max_batch)
-        _log.info("%s: %s", self.fleet.name, self.profile)
+        self.profile = calibrate(self._generator, self._max_batch)
+        _log.info("%s: %s", self._fleet.name, self.profile)
 
     @property
     def batch_bound(self) -> int:
-        """Trajectories beyond which a decode step takes notably longer; 0 for a rollout that takes no part."""
+        """Trajectories beyond which a decode step takes notably longer; 0 without a profile."""
         if self.profile is None:
             return 0
-        return min(self.settings.batch_bound or self.profile.batch_bound, self.max_batch)
+        return min(self._settings.batch_bound or self.profile.batch_bound, self._max_batch)
 
     @property
     def kv_used(self) -> int:
-        """Tokens of all unfinished trajectories, each with its own prompt: what they take up elsewhere."""
-        return sum(live.num_tokens for live in self.generator.unfinished())
+        """Tokens of all unfinished trajectories, each with its own prompt: the room that they need on another rollout."""
+        return sum(live.num_tokens for live in self._generator.unfinished())
 
     @property
     def is_under_way(self) -> bool:
-        """A parcel goes or comes: the weights must stay what they are."""
+        """A transfer is open in either direction, so the weights must not change."""
         return bool(self.pending or self._incoming)
 
     def held(self) -> list[LeasedRow]:
-        """Trajectories on their way out that are still this rollout's."""
-        return [t.held for outgoing in self.pending.values() for t in outgoing.rows.values()]
+        """Trajectories offered to other rollouts that this one still has the leases of."""
+        return [t.held for move in self.pending.values() for t in move.rows.values()]
 
     def handle(self, sender: str, message: Message) -> None:
-        """Act on a letter of the hub or of another rollout; others are none of its business."""
+        """Act on a message of the hub or of another rollout; other messages are ignored."""
         match message:
             case MigrateOrder():
                 self._on_migrate(message)
@@ -139,171 +153,182 @@ class Migration:
                 pass
 
     def advance(self) -> None:
-        """Take in what has arrived, repeat what was not answered, take back what nobody wants."""
+        """Import what has arrived, repeat unanswered claims, take back offers that were not accepted."""
         now = time.monotonic()
-        for (sender, number), (offer, fetching) in list(self._incoming.items()):
-            if fetching.done:
+        for (sender, number), (offer, incoming) in list(self._incoming.items()):
+            if incoming.done:
                 del self._incoming[sender, number]
-                self._import(sender, offer, fetching)
-        for question, (claim, asked_at) in list(self._claims.items()):
-            if now - asked_at > REPEAT_S:
-                self._claims[question] = (claim, now)
-                self.mailbox.send("hub", claim)
-        for number, outgoing in list(self.pending.items()):
-            if self._destination(outgoing.to.name, outgoing.to.incarnation) is None:
+                self._import(sender, offer, incoming)
+        for request_id, (claim, asked_at) in list(self._claims.items()):
+            if now - asked_at > self._deadlines.repeat_s:
+                self._claims[request_id] = (claim, now)
+                self._mailbox.send("hub", claim)
+        for number, move in list(self.pending.items()):
+            if self._destination(move.to.name, move.to.incarnation) is None:
                 self._take_back(number, "gone")
-            elif now - outgoing.sent_at > PATIENCE_S:
+            elif now - move.sent_at > self._deadlines.offer_s:
                 self._take_back(number, "silent")
 
     def close(self) -> None:
-        """Let go of what is under way; the hub counts it by `held`."""
-        for outgoing in self.pending.values():
-            outgoing.transfer.close()
-        self._io_pool.shutdown()
+        """Drop open transfers; the caller has reported their rows by `held`."""
+        for move in self.pending.values():
+            move.transfer.close()
+        self._io_pool.shutdown(cancel_futures=True)  # ends within `link_s`, the deadline of each step of a transfer
         self._incoming.clear()
 
     # --------------------------------------------------------------------------------------------------- as the source
 
     def _on_migrate(self, order: MigrateOrder) -> None:
-        """Give everything away, or tell the hub why not."""
+        """Start the move, or report a refusal to the hub."""
         to, refusal = self._destination(order.to), ""
         if self.profile is None:
             refusal = "unable"
-        elif order.version != self.generator.weights.version:
+        elif order.version != self._generator.weights.version:
             refusal = "version"
         elif to is None:
             refusal = "gone"
-        elif not self._export(order, to, self.generator.kv_token_bytes, self.profile.prefill_s):
+        elif not self._export(order, to, self._generator.kv_token_bytes, self.profile.prefill_s):
             refusal = "nothing left"
         if refusal:
-            self.mailbox.send("hub", MigrateResult(order.request_id, refusal=refusal))
+            self._mailbox.send("hub", MigrateResult(order.request_id, refusal=refusal))
 
     def _export(self, order: MigrateOrder, to: Member, token_bytes: int, prefill_s: float) -> bool:
-        """Take out whatever is certain to be this rollout's, and offer it; False if there is nothing."""
-        started, began = time.monotonic(), self.trace.now()
+        """Export all trajectories whose lease is certain and offer them; returns whether there were any."""
+        started, began = time.monotonic(), self._trace.now()
         movable = [
-            x.trajectory_id for x in self.generator.unfinished() if not self.leases.held[x.trajectory_id].claim_id
+            x.trajectory_id for x in self._generator.unfinished() if not self._leases.held[x.trajectory_id].claim_id
         ]
-        with_cache = self._costs.should_send_cache(to.host == self.fleet.me.host, token_bytes, prefill_s)
-        parcels = self.generator.export_sequences(movable, with_cache)
-        if not parcels:
+        with_cache = self._costs.should_send_cache(to.host == self._fleet.me.host, token_bytes, prefill_s)
+        states = self._generator.export_sequences(movable, with_cache)
+        if not states:
             return False
-        travellers = [MovedRow(self.leases.held.pop(parcel.trajectory_id), parcel) for parcel in parcels]
-        pieces, took_out_s = encode_rows(travellers), time.monotonic() - started
+        rows = [MovedRow(self._leases.held.pop(state.trajectory_id), state) for state in states]
+        pieces, export_s = encode_rows(rows), time.monotonic() - started
         self._last_request_id += 1
-        consignment = OutgoingTransfer(self.fleet, to, self._last_request_id, pieces)
-        by_row = {traveller.held.row_id: traveller for traveller in travellers}
+        transfer = OutgoingTransfer(
+            self._fleet, self._io_pool, to, self._last_request_id, pieces, self._deadlines.link_s
+        )
         self.pending[self._last_request_id] = PendingMove(
-            order.request_id, order.version, to, by_row, consignment, with_cache, took_out_s, began
+            order.request_id,
+            order.version,
+            to,
+            {row.held.row_id: row for row in rows},
+            transfer,
+            with_cache,
+            export_s,
+            began,
         )
-        num_tokens = sum(len(parcel.prompt_ids) + len(parcel.token_ids) for parcel in parcels)
-        where = (consignment.num_bytes, consignment.path, consignment.link)
-        self.mailbox.send(
-            to.name, TransferOffered(self._last_request_id, order.version, len(parcels), num_tokens, *where)
+        offer = TransferOffered(
+            request_id=self._last_request_id,
+            version=order.version,
+            num_rows=len(states),
+            num_tokens=sum(len(state.prompt_ids) + len(state.token_ids) for state in states),
+            num_bytes=transfer.num_bytes,
+            path=transfer.path,
+            link=transfer.link,
         )
+        self._mailbox.send(to.name, offer)
         return True
 
     def _take_back(self, request_id: int, reason: str) -> None:
-        """Go on with what nobody else has claimed so far, and claim it: the destination may have been about to."""
-        outgoing = self.pending.pop(request_id, None)
-        if outgoing is None:
+        """Resume the unclaimed trajectories of an offer, and claim them: the destination may claim them as well."""
+        move = self.pending.pop(request_id, None)
+        if move is None:
             return
-        assert outgoing.version == self.generator.weights.version, "the weights were changed under a parcel"
-        self._resume(t for t in outgoing.rows.values() if t.held.row_id.number not in self.leases.held)
-        self._end(outgoing, reason)
+        assert move.version == self._generator.weights.version, "the weights changed during a move"
+        self._resume(t for t in move.rows.values() if t.held.row_id.number not in self._leases.held)
+        self._end(move, reason)
 
     def _on_reassigned(self, rows: dict[RowId, int]) -> None:
-        """These rows, as these attempts, are somebody else's now."""
-        for number, outgoing in list(self.pending.items()):
+        """Other rollouts have the leases of these attempts of rows now."""
+        for number, move in list(self.pending.items()):
             for row_id, attempt in rows.items():
-                traveller = outgoing.rows.get(row_id)
-                if traveller is not None and traveller.held.attempt == attempt:
-                    del outgoing.rows[row_id]
-                    outgoing.num_gone += 1
-            if not outgoing.rows:
+                row = move.rows.get(row_id)
+                if row is not None and row.held.attempt == attempt:
+                    del move.rows[row_id]
+                    move.num_gone += 1
+            if not move.rows:
                 del self.pending[number]
-                self._end(outgoing, "")
+                self._end(move, "")
         for row_id, attempt in rows.items():
-            held = self.leases.held.get(row_id.number)
+            held = self._leases.held.get(row_id.number)
             if held is not None and held.attempt == attempt:
                 self._drop(held)
 
     def _end(self, move: PendingMove, reason: str) -> None:
-        """Close a move and tell the hub how it went."""
-        consignment = move.transfer
-        if move.with_cache and consignment.seconds is not None:
-            seconds = move.export_s + consignment.seconds
-            self._costs.record(bool(consignment.path), consignment.num_bytes, seconds)
-        consignment.close()
-        self.trace.span("move", move.began, to=move.to.name, rows=move.num_gone, refusal=reason)
-        if move.num_gone:
-            self.mailbox.send("hub", MigrateResult(move.request_id, move.num_gone, consignment.num_bytes))
-        else:
-            self.mailbox.send("hub", MigrateResult(move.request_id, refusal=reason))
+        """Close a move and report its result to the hub."""
+        transfer = move.transfer
+        if move.with_cache and transfer.seconds is not None:
+            self._costs.record(bool(transfer.path), transfer.num_bytes, move.export_s + transfer.seconds)
+        transfer.close()
+        self._trace.span("move", move.began, to=move.to.name, rows=move.num_gone, refusal=reason)
+        moved = (move.num_gone, transfer.num_bytes, "") if move.num_gone else (0, 0, reason)
+        self._mailbox.send("hub", MigrateResult(move.request_id, *moved))
 
     # ---------------------------------------------------------------------------------------------- as the destination
 
     def _on_offer(self, sender: str, offer: TransferOffered) -> None:
         if reason := self._reason_against(offer):
-            self.mailbox.send(sender, TransferRefused(offer.request_id, reason))
+            self._mailbox.send(sender, TransferRefused(offer.request_id, reason))
         elif (sender, offer.request_id) not in self._incoming:
-            self._incoming[sender, offer.request_id] = (offer, IncomingTransfer(self.fleet, self._io_pool, offer))
+            transfer = IncomingTransfer(self._fleet, self._io_pool, offer, self._deadlines.link_s)
+            self._incoming[sender, offer.request_id] = (offer, transfer)
 
     def _reason_against(self, offer: TransferOffered) -> str:
-        """Why an offer cannot be taken; nothing if it can. Looked at when it comes and again when its bytes are there."""
-        generator = self.generator
+        """Why an offer is refused, or "". Checked when the offer arrives and again when its bytes have arrived."""
+        generator = self._generator
         if self.profile is None:
             return "unable"
         if offer.version != generator.weights.version:
             return "version"
-        num_requests = generator.num_running + generator.num_waiting
         load = Report(
-            self.fleet.name, offer.version, self.kv_used, 0, generator.kv_capacity, num_requests,
-            generator.num_waiting, self.batch_bound,
+            rollout=self._fleet.name, version=offer.version, kv_used=self.kv_used, kv_before=0, kv_max=generator.kv_capacity,
+            num_requests=generator.num_running + generator.num_waiting, num_waiting=generator.num_waiting,
+            batch_bound=self.batch_bound,
         )  # fmt: skip
         return "" if can_fit(load, offer.num_tokens, offer.num_rows) else "full"
 
     def _import(self, sender: str, offer: TransferOffered, incoming: IncomingTransfer) -> None:
         reason = self._reason_against(offer)
-        travellers: list[MovedRow] = []
+        rows: list[MovedRow] = []
         try:
-            travellers = decode_rows(incoming.result())
+            rows = decode_rows(incoming.payload())
         except HeadraceError as error:
-            _log.warning("%s: a parcel of %s: %s", self.fleet.name, sender, str(error).partition("\n")[0])
+            _log.warning("%s: refused the transfer of %s: %s", self._fleet.name, sender, str(error).partition("\n")[0])
             reason = reason or "broken"
-        if any(t.held.row_id.number in self.leases.held for t in travellers):
+        if any(t.held.row_id.number in self._leases.held for t in rows):
             reason = reason or "held already"
         if reason:
-            self.mailbox.send(sender, TransferRefused(offer.request_id, reason))
+            self._mailbox.send(sender, TransferRefused(offer.request_id, reason))
         else:
-            self._resume(travellers)
+            self._resume(rows)
 
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _resume(self, moved_rows: Iterable[MovedRow]) -> None:
-        """Generate on, and claim the leases of the hub."""
+        """Continue trajectories, and claim their leases of the hub."""
         rows: list[RowId] = []
         attempts: list[int] = []
         self._last_request_id += 1
-        for held, parcel in moved_rows:
-            self.generator.import_sequences([parcel])
-            self.leases.held[parcel.trajectory_id] = held
+        for held, state in moved_rows:
+            self._generator.import_sequences([state])
+            self._leases.held[state.trajectory_id] = held
             held.claim_id = self._last_request_id
             rows.append(held.row_id)
             attempts.append(held.attempt)
         if rows:
             claim = ClaimRows(self._last_request_id, rows, attempts)
             self._claims[self._last_request_id] = (claim, time.monotonic())
-            self.mailbox.send("hub", claim)
+            self._mailbox.send("hub", claim)
 
     def _on_claimed(self, answer: ClaimResult) -> None:
         if answer.request_id not in self._claims:
-            return  # the same answer again
+            return  # a second answer to a repeated claim
         claim, _ = self._claims.pop(answer.request_id)
         for row_id, attempt in zip(claim.rows, answer.attempts, strict=True):
-            held = self.leases.held.get(row_id.number)
+            held = self._leases.held.get(row_id.number)
             if held is None or held.claim_id != answer.request_id:
-                continue  # leased to this rollout meanwhile, or gone
+                continue  # leased to this rollout meanwhile, or no longer held
             held.claim_id = 0
             if attempt:
                 held.attempt = attempt
@@ -311,14 +336,12 @@ class Migration:
                 self._drop(held)
 
     def _drop(self, held: LeasedRow) -> None:
-        """Forget a trajectory that is somebody else's."""
-        del self.leases.held[held.row_id.number]
+        """Drop a trajectory whose lease another rollout has."""
+        del self._leases.held[held.row_id.number]
         if held.completion is None:
-            self.generator.export_sequences([held.row_id.number])
+            self._generator.export_sequences([held.row_id.number])
 
     def _destination(self, name: str, incarnation: int | None = None) -> Member | None:
-        """The living rollout of this name, if it is still that incarnation."""
-        for member in self.fleet.alive_members("rollout"):
-            if member.name == name and incarnation in (None, member.incarnation):
-                return member
-        return None
+        """The living rollout of this name and, if given, incarnation."""
+        found = (member for member in self._fleet.alive_members("rollout") if member.name == name)
+        return next((member for member in found if incarnation in (None, member.incarnation)), None)

@@ -1,14 +1,13 @@
-"""How freight gets from one rollout to another: through shared memory on one host, else over a link.
+"""Moves the bytes of trajectories between rollouts: through shared memory on one host, else over a link.
 
-On one host the bytes lie in a memfd, which the other process opens as /proc/<pid>/fd/<number>: it has no name that could be
-left over and ends with its holders. A link is served by a thread of its own at either end, so that nobody generates slower
-for a slow network.
+On one host the bytes are in a memfd, which the other process opens as /proc/<pid>/fd/<number>: it has no name that a crash
+could leave behind, and ends with its holders. Threads of the caller's pool serve links, so that a slow network slows no
+generator.
 """
 
 import logging
 import mmap
 import os
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,92 +20,100 @@ from ...comm.messages.migration import TransferOffered
 
 _log = logging.getLogger(__name__)
 
-LINK_S = 5.0
-"""Seconds without progress after which a link is given up."""
 CHUNK_BYTES = 1 << 20
 
 
 class OutgoingTransfer:
-    """Freight that waits for its receiver to fetch it, until `close`."""
+    """Bytes that the destination fetches, available until `close`.
 
-    def __init__(self, fleet: Fleet, to: Member, request_id: int, pieces: list[np.ndarray]) -> None:
+    link_s: seconds without progress after which a link is given up.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        io_pool: ThreadPoolExecutor,
+        to: Member,
+        request_id: int,
+        pieces: list[np.ndarray],
+        link_s: float,
+    ) -> None:
         self.num_bytes = sum(piece.nbytes for piece in pieces)
         self.path = self.link = ""
         self.seconds: float | None = None
-        """What bringing it under way took; None until that is over."""
+        """Time to write or send all bytes; None until that is done."""
         self._fd = -1
+        self._open: Link | None = None
         started = time.monotonic()
         if is_shared(to, fleet, fleet.settings):
-            self._fd = os.memfd_create("headrace freight")
+            self._fd = os.memfd_create("headrace trajectories")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
             for piece in pieces:
                 _write(self._fd, piece)
             self.seconds = time.monotonic() - started
         else:
             self.link = f"{fleet.name}>{to.name} {fleet.incarnation}.{request_id}"
-            self._open: Link | None = None
-            threading.Thread(
-                target=self._send, args=(fleet, pieces), name=f"{fleet.name} freight {request_id}", daemon=True
-            ).start()
+            io_pool.submit(self._send, fleet, pieces, link_s)
 
     def close(self) -> None:
-        """Nobody needs it any more."""
+        """Free the bytes."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        elif self.link and self._open is not None:
+        elif self._open is not None:
             self._open.close()
 
-    def _send(self, fleet: Fleet, pieces: list[np.ndarray]) -> None:
-        """Send everything once. Waits for the other end; a link that fails is noticed by what follows from it."""
+    def _send(self, fleet: Fleet, pieces: list[np.ndarray], link_s: float) -> None:
+        """Send everything once. A failure is logged; the offer's deadline then ends the move."""
         try:
-            self._open = link = fleet.open_link(self.link, 0, LINK_S, remote_backend(fleet.settings))
+            self._open = link = fleet.open_link(self.link, 0, link_s, remote_backend(fleet.settings))
             started = time.monotonic()
             for piece in pieces:
                 for at in range(0, piece.nbytes, CHUNK_BYTES):
-                    link.send(piece[at : at + CHUNK_BYTES], LINK_S)
+                    link.send(piece[at : at + CHUNK_BYTES], link_s)
             self.seconds = time.monotonic() - started
         except HeadraceError as error:
-            _log.warning("%s: freight over %s: %s", fleet.name, self.link, str(error).partition("\n")[0])
+            _log.warning("%s: transfer over link %s failed: %s", fleet.name, self.link, str(error).partition("\n")[0])
 
 
 class IncomingTransfer:
-    """Freight that is being fetched; `result` has its bytes, uint8 [num_bytes], once it is `done`."""
+    """Bytes on their way here; `payload` returns them, uint8 [num_bytes], once the transfer is `done`."""
 
-    def __init__(self, fleet: Fleet, io_pool: ThreadPoolExecutor, offer: TransferOffered) -> None:
-        self._bytes: Future[np.ndarray] = io_pool.submit(_over_link if offer.link else _from_memory, fleet, offer)
+    def __init__(self, fleet: Fleet, io_pool: ThreadPoolExecutor, offer: TransferOffered, link_s: float) -> None:
+        fetch = _over_link if offer.link else _from_memory
+        self._bytes: Future[np.ndarray] = io_pool.submit(fetch, fleet, offer, link_s)
 
     @property
     def done(self) -> bool:
-        """It is here, or has failed."""
+        """The bytes are here, or the transfer has failed."""
         return self._bytes.done()
 
-    def result(self) -> np.ndarray:
-        """The bytes. Raises `PeerGone` or `LinkBroken` if they did not come."""
-        return self._bytes.result()
+    def payload(self) -> np.ndarray:
+        """The bytes of a transfer that is `done`. Raises `PeerGone` or `LinkBroken` if it failed."""
+        return self._bytes.result(timeout=0)
 
 
-def _from_memory(fleet: Fleet, offer: TransferOffered) -> np.ndarray:
+def _from_memory(fleet: Fleet, offer: TransferOffered, link_s: float) -> np.ndarray:
     try:
         fd = os.open(offer.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise PeerGone(f"{fleet.name}: no freight at {offer.path}: {error}") from error
+        raise PeerGone(f"{fleet.name}: no transfer at {offer.path}: {error}") from error
     try:
         # Private and writable, since torch takes no memory that it may not write to.
         return np.ndarray(offer.num_bytes, np.uint8, mmap.mmap(fd, offer.num_bytes, mmap.MAP_PRIVATE))
     except ValueError as error:
-        raise PeerGone(f"{fleet.name}: freight at {offer.path} is short: {error}") from error
+        raise PeerGone(f"{fleet.name}: transfer at {offer.path} is too short: {error}") from error
     finally:
         os.close(fd)
 
 
-def _over_link(fleet: Fleet, offer: TransferOffered) -> np.ndarray:
-    link = fleet.open_link(offer.link, 1, LINK_S, remote_backend(fleet.settings))
+def _over_link(fleet: Fleet, offer: TransferOffered, link_s: float) -> np.ndarray:
+    link = fleet.open_link(offer.link, 1, link_s, remote_backend(fleet.settings))
     try:
-        freight = np.empty(offer.num_bytes, np.uint8)
+        payload = np.empty(offer.num_bytes, np.uint8)
         for at in range(0, offer.num_bytes, CHUNK_BYTES):
-            link.receive(freight[at : at + CHUNK_BYTES], LINK_S)
-        return freight
+            link.receive(payload[at : at + CHUNK_BYTES], link_s)
+        return payload
     finally:
         link.close()
 

@@ -25,4 +25,4 @@ class Rewards(Protocol):
 
 def open_rewards(engine: str, settings: RewardSettings) -> Rewards:
     """The user's reward function in processes of its own. Emulated trajectories have no text that it could score."""
-    return EmulatedRewards() if engine == "emulated" else RewardPool(settings)
+    return EmulatedRewards() if engine == "emulated" else RewardPool(settings).start()

@@ -1,10 +1,11 @@
-"""Rewards: the user's function in processes of its own, with a deadline for each call.
+"""Runs the user's reward function in processes of its own, with a deadline for each call.
 
-A call that raises, hangs or crashes costs the reward of its trajectories, never the run. If no call has ever succeeded after
-`PATIENCE` failures in a row, the function itself is broken, and that is a user's mistake.
+A call that raises, hangs or crashes costs the rewards of its trajectories, never the run. If the first `PATIENCE` calls fail,
+the function itself is taken to be broken, which is a mistake in the settings.
 """
 
 import json
+import logging
 import os
 import queue
 import select
@@ -12,21 +13,26 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.recipe import RewardSettings
 
+log = logging.getLogger(__name__)
+
 PATIENCE = 3
 MAX_BATCH = 64
 STARTUP_S = 60.0
 EXIT_GRACE_S = 1.0
+KILL_S = 30.0
+POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class ScoreRequest:
-    """A trajectory's way through the reward function. `key` is the caller's; `row` the data set's row."""
+    """A trajectory to score, then its reward or failure. `key` is the caller's, `row` is the data set's."""
 
     key: Any
     row: dict[str, Any]
@@ -37,28 +43,30 @@ class ScoreRequest:
 
 
 class RewardPool:
-    """Worker threads, each with one reward process. `submit` and `finished` never block."""
+    """Worker threads, each with one reward process, from `start` to `close`. `submit` and `finished` never block."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
-        self._todo: queue.Queue[ScoreRequest | None] = queue.Queue()
+        self._todo: queue.Queue[ScoreRequest] = queue.Queue()
         self._done: queue.Queue[ScoreRequest] = queue.Queue()
         self._failures_in_a_row = 0
         self._has_succeeded = False
+        self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(settings.workers)
         ]
+
+    def start(self) -> "RewardPool":
         for thread in self._threads:
             thread.start()
+        return self
 
     def submit(self, request: ScoreRequest) -> None:
         self._todo.put(request)
 
     def finished(self) -> list[ScoreRequest]:
-        """Those scored since the last call. Raises `SettingError` when the function has only ever failed."""
-        items: list[ScoreRequest] = []
-        while not self._done.empty():
-            items.append(self._done.get())
+        """The requests scored since the last call. Raises `SettingError` if the function fails from the start."""
+        items = _drain(self._done)
         for item in items:
             self._has_succeeded |= not item.failure
             self._failures_in_a_row = self._failures_in_a_row + 1 if item.failure else 0
@@ -67,21 +75,19 @@ class RewardPool:
         return items
 
     def close(self) -> None:
-        """End the reward processes; what is pending stays unscored."""
-        while not self._todo.empty():
-            self._todo.get()
-        for _ in self._threads:
-            self._todo.put(None)
+        """End the reward processes after their present calls; pending requests stay unscored."""
+        self._is_closing = True
         for thread in self._threads:
             thread.join(self.settings.timeout_s)
+            if thread.is_alive():
+                log.warning("%s is still in a call of the reward function; the process leaves it behind", thread.name)
 
     def _work(self) -> None:
         process = _RewardProcess(self.settings)
-        while (first := self._todo.get()) is not None:
-            batch = [first]
-            while len(batch) < MAX_BATCH and not self._todo.empty() and (item := self._todo.get()) is not None:
-                batch.append(item)
-            self._score(process, batch)
+        while not self._is_closing:
+            with suppress(queue.Empty):
+                first = self._todo.get(timeout=POLL_S)
+                self._score(process, [first, *_drain(self._todo, MAX_BATCH - 1)])
         process.close()
 
     def _score(self, process: "_RewardProcess", batch: list[ScoreRequest]) -> None:
@@ -89,7 +95,8 @@ class RewardPool:
         answer = process.call(batch)
         if "error" in answer and len(batch) > 1:
             for item in batch:
-                self._score(process, [item])
+                if not self._is_closing:
+                    self._score(process, [item])
             return
         rewards = answer.get("rewards", [None] * len(batch))
         for item, reward in zip(batch, rewards, strict=True):
@@ -100,7 +107,7 @@ class RewardPool:
 
 @dataclass(slots=True)
 class _RewardProcess:
-    """One `reward_worker`, started when needed and again after it was ended."""
+    """One process of `worker.py`, started when needed and again after its end."""
 
     settings: RewardSettings
     process: "subprocess.Popen[bytes] | None" = None
@@ -121,8 +128,12 @@ class _RewardProcess:
 
     def close(self) -> None:
         if self.process is not None:
+            assert self.process.stdin is not None and self.process.stdout is not None
             self.process.kill()
-            self.process.communicate()
+            self.process.wait(KILL_S)
+            with suppress(BrokenPipeError):  # part of a request may be unsent
+                self.process.stdin.close()
+            self.process.stdout.close()  # not read to its end: a process that the function has started may hold it open
             self.process, self.unread = None, b""
 
     def _start(self) -> dict[str, Any]:
@@ -151,7 +162,7 @@ class _RewardProcess:
         return {"error": f"the reward process ended with {ended}"}
 
     def _exit_code(self, deadline: float) -> int | None:
-        """How the process ended; None if it lives. The end of its output comes a moment before its own."""
+        """The exit code of the process, None if it runs. Its output ends a moment before the process does."""
         assert self.process is not None
         try:
             return self.process.wait(max(0.0, min(EXIT_GRACE_S, deadline - time.monotonic())))
@@ -159,7 +170,7 @@ class _RewardProcess:
             return None
 
     def _read_line(self, deadline: float) -> bytes:
-        """One line of the worker, or nothing when the deadline passes or the worker ends."""
+        """One line of the worker, or b"" if the deadline passes or the worker ends."""
         assert self.process is not None and self.process.stdout is not None
         while b"\n" not in self.unread:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
@@ -169,6 +180,15 @@ class _RewardProcess:
             self.unread += chunk
         line, _, self.unread = self.unread.partition(b"\n")
         return line
+
+
+def _drain(requests: "queue.Queue[ScoreRequest]", most: int | None = None) -> list[ScoreRequest]:
+    """The requests in a queue, at most `most`, without waiting."""
+    items: list[ScoreRequest] = []
+    with suppress(queue.Empty):
+        while most is None or len(items) < most:
+            items.append(requests.get_nowait())
+    return items
 
 
 def _as_message(item: ScoreRequest) -> str | list[dict[str, str]]:

@@ -1,7 +1,7 @@
-"""The process in which a user's reward function runs: one JSON line in, one JSON line out.
+"""The process that runs a user's reward function: one JSON line in, one JSON line out.
 
-Started by `rollout.reward`, on the user's file alone; it imports neither torch nor the rest of the project's heavy parts. What
-the function prints goes to the log, not into the answers. Standard input's end is the end of the process.
+`pool.py` starts it on the user's file; it imports neither torch nor other heavy modules. Output that the function prints goes to
+the log, not into the answers. The process ends with its standard input.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from ...comm.plugins import load_object
 def call(function: Callable[..., Any], batch: dict[str, Any]) -> list[float | None]:
     """The rewards of a batch: `prompts`, `completions`, `completion_ids`, and `columns` (one list per column).
 
-    Takes both habits: TRL's batch call with keywords, and verl's call per sample
-    (data_source, solution_str, ground_truth, extra_info); plain or async.
+    The function has TRL's signature, a batch call with keywords, or verl's, a call per sample
+    (data_source, solution_str, ground_truth, extra_info); it may be async.
     """
     if "solution_str" in inspect.signature(function).parameters:
         return [_number(_result(function(**_verl_arguments(batch, i)))) for i in range(len(batch["prompts"]))]
@@ -66,16 +66,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     try:
-        sys.path.insert(0, str(Path(sys.argv[1].rpartition(":")[0]).resolve().parent))  # this process is the user's
+        sys.path.insert(0, str(Path(sys.argv[1].rpartition(":")[0]).resolve().parent))  # only the user's code runs here
         function = load_object("reward.path", sys.argv[1])
         answers.write(json.dumps({"ready": True}) + "\n")
-    except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is told to the other side
+    except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
         answers.write(json.dumps({"error": explain(error, error.__traceback__)}) + "\n")
         return
     for line in sys.stdin:
         try:
             answer: dict[str, Any] = {"rewards": call(function, json.loads(line))}
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises is told to the other side
+        except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's function
             answer = {"error": explain(error, error.__traceback__)}
         answers.write(json.dumps(answer) + "\n")
 

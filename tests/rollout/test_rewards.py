@@ -1,5 +1,6 @@
-"""Rewards run in processes of their own: whatever the user's function does, the run goes on."""
+"""Rewards run in processes of their own: no fault of the user's function ends the run."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ def pool(tmp_path: Path):
     def make(source: str, name: str = "reward", timeout_s: float = 120.0) -> RewardPool:
         file = tmp_path / "rewards.py"
         file.write_text(source)
-        pools.append(RewardPool(RewardSettings(path=f"{file}:{name}", timeout_s=timeout_s)))
+        pools.append(RewardPool(RewardSettings(path=f"{file}:{name}", timeout_s=timeout_s)).start())
         return pools[-1]
 
     yield make
@@ -60,7 +61,7 @@ def test_async_functions_are_awaited(pool: MakePool):
     assert score(pool(source), {})[0].reward == 2.5
 
 
-def test_what_the_function_prints_does_not_reach_the_answers(pool: MakePool):
+def test_printed_output_does_not_reach_the_answers(pool: MakePool):
     source = TRL + "    print('{\"rewards\": [9]}')\n    return [1.0 for _ in prompts]\n"
     assert score(pool(source), {"answer": 1})[0].reward == 1.0
 
@@ -73,7 +74,7 @@ def test_one_bad_trajectory_costs_only_itself(pool: MakePool):
     assert "rewards.py:2" in done[1].failure
 
 
-def test_none_is_a_failure(pool: MakePool):
+def test_a_reward_of_none_is_a_failure(pool: MakePool):
     done = score(pool(TRL + "    return [a for a in answer]\n"), {"answer": None}, {"answer": 1})
     assert [item.reward for item in done] == [None, 1.0]
     assert "None" in done[0].failure
@@ -89,6 +90,15 @@ def test_a_hung_call_ends_at_its_deadline_and_the_next_one_works(pool: MakePool)
     assert score(rewards, {"answer": "go"})[0].reward == 1.0
 
 
+def test_a_process_that_the_function_leaves_behind_does_not_hold_up_the_end(pool: MakePool):
+    orphan = "    if os.fork() == 0:\n        os.closerange(0, 3)\n        time.sleep(8)\n        os._exit(0)\n"
+    source = "import os, time\n" + TRL + orphan + "    return [1.0 for _ in prompts]\n"
+    rewards = pool(source, timeout_s=3.0)
+    assert score(rewards, {"answer": "go"})[0].reward == 1.0
+    rewards.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward-")]
+
+
 def test_a_crashing_process_costs_one_reward(pool: MakePool):
     source = "import os\n" + TRL + "    answer[0] == 'die' and os._exit(7)\n    return [1.0 for _ in prompts]\n"
     rewards = pool(source)
@@ -97,14 +107,14 @@ def test_a_crashing_process_costs_one_reward(pool: MakePool):
     assert score(rewards, {"answer": "go"})[0].reward == 1.0
 
 
-def test_a_function_that_only_ever_fails_is_the_users_mistake(pool: MakePool):
+def test_a_function_that_fails_from_the_start_is_a_mistake_in_the_settings(pool: MakePool):
     rewards = pool(TRL + "    raise RuntimeError('no such verifier')\n")
     with pytest.raises(SettingError, match=r"reward\.path.*no such verifier"):
         for _ in range(5):
             score(rewards, {"answer": 1})
 
 
-def test_a_wrong_number_of_rewards_is_told(pool: MakePool):
+def test_a_wrong_number_of_rewards_is_a_failure(pool: MakePool):
     assert "2 rewards for 1" in score(pool(TRL + "    return [1.0, 2.0]\n"), {"answer": 1})[0].failure
 
 

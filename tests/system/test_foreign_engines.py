@@ -14,7 +14,6 @@ from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
 from headrace.launch.config.load import read_recipe
 from headrace.launch.processes.worker import main_of
-from headrace.launch.service import GeneratorService
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.journal import account_dict, replay
@@ -22,6 +21,7 @@ from headrace.relay.queue.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
 from headrace.rollout.generators.base import open_generator
 from headrace.rollout.generators.transformers import TransformersGenerator
+from headrace.rollout.service import GeneratorService
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.learners.base import open_learner
 from headrace.trainer.policy.model import LOADING
@@ -31,7 +31,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "service.md"
 
 @pytest.fixture
 def documented_trainer(tmp_path: Path) -> str:
-    """The example of the documentation, as a file of a user's."""
+    """The example of docs/service.md as a file."""
     file = tmp_path / "my_trainer.py"
     file.write_text(DOCUMENT.read_text().split("```python\n")[1].split("```")[0])
     return f"{file}:main"
@@ -39,7 +39,7 @@ def documented_trainer(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    """Roles are threads here, a user's too, and transformers loads under switches of the whole process."""
+    """Roles are threads here, and transformers loads a model under switches that hold for the whole process."""
     load = AutoModelForCausalLM.from_pretrained
 
     def alone(*arguments: Any, **options: Any) -> Any:
@@ -59,13 +59,13 @@ def test_transformers_own_continuous_batching_generates_what_is_trained(tmp_path
     assert (summary["status"], summary["steps"], summary["version"]) == ("finished", 3, 3)
     assert (account(system)["trained"], account(system)["holds"]) == (12, True)
     metrics = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
-    # Its log-probabilities are those of the weights that it was said to run on: new ones were taken in place.
+    # Its log-probabilities are those of the weights that it reports: new versions were loaded in place.
     fresh = [step["mismatch/logprob_abs_diff"] for step in metrics if step["staleness/max"] == 0]
     assert fresh and max(fresh) < 1e-4
 
 
 @pytest.mark.parametrize("setting", ["generator.exact=true", "rollout.tp=2"])
-def test_what_a_foreign_generator_lacks_is_refused(setting: str):
+def test_a_setting_that_a_foreign_generator_lacks_is_refused(setting: str):
     roles = ["roles.rollout=2"] if "tp" in setting else []
     recipe = read_recipe(None, ["rollout.engine=transformers", setting, *roles])
     with pytest.raises(SettingError, match=r"rollout\.engine"):
@@ -86,12 +86,12 @@ def test_the_documented_trainer_consumes_a_runs_experience_and_publishes_weights
     assert max(map(int, summary["staleness"])) <= 3
 
 
-def test_a_generator_of_ones_own_feeds_a_run(tmp_path: Path):
-    """Every answer is the same token, with the log-probability that a uniform policy would give it."""
+def test_a_run_trains_on_the_rows_of_a_users_generator(tmp_path: Path):
+    """Every response repeats one token, with the log-probability of a uniform policy."""
     versions: list[int] = []
 
     def main(fleet: Any, recipe: Any) -> None:
-        service = GeneratorService(fleet, recipe)
+        service = GeneratorService(fleet, recipe).start()
         names = {name for name, _ in AutoModelForCausalLM.from_pretrained(recipe.model.path).named_parameters()}
         try:
             while True:
@@ -116,7 +116,7 @@ def test_a_generator_of_ones_own_feeds_a_run(tmp_path: Path):
 
 @pytest.mark.parametrize("role", ["actor", "rollout"])
 def test_an_engines_file_is_executed_once_in_its_process(tmp_path: Path, role: str):
-    """Its role asks whether it is an adapter, and the role's loop opens it: both get the same class."""
+    """The worker looks whether it is an adapter, and the role's loop opens it: both get the same class."""
     (tmp_path / "mine.py").write_text(
         f"with open('{tmp_path}/executed', 'a') as file:\n    file.write('x')\n"
         "class Adapter:\n    def __init__(self, fleet, recipe): ...\n"

@@ -1,4 +1,4 @@
-"""The whole system in one process while the hub, and a hub that has gone mad, move trajectories between its rollouts."""
+"""The whole system in one process while trajectories move between its rollouts, by the hub's orders and at random."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from headrace.relay.journal.journal import account_dict, read_events, replay
 LONG = {
     "run.steps": 4,
     "roles.rollout": 3,
-    "optimizer.lr": 0,  # every version has the same weights, so that a row's tokens do not hang on when it was begun
+    "optimizer.lr": 0,  # every version has the same weights, so a row's tokens do not depend on the version
     "generator.exact": "true",
     "sampling.max_new_tokens": 60,
     "sampling.temperature": 1.2,
@@ -33,18 +33,18 @@ LONG = {
 }
 
 
-class Shaker:
-    """Orders moves at random, as a hub that has gone mad might, until the run has ended."""
+class RandomMoves:
+    """Orders moves at random until the run has ended."""
 
     def __init__(self, system: System) -> None:
         self.system = system
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.shake, name="shaker", daemon=True)
+        self.thread = threading.Thread(target=self.run, name="random moves", daemon=True)
         at_end(self.stop)
         self.thread.start()
 
-    def shake(self) -> None:
-        mailbox, draw, order = self.system.network.mailboxes.open("shaker"), random.Random(5), 1_000_000
+    def run(self) -> None:
+        mailbox, draw, order = self.system.network.mailboxes.open("random moves"), random.Random(5), 1_000_000
         while not self.ended.wait(0.01):
             source, target = draw.sample(self.system.rollouts, 2)
             for version in range(5):
@@ -53,11 +53,11 @@ class Shaker:
 
     def stop(self) -> None:
         self.ended.set()
-        self.thread.join()
+        self.thread.join(60)
 
 
 def rows_of(system: System) -> dict[str, np.ndarray]:
-    """Every row that was trained, by its name without the attempt: tokens, log-probs, reward."""
+    """Tokens, log-probs and reward of every trained row, by its name without the attempt."""
     rows: dict[str, np.ndarray] = {}
     for path in (system.dir / "rows").glob("*.safetensors"):
         for key, column in load_file(path).items():
@@ -67,28 +67,28 @@ def rows_of(system: System) -> dict[str, np.ndarray]:
     return rows
 
 
-def test_no_bit_of_what_is_trained_tells_that_it_has_moved(tmp_path: Path):
+def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path):
     outcomes = []
-    for folder, is_shaken in ((tmp_path / "still", False), (tmp_path / "shaken", True)):
+    for folder, has_moves in ((tmp_path / "still", False), (tmp_path / "moved", True)):
         folder.mkdir()
-        system = System(folder, **LONG | {"repack.enabled": str(is_shaken).lower()}).start_all(num_rollouts=3)
-        shaker = Shaker(system) if is_shaken else None
+        system = System(folder, **LONG | {"repack.enabled": str(has_moves).lower()}).start_all(num_rollouts=3)
+        random_moves = RandomMoves(system) if has_moves else None
         summary = system.wait()
-        if shaker is not None:
-            shaker.stop()
+        if random_moves is not None:
+            random_moves.stop()
         outcomes.append(rows_of(system))
-        assert (summary["moved"] > 10) == is_shaken
+        assert (summary["moved"] > 10) == has_moves
         account = account_dict(replay(system.dir / "journal.jsonl"))
         assert account == summary["accounting"] and account["holds"] and account["trained"] == 16
         assert summary["versions_per_trajectory"] == {"1": 16}
-    still, shaken = outcomes
-    both = still.keys() & shaken.keys()
+    still, moved = outcomes
+    both = still.keys() & moved.keys()
     assert len(both) >= 0.8 * len(still)  # which of the queued groups come last may differ
-    assert all(np.array_equal(still[name], shaken[name]) for name in both)
+    assert all(np.array_equal(still[name], moved[name]) for name in both)
 
 
 def endless(folder: Path, **settings: object) -> System:
-    """A run that goes on until it is interrupted."""
+    """A run that lasts until it is interrupted."""
     system = System(folder, **LONG | {"run.steps": 100_000, "generator.exact": "false"} | settings)
     return system.start_all(num_rollouts=3)
 
@@ -98,14 +98,14 @@ def moves_of(system: System) -> list[ev.Moved]:
 
 
 def interrupted(system: System) -> dict[str, Any]:
-    """The summary of a run that is interrupted now; its account must hold."""
-    system.network.mailboxes.open("teller").send("hub", Interrupted(2))
+    """Interrupt a run; returns its summary. Its account must hold."""
+    system.network.mailboxes.open("test-client").send("hub", Interrupted(2))
     summary = system.wait()
     assert summary["status"] == "interrupted" and summary["accounting"]["holds"] is True
     return summary
 
 
-def test_the_hub_repacks_what_winds_down_and_the_account_holds(tmp_path: Path):
+def test_the_hub_repacks_rollouts_that_wind_down_and_the_account_holds(tmp_path: Path):
     system = endless(tmp_path)
     log = system.dir / "metrics.jsonl"
     system.until(lambda: log.exists() and '"repack/count"' in log.read_text())
@@ -117,32 +117,32 @@ def test_the_hub_repacks_what_winds_down_and_the_account_holds(tmp_path: Path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_under_way_when_the_run_is_interrupted_is_counted_once(tmp_path: Path, seed: int):
+def test_a_trajectory_that_moves_when_the_run_is_interrupted_is_counted_once(tmp_path: Path, seed: int):
     system = endless(tmp_path, **{"run.seed": seed})
-    shaker = Shaker(system)
+    random_moves = RandomMoves(system)
     system.wait_for_event("Moved")
     interrupted(system)
-    shaker.stop()
+    random_moves.stop()
 
 
-def test_a_transfer_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
+def test_an_offer_without_an_answer_is_counted_at_its_source(tmp_path: Path):
     system = endless(tmp_path, **{"repack.period_s": 60})
     mute = MemoryFleet.join_network(system.network, "rollout", 9)
     inbox = system.network.mailboxes.open(mute.name)
     heard: list[Message] = []
 
     def hears(kind: type[Message]) -> bool:
-        if (letter := inbox.receive(0)) is not None:
-            heard.append(letter.message)
+        if (envelope := inbox.receive(0)) is not None:
+            heard.append(envelope.message)
         return any(isinstance(message, kind) for message in heard)
 
-    def is_offered_something() -> bool:
+    def has_an_offer() -> bool:
         for order, version in enumerate(range(400), 1_000_000):
             inbox.send(system.rollouts[0].name, MigrateOrder(order, version, mute.name))
         return hears(TransferOffered)
 
     system.wait_for_event("Trained")
-    system.until(is_offered_something)
+    system.until(has_an_offer)
     inbox.send("hub", Interrupted(2))
     system.until(lambda: hears(Stop))
     inbox.send("hub", HeldRows([], []))
@@ -153,7 +153,7 @@ def test_a_transfer_that_nobody_takes_is_counted_at_its_source(tmp_path: Path):
 
 def test_a_rollout_that_seems_to_die_among_moves_costs_nothing(tmp_path: Path):
     system = endless(tmp_path)
-    shaker = Shaker(system)
+    random_moves = RandomMoves(system)
     system.wait_for_event("Moved")
 
     def has_lost_rows() -> bool:
@@ -166,4 +166,4 @@ def test_a_rollout_that_seems_to_die_among_moves_costs_nothing(tmp_path: Path):
     num_trained = account_dict(replay(system.dir / "journal.jsonl"))["trained"]
     system.until(lambda: account_dict(replay(system.dir / "journal.jsonl"))["trained"] > num_trained + 12)
     interrupted(system)
-    shaker.stop()
+    random_moves.stop()

@@ -38,7 +38,7 @@ def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path
     ).start()
     actor, rollout = load_policy(path), load_policy(path, weights=False)
     layout = Layout.of(actor.weights(), "float32")
-    publisher = WeightPublisher.open(MemoryFleet.join_network(network, "actor", 0, {}, settings), layout, settings)
+    publisher = WeightPublisher(MemoryFleet.join_network(network, "actor", 0, {}, settings), layout, settings).start()
     weights = RolloutWeights(MemoryFleet.join_network(network, "rollout", 0, {}, settings), rollout, settings)
     for thing in (segment, server, publisher, weights):
         at_end(thing.close)

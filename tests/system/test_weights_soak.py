@@ -36,7 +36,7 @@ class Cluster:
         self.fleets, self.closing = [], []
         at_end(self.close)
         self.servers = [self.server(index) for index in range(2)]
-        self.publisher = WeightPublisher.open(self.join("actor", 0), self.layout, self.settings)
+        self.publisher = WeightPublisher(self.join("actor", 0), self.layout, self.settings).start()
         self.readers = [
             WeightReader(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
         ]

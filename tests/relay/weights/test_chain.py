@@ -167,7 +167,7 @@ class Relays:
         ]
         actor = GatedFleet(self.network, self.join("actor", 0, {}).me, self.settings)
         self.gate = actor.gate = Gate()
-        self.publisher = WeightPublisher.open(actor, self.layout, self.settings)
+        self.publisher = WeightPublisher(actor, self.layout, self.settings).start()
         at_end(self.close)
 
     def join(self, role, index, info):

@@ -88,7 +88,7 @@ class Trained:
         self.layout = Layout.of(dict(self.model.named_parameters()), "bfloat16")
         self.segments = [Segment.create_anonymous() for _ in range(2)]
         self.servers = [self.server(index, segment) for index, segment in enumerate(self.segments)]
-        self.publisher = WeightPublisher.open(self.join("actor", 0, {}), self.layout, self.settings)
+        self.publisher = WeightPublisher(self.join("actor", 0, {}), self.layout, self.settings).start()
         self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
         at_end(self.close)
 
@@ -161,7 +161,7 @@ class Sharded:
         fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
         self.servers = [WeightServer(f, s, self.settings).start() for f, s in zip(fleets, self.segments, strict=True)]
         self.publishers = [
-            WeightPublisher.open(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
+            WeightPublisher(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank)).start()
             for rank in range(2)
         ]
         at_end(self.close)

@@ -56,7 +56,7 @@ class WeightsScene:
         return server
 
     def publisher(self):
-        self.closing.append(WeightPublisher.open(self.join("actor"), self.layout, self.settings))
+        self.closing.append(WeightPublisher(self.join("actor"), self.layout, self.settings).start())
         return self.closing[-1]
 
     def reader(self, index=0, layout=None):
@@ -285,7 +285,7 @@ def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
     reader, actor = scene.join("rollout", 7, host="elsewhere"), scene.join("actor", 7, host="elsewhere")
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
         WeightReader(reader, scene.layout, scene.settings)
-    publisher = WeightPublisher.open(actor, scene.layout, scene.settings)
+    publisher = WeightPublisher(actor, scene.layout, scene.settings).start()
     scene.closing.append(publisher)
     publisher.publish(1, weights(1))
     until(lambda: publisher.failure)

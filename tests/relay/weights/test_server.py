@@ -68,7 +68,7 @@ class Processes:
         return fleet
 
     def publisher(self):
-        publisher = WeightPublisher.open(self.join("actor"), self.layout, self.settings)
+        publisher = WeightPublisher(self.join("actor"), self.layout, self.settings).start()
         self.closing.append(publisher.close)
         return publisher
 

@@ -79,7 +79,7 @@ fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
 fleet.wait_for("relay", 1, 240)
 tensors = dict(model.state_dict())
 layout = Layout.of(tensors, dtype, tp, CUTS)
-publisher = WeightPublisher.open(fleet, layout, settings, WeightShard.of(layout, tensors, rank, size))
+publisher = WeightPublisher(fleet, layout, settings, WeightShard.of(layout, tensors, rank, size)).start()
 for version in (1, 2):
     with torch.no_grad():
         for parameter in model.parameters():

@@ -37,7 +37,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     tensors = {"w": torch.randn(5_000_003)}  # several buckets, and a rest
     layout = Layout.of(tensors, "float32")
     publisher, reader = (
-        WeightPublisher.open(fleets[1], layout, settings),
+        WeightPublisher(fleets[1], layout, settings).start(),
         WeightReader(fleets[2], layout, settings),
     )
     at_end(lambda: hosted)  # holds the store until its members have left

@@ -1,0 +1,118 @@
+"""A rollout with a loop of its own: prompts and weights come in, trajectories go out.
+
+`GeneratorService` covers put_prompts_data and put_experience_data of AsyncFlow's service interface (section 5), seen from the
+engine; see docs/service.md. An engine that fits into the project's loop is an adapter instead (`rollout.generators.base.Generator`).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..comm.fleet import Fleet
+from ..comm.messages import LeaseGrant, Stop, WeightsPulled
+from ..comm.recipe import Recipe
+from ..comm.waits import waiting
+from ..relay.queue.replicated_rows import ReplicatedRows
+from ..relay.queue.stream import RunStopped
+from ..relay.weights.layout import Layout, host_buffer
+from ..relay.weights.reader import WeightReader
+from ..trainer.policy.model import load_policy
+from ..trainer.policy.tensor_parallel import splits_for
+from .leases import HeldLeases, LeasedRow
+from .pacing import RolloutPacing
+from .row_writer import FinishedRow, RowWriter
+
+
+class GeneratorService:
+    """A generator's side of a run, for one thread. Call `start` first and `close` at the end."""
+
+    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+        self.version = -1
+        self._deadline_s = recipe.comm.deadline_s
+        self._mailbox = fleet.open_mailbox(fleet.name)
+        self._leases = HeldLeases(
+            self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, RolloutPacing.from_recipe(recipe)
+        )
+        self._storage = ReplicatedRows(fleet)
+        self._row_writer = RowWriter(self._mailbox, self._storage, self._deadline_s)
+        policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
+        shapes = policy.weights()
+        self._layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))
+        self._buffer = host_buffer(self._layout.num_bytes)
+        self._reader = WeightReader(fleet, self._layout, recipe.comm)
+
+    def start(self) -> "GeneratorService":
+        """Start the thread that writes finished trajectories."""
+        self._row_writer.start()
+        return self
+
+    @property
+    def is_outdated(self) -> bool:
+        """The relay has a newer version than `version`. Cheap."""
+        return self.version < 0 or (self._reader.newest() or 0) > self.version
+
+    def take_weights(self) -> dict[str, Tensor]:
+        """Load the newest version; the first call waits for one. The views share one buffer, which the next call overwrites.
+
+        Every sample of the previous version must have been `put`.
+        """
+        assert not self._leases.held, "samples of the previous version are unfinished"
+        with waiting("relay", "a version", self._deadline_s) as wait:
+            wait.until(lambda: self._reader.newest() is not None)
+            receipt = self._reader.pull(self._buffer, wait.remaining_s)
+        self._storage.attach()
+        self.version = receipt.version
+        self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
+        self._leases.begin_version()
+        return self._layout.views(self._buffer)
+
+    def prompts(self, room: int) -> list[LeasedRow]:
+        """About `room` samples to generate, each with its `row` of the data set.
+
+        Waits until admission allows some; returns an empty list when a newer version should be taken first. Raises `RunStopped`.
+        """
+        self._leases.drained()
+        with waiting("hub", "prompts", self._deadline_s) as wait:
+            while not self.is_outdated:
+                wait.check()
+                self._leases.ask(self.version, room)
+                envelope = self._mailbox.receive(0.05)
+                match envelope.message if envelope else None:
+                    case LeaseGrant() as grant:
+                        if held := [h for _, fresh in self._leases.take(grant, self.version) for h in fresh]:
+                            return held
+                    case Stop(reason=reason):
+                        raise RunStopped(reason)
+        return []
+
+    def put(
+        self,
+        sample: LeasedRow,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        logprobs: Sequence[float],
+        reward: float | None,
+        failure: str = "",
+    ) -> None:
+        """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks."""
+        del self._leases.held[sample.row_id.number]
+        self._row_writer.submit(
+            FinishedRow(
+                row=sample.row_id,
+                attempt=sample.attempt,
+                version=self.version,
+                prompt_ids=list(prompt_ids),
+                response_ids=list(response_ids),
+                logprobs=list(logprobs),
+                versions=[self.version] * len(response_ids),
+                reward=reward,
+                failure=failure,
+            )
+        )
+
+    def close(self) -> None:
+        """Deliver the submitted trajectories, report the unfinished ones to the hub, close the connections."""
+        self._row_writer.close()
+        self._mailbox.send("hub", self._leases.held_rows())
+        self._reader.close()
+        self._mailbox.close()
