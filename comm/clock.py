@@ -1,6 +1,6 @@
-"""The clock of a run's devices: seconds as they pass, or emulated ones that pass faster.
+"""The clock of a run's devices: real seconds, or emulated ones that pass faster.
 
-All processes of a host share its monotonic clock, so their readings can be laid on one time axis.
+All processes of a host share its monotonic clock, so their readings fit on one time axis.
 """
 
 import time
@@ -13,11 +13,10 @@ class Clock:
         self.speed = speed
 
     def now(self) -> float:
-        """The moment, in seconds of this clock."""
         return time.monotonic() * self.speed
 
     def sleep_until(self, moment: float) -> float:
-        """Sleep until a moment of this clock; returns how many of its seconds late the caller was, 0 if in time."""
+        """Sleep until `moment` of this clock; returns by how many of its seconds the caller was late, 0 if it was in time."""
         left = moment - self.now()
         if left > 0:
             time.sleep(left / self.speed)

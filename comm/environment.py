@@ -1,7 +1,7 @@
-"""The environment that a seat gives to its children. This module imports nothing, so that a seat stays small."""
+"""Environment variables that a supervisor sets for its children. This module imports nothing, so a supervisor stays small."""
 
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
-"""Names a relay's shared memory in its environment; others on the host open it as /proc/<seat pid>/fd/<number>."""
+"""Descriptor of a relay's shared memory; other processes on the host open it as /proc/<supervisor pid>/fd/<number>."""
 
 STREAMING_COPY_ENV = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
-"""Environment in which the C library copies large pieces past the caches, twice as fast; it is read at a process's start."""
+"""Makes the C library copy large pieces past the caches, twice as fast; it reads this when the process starts."""

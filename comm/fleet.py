@@ -130,7 +130,7 @@ class MemberTable:
         if beat != last:
             self._beats[member.name] = (beat, now)
             heard = now
-        self.by_name[member.name] = with_liveness(member, now - heard < self.expiry_s)
+        self.by_name[member.name] = msgspec.structs.replace(member, is_alive=now - heard < self.expiry_s)
 
     def remove(self, name: str) -> None:
         self.by_name.pop(name, None)
@@ -144,11 +144,6 @@ class MemberTable:
 def sorted_members(members: Iterable[Member], role: str | None) -> list[Member]:
     """Those of a role, or all, by role and index."""
     return sorted((m for m in members if role is None or m.role == role), key=lambda m: (m.role, m.index))
-
-
-def with_liveness(member: Member, is_alive: bool) -> Member:
-    """The member, alive or dead."""
-    return msgspec.structs.replace(member, is_alive=is_alive)
 
 
 class StoreFleet(Fleet):
@@ -214,7 +209,7 @@ class StoreFleet(Fleet):
         for thread in self._threads:
             join_thread(thread, _LEAVE_S)
         try:
-            self._publish_member(with_liveness(self.me, is_alive=False))
+            self._publish_member(msgspec.structs.replace(self.me, is_alive=False))
             self._store.set(f"fleet/left/{self.name}", str(self.incarnation))
             self._store.check([ROSTER])
         except DistError as error:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from .errors import LinkBroken
-from .fleet import Fleet, Member, member_name, sorted_members, with_liveness
+from .fleet import Fleet, Member, member_name, sorted_members
 from .links.base import Link
 from .links.opening import throttled
 from .mailbox import Mailbox, Mailboxes
@@ -174,7 +174,7 @@ class MemoryFleet(Fleet):
     def crash(self) -> None:
         """Simulate a crash: the member counts as dead without having left."""
         with self.network.lock:
-            self.network.members[self.name] = with_liveness(self.me, is_alive=False)
+            self.network.members[self.name] = msgspec.structs.replace(self.me, is_alive=False)
 
     def leave(self) -> None:
         with self.network.lock:

@@ -4,7 +4,6 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +16,9 @@ _lock = threading.RLock()  # a file may load another one
 
 
 def load_object(setting: str, path: str) -> Any:
-    """The object; raises `SettingError` that names the setting if there is none.
+    """The object at `path`; raises `SettingError` if it does not exist, and passes on the errors of the user's own code.
 
-    A file is executed once per process. It may import modules of its own folder. Its own errors are passed on.
+    A file is executed once per process. It may import modules of its own folder.
     """
     home, _, name = path.rpartition(":")
     try:
@@ -33,53 +32,25 @@ def load_object(setting: str, path: str) -> Any:
     return getattr(module, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Builtin:
-    """One of the project's own engines, by its word."""
-
-    word: str
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterClass:
-    """A user's adapter: the role's own loop opens it and calls its methods."""
-
-    open: Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessFunction:
-    """A user's function that is the whole process of a role."""
-
-    run: Callable[..., Any]
-
-
-def is_own(engine: str) -> bool:
-    """Whether `rollout.engine` or `trainer.engine` names an object of the user's; loads nothing."""
-    return ":" in engine
-
-
-def resolve_engine(setting: str, engine: str) -> Builtin | AdapterClass | ProcessFunction:
-    """What `rollout.engine` or `trainer.engine` names: a word, a class, or a function."""
-    if not is_own(engine):
-        return Builtin(engine)
+def process_function(setting: str, engine: str) -> Callable[..., Any] | None:
+    """The user's function that is the whole process of a role; None if `engine` names a built-in engine or an adapter's class."""
+    if ":" not in engine:
+        return None
     found = load_object(setting, engine)
     if not callable(found):
         raise SettingError(f"{setting}: {engine} is neither a class nor a function")
-    return AdapterClass(found) if isinstance(found, type) else ProcessFunction(found)
+    return None if isinstance(found, type) else found
 
 
 def adapter_class(setting: str, engine: str, own: Mapping[str, str], package: str | None) -> Callable[..., Any]:
-    """The adapter that an engine's setting names; `own` maps each of the project's words to `.module:CLASS` in `package`.
+    """The adapter that an engine's setting names; `own` maps each built-in engine's name to `.module:CLASS` in `package`.
 
-    A module is imported when it is chosen, so that an emulated engine loads no library of models.
+    A module is imported when it is chosen, so that an emulated engine loads no model library.
     """
-    engine_found = resolve_engine(setting, engine)
-    if isinstance(engine_found, Builtin):
-        module, _, name = own[engine_found.word].partition(":")
-        return getattr(import_module(module, package), name)
-    assert isinstance(engine_found, AdapterClass), f"{setting}: a function is a process of its own"
-    return engine_found.open
+    if ":" in engine:
+        return load_object(setting, engine)
+    module, _, name = own[engine].partition(":")
+    return getattr(import_module(module, package), name)
 
 
 def _module_of(file: Path) -> ModuleType:

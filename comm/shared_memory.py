@@ -1,10 +1,10 @@
-"""A relay's shared memory: a header page and equal slots in a memfd that the relay's seat holds.
+"""A relay's shared memory: a header page and equal slots in a memfd that the relay's supervisor owns.
 
-The seat creates the memfd and hands it to its child in `HEADRACE_SEGMENT_FD`; everybody else on the host opens it as
-/proc/<seat>/fd/<number>. So it has no name that could be left over, it survives the relay's process, and it ends with the
-seat. Slots are held by byte-range locks of the kernel, which frees those of a dead reader: shared ones are leases of
-readers, an exclusive one belongs to the writer. A lock only keeps a slot from being chosen for the next version; what
-makes a reading true is the slot's generation, which the reader looks at again after its copy.
+The supervisor creates the memfd and passes it to its child in `HEADRACE_SEGMENT_FD`; other processes on the host open it as
+/proc/<supervisor>/fd/<number>. So no name is left over, and the memory survives the relay's process and ends with the
+supervisor. Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks
+of a dead process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader
+checks again after its copy, tells whether the copy is valid.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ _SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the
 
 
 class Lock(Enum):
-    """What a lock on a slot means."""
+    """The kind of a lock on a slot."""
 
     NONE = fcntl.F_UNLCK
     SHARED = fcntl.F_RDLCK
@@ -34,7 +34,7 @@ class Lock(Enum):
 
 
 class Segment:
-    """One opening of the memfd: its own locks, its own mapping."""
+    """One opening of the memfd, with its own locks and its own mapping."""
 
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
@@ -46,26 +46,26 @@ class Segment:
         words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64)
         self._shape = words[:_SHAPE_WORDS]
         self.words = words[_SHAPE_WORDS:]
-        """The header's int64 words, for whoever gives the slots a meaning; all 0 in a new segment."""
+        """The header's int64 words for the user of the slots; all 0 in a new segment."""
         self._slots: list[np.ndarray] = []
         self._mapped_shape = (0, 0)
 
     @staticmethod
     def create_anonymous(name: str = "headrace") -> "Segment":
-        """A segment that this process holds itself, for processes without a seat."""
+        """A segment that this process owns itself, for processes without a supervisor."""
         fd = os.memfd_create(name)
         return Segment(fd, f"/proc/{os.getpid()}/fd/{fd}")
 
     @staticmethod
     def inherited() -> "Segment":
-        """The segment that the seat handed down in the environment; one of its own where there is none."""
+        """The segment that the supervisor passed in the environment; without one, a segment that this process owns."""
         if (number := os.environ.get(SEGMENT_FD)) is None:
             return Segment.create_anonymous()
         return Segment(os.dup(int(number)), f"/proc/{os.getppid()}/fd/{number}")
 
     @staticmethod
     def open(path: str) -> "Segment":
-        """Another process's segment; raises `PeerGone` when its holder is gone."""
+        """Another process's segment; raises `PeerGone` when its owner is gone."""
         try:
             return Segment(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
         except OSError as error:
@@ -82,21 +82,23 @@ class Segment:
         return int(self._shape[1])
 
     def allocate(self, num_slots: int, slot_bytes: int) -> None:
-        """Give the segment its slots, all pages in place; the owner does this once."""
-        assert self.slot_bytes in (0, slot_bytes), f"a segment of {self.slot_bytes} byte slots cannot change its shape"
+        """Give the segment its slots; the owner does this once."""
+        assert self.slot_bytes in (0, slot_bytes), (
+            f"a segment with slots of {self.slot_bytes} bytes cannot change its shape"
+        )
         os.ftruncate(self._fd, HEADER_BYTES + num_slots * _round_up(slot_bytes))
         self._shape[1] = num_slots
         self._shape[0] = slot_bytes
 
     def slot(self, index: int) -> np.ndarray:
-        """The bytes of a slot, uint8 [slot_bytes]; mapped with all pages in place, so that no copy waits for the kernel."""
+        """The bytes of a slot, uint8 [slot_bytes], with all pages mapped, so that no copy waits for the kernel."""
         with self._lock:
             if self._mapped_shape != (self.num_slots, self.slot_bytes):
                 self._map()
             return self._slots[index]
 
     def try_lock(self, slot: int, lock: Lock) -> bool:
-        """Try to lease or to own a slot; False if another opening of the segment stands against it."""
+        """Lock a slot; False if a lock of another opening of the segment conflicts."""
         with self._lock:
             if lock is Lock.SHARED and self._shared_locks[slot]:
                 self._shared_locks[slot] += 1
@@ -107,7 +109,7 @@ class Segment:
             return True
 
     def unlock(self, slot: int, lock: Lock) -> None:
-        """End what `try_lock` began."""
+        """Undo one `try_lock`."""
         with self._lock:
             if lock is Lock.SHARED:
                 self._shared_locks[slot] -= 1
@@ -116,7 +118,7 @@ class Segment:
             self._set_lock(slot, Lock.NONE)
 
     def close(self) -> None:
-        """Close this opening; views of its slots stay valid as long as somebody holds them."""
+        """Close this opening; views of its slots stay valid."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -137,7 +139,7 @@ class Segment:
         self._mapped_shape = (self.num_slots, num_bytes)
 
     def _set_lock(self, slot: int, lock: Lock) -> bool:
-        # Locks of the open file description, since those of the process would not tell two openings in it apart.
+        # Locks of the open file description, since locks of the process do not distinguish two openings within it.
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", lock.value, os.SEEK_SET, slot, 1, 0))
         except (BlockingIOError, PermissionError):

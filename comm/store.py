@@ -2,15 +2,14 @@
 
     python -m headrace.comm.store --interface 127.0.0.1 [--port 0] [--publish] [--expect N] [--silence-s S]
 
-The first seat starts this process. Its first line on stdout is `store HOST:PORT`. With `--publish` the address is also put
-under a key of torchrun's own store, where `find_address` of every other process finds it; `HEADRACE_STORE=HOST:PORT` in
-the environment wins over that. The process ends with 0 once at least `--expect` members (default 1) have joined and each of
-those that joined has left or has been silent for `--silence-s` seconds (default 60), or on SIGTERM. SIGINT is ignored,
-since Ctrl-C reaches every process of a terminal and the store has to go last. The store can be given a memory of its own
-parent (`--end-with-parent`): it then ends when the process that started it is gone.
+The first supervisor starts this process. Its first line on stdout is `store HOST:PORT`. With `--publish` it also puts the
+address under a key of torchrun's own store, where `find_address` of the other processes finds it; `HEADRACE_STORE=HOST:PORT`
+in the environment overrides that. The process exits with 0 on SIGTERM, or once at least `--expect` members (default 1) have
+joined and each of them has left or has been silent for `--silence-s` seconds (default 60). It ignores SIGINT, since Ctrl-C
+reaches every process of a terminal and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
 
-Nobody who reaches the port can be told from a member, so a trusted network is required against denial of service; forged
-decisions are refused by the mailbox.
+The store has no authentication: any client that reaches the port can act as a member. So a trusted network is required against
+denial of service; mailboxes refuse forged messages.
 """
 
 import argparse
@@ -35,11 +34,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 _ADDRESS_KEY = "headrace/store"
 ROSTER = "fleet/roster"
-"""Key of the names of all seats that ever joined, one a line, in order of their first joining."""
+"""Key of the names of all members that ever joined, one on each line, in the order of their first joining."""
 
 
 class StoreClient(Protocol):
-    """What is used of a `TCPStore`, whose own type stubs lack half of it. Every method may raise `DistError`."""
+    """The methods of `TCPStore` in use, since its type stubs lack half of them. Each may raise `DistError`."""
 
     def clone(self) -> "StoreClient": ...
     def set_timeout(self, timeout: timedelta, /) -> None: ...
@@ -55,10 +54,9 @@ class StoreClient(Protocol):
 
 
 class StoreServer:
-    """A TCPStore server in this process, on `interface` alone; it lives as long as this object. `address` is "host:port"."""
+    """A TCPStore server in this process, on `interface` alone, as long as this object lives; port 0 takes a free one."""
 
     def __init__(self, interface: str, port: int = 0) -> None:
-        """Port 0 takes a free one."""
         with socket.create_server((interface, port), backlog=1024) as listener:
             bound_port = listener.getsockname()[1]
             # Binding by the store itself would listen on every interface of the machine.
@@ -71,7 +69,7 @@ class StoreServer:
 
 
 def connect_store(address: str, deadline_s: float) -> StoreClient:
-    """A client of the store at "host:port"; one thread may use it, others `clone()` it. Raises `StoreGone`."""
+    """A client of the store at "host:port". A thread that waits on the store needs a `clone()`. Raises `StoreGone`."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         raise SettingError(f"{address!r} is not a store address: HOST:PORT is expected (HEADRACE_STORE)")
@@ -88,37 +86,37 @@ def connect_store(address: str, deadline_s: float) -> StoreClient:
 
 
 def publish_address(address: str) -> None:
-    """Put the fleet store's address where `find_address` looks: into the store of this torchrun."""
+    """Put the fleet store's address into the store of this torchrun, for `find_address`."""
     store = _torchrun_store(deadline_s=30)
     store.set(_ADDRESS_KEY, address)
     store.check([_ADDRESS_KEY])
 
 
 def find_address(deadline_s: float) -> str:
-    """The fleet store's address: `HEADRACE_STORE` if set, else what the first seat published in torchrun's store."""
+    """The fleet store's address: `HEADRACE_STORE` if set, else the address in torchrun's store."""
     if address := os.environ.get("HEADRACE_STORE"):
         return address
     store = _torchrun_store(deadline_s)
-    with waiting("the first seat", "the fleet store's address", deadline_s) as wait:
+    with waiting("the first supervisor", "the fleet store's address", deadline_s) as wait:
         wait.until(lambda: store.check([_ADDRESS_KEY]), interval_s=0.02)
     return store.get(_ADDRESS_KEY).decode()
 
 
 def _torchrun_store(deadline_s: float) -> StoreClient:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise SettingError("no torchrun store here: start by torchrun, or set HEADRACE_STORE=HOST:PORT")
+        raise SettingError("not started by torchrun: use torchrun, or set HEADRACE_STORE=HOST:PORT")
     return connect_store(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", deadline_s)
 
 
 class _Attendance:
-    """Which of the members that joined are still there, judged from their beats on this process's own clock."""
+    """Counts the members that are present, by their heartbeats and this process's own clock."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self._beats: dict[str, tuple[bytes, float]] = {}
 
     def present(self, store: StoreClient, now: float) -> tuple[int, int]:
-        """How many members have joined so far, and how many of them are present."""
+        """The number of members that have joined so far, and the number of them that are present."""
         names = store.get(ROSTER).decode().split() if store.check([ROSTER]) else []
         num_present = 0
         for name in names:
@@ -131,7 +129,7 @@ class _Attendance:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Host the store until nobody needs it. Waits for members to leave; woken by its own clock and by SIGTERM."""
+    """Run the store until its members have left. Waits for them by its own clock; woken by SIGTERM."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -150,7 +148,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry of the store's process; the flags are those of this module's docstring."""
+    """Entry of the store's process; the module's docstring describes the flags."""
     parser = argparse.ArgumentParser(prog="python -m headrace.comm.store", description="The fleet's store.")
     parser.add_argument("--interface", default="127.0.0.1", help="the one address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")

@@ -1,6 +1,6 @@
-"""What a process does over time: its states one after the other, and a few numbers, in `trace/<name>.jsonl` of the run folder.
+"""A process's states over time, one after the other, and a few counters, in `trace/<name>.jsonl` of the run folder.
 
-The first line says how this process's clock lies to the wall clock, so that the files of all hosts go on one axis.
+The first line relates this process's clock to the wall clock, so that the files of all hosts fit on one axis.
 """
 
 import json
@@ -25,22 +25,20 @@ class Trace:
         self._write({"process": name, "clock": self._since, "wall": time.time(), "speed": clock.speed})
 
     def enter(self, state: str, **facts: float | str) -> None:
-        """From now on in this state; nothing changes if it is the state already, with the same facts."""
+        """Change to a state; does nothing if the process is in it already, with the same facts."""
         if state == self._state and facts == self._facts:
             return
         self._end_state()
         self._state, self._facts = state, facts
 
     def now(self) -> float:
-        """The moment by the trace's clock."""
         return self._clock.now()
 
     def span(self, state: str, since: float, **facts: float | str) -> None:
-        """Something that has gone on beside the states, from `since` until now."""
+        """Write an activity in parallel to the states, from `since` until now."""
         self._write({"state": state, "t": since, "d": self.now() - since, "lane": 1, **facts})
 
     def counters(self, **values: float) -> None:
-        """Numbers as they are now."""
         self._write({"t": self._clock.now(), "values": values})
 
     def close(self) -> None:

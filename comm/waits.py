@@ -37,7 +37,6 @@ class Wait:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the wait began."""
         return time.monotonic() - self.since
 
     @property

@@ -18,7 +18,7 @@ from ..comm.recipe import DataSettings
 
 
 class DatasetRows(Protocol):
-    """Rows by index, each as the bytes of one JSON object."""
+    """Rows by index, each the bytes of one JSON object."""
 
     def __len__(self) -> int: ...
 
@@ -32,7 +32,7 @@ class JsonLines:
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise SettingError(f"data.path: there is no file {path}") from None
+            raise SettingError(f"data.path: {path} does not exist") from None
         except UnicodeDecodeError as error:
             raise SettingError(f"data.path: {path} is not UTF-8 text: {error}") from error
         except OSError as error:
@@ -87,7 +87,7 @@ class PromptPool:
 
 
 def open_rows(settings: DataSettings) -> DatasetRows:
-    """The rows that `data.path` (and `data.split`) name. Raises `SettingError` if there are none."""
+    """The rows that `data.path` and `data.split` name. Raises `SettingError` if they cannot be read or are empty."""
     path = Path(settings.path)
     is_table = path.suffix == ".parquet" or path.is_dir()
     is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and settings.path.count("/") <= 1
@@ -105,7 +105,7 @@ def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
         except json.JSONDecodeError as error:
             raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error.msg})") from error
         if not isinstance(row, dict) or "prompt" not in row:
-            has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is no object with columns"
+            has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
             raise SettingError(f"data.path: {path}:{index + 1} has no `prompt` column; {has}")
         if not isinstance(row["prompt"], str | list):
             raise SettingError(f"data.path: {path}:{index + 1}: `prompt` must be text or a list of chat messages")
@@ -117,7 +117,7 @@ def _load_table(settings: DataSettings, path: Path) -> Any:
         import datasets
     except ImportError:
         raise SettingError(
-            f"data.path: {settings.path} is no .jsonl file, and parquet files and Hugging Face data sets need the"
+            f"data.path: {settings.path} is not a .jsonl file; parquet files and Hugging Face data sets need the"
             " `datasets` package: pip install 'headrace[data]'"
         ) from None
     datasets.disable_progress_bars()
@@ -127,5 +127,5 @@ def _load_table(settings: DataSettings, path: Path) -> Any:
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))
         return datasets.load_dataset(settings.path, split=settings.split)
-    except (OSError, ValueError, KeyError) as error:  # what the library raises for a wrong name, split or file
+    except (OSError, ValueError, KeyError) as error:  # the library raises these for a wrong name, split or file
         raise SettingError(f"data.path: cannot load {settings.path}: {str(error).splitlines()[0]}") from error

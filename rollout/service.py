@@ -39,7 +39,7 @@ class GeneratorService:
         shapes = policy.weights()
         self._layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))
         self._buffer = host_buffer(self._layout.num_bytes)
-        self._reader = WeightReader.open(fleet, self._layout, recipe.comm)
+        self._reader = WeightReader(fleet, self._layout, recipe.comm)
 
     def start(self) -> "GeneratorService":
         """Start the thread that writes finished trajectories."""

@@ -41,7 +41,7 @@ class RolloutWeights:
         archive = None
         if run_dir is not None:
             archive = CheckpointSource(Path(run_dir), lambda folder: load_policy(folder, policy.dtype).weights())
-        self._reader = WeightReader.open(fleet, self.layout, settings, archive, tensor_parallel.rank)
+        self._reader = WeightReader(fleet, self.layout, settings, archive, tensor_parallel.rank)
         self._device: torch.Tensor | None = None
         flat = torch.from_numpy(self._host)
         if device.type != "cpu":

@@ -6,35 +6,23 @@ Start reading at `base.py` (the base class and ids), then `leases.py`.
 
 # ruff: noqa: F401 - all of these are for importers of the package
 
+from . import migration
 from .base import GroupId, Message, RowId
 from .codec import decode, encode
 from .leases import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, LoadReport, RowDone
-from .migration import (
-    ClaimResult,
-    ClaimRows,
-    MigrateOrder,
-    MigrateResult,
-    RowsReassigned,
-    TransferOffered,
-    TransferRefused,
-)
 from .queue import (
     ColumnsAdded,
     DropRows,
-    GroupRef,
     ListStoredRows,
     RequestRows,
     RowBatch,
-    RowRef,
     RowsNotFound,
     StoredRows,
     TrainBatch,
 )
 from .run import BusyReport, CheckpointWritten, ConnectionLost, Failed, Interrupted, StepTrained, Stop, TrainingDone
 from .weights import (
-    Delta,
     FetchVersion,
-    Offer,
     OpenPushLink,
     PushResult,
     ReserveSlot,

@@ -20,7 +20,6 @@ class GroupId(msgspec.Struct, frozen=True, order=True):
     prompt: int
 
     def row(self, sample: int) -> "RowId":
-        """The name of one of its samples."""
         return RowId(self.epoch, self.prompt, sample)
 
     def __str__(self) -> str:
@@ -36,7 +35,6 @@ class RowId(msgspec.Struct, frozen=True, order=True):
 
     @property
     def group(self) -> GroupId:
-        """The group it belongs to."""
         return GroupId(self.epoch, self.prompt)
 
     @property

@@ -43,7 +43,7 @@ class LeaseReturn(Message, frozen=True):
 
 
 class RowDone(Message, frozen=True):
-    """A rollout has finished a trajectory; each of `storage_ids` has its bytes. With a `failure` there are none."""
+    """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`."""
 
     row: RowId
     attempt: int

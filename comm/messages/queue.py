@@ -48,15 +48,9 @@ class GroupRef(msgspec.Struct, frozen=True):
     rewards: list[float]
 
     def row(self, index: int) -> RowId:
-        """The name of its `index`-th row."""
         return self.group.row(self.samples[index])
 
-    def key(self, index: int) -> str:
-        """The key of its `index`-th row's bytes in each of their units."""
-        return self.row(index).key(self.attempts[index])
-
     def rows(self) -> list[RowRef]:
-        """Its rows one by one."""
         names = map(self.group.row, self.samples)
         columns = (names, self.attempts, self.storage_ids, self.versions, self.num_tokens, self.rewards)
         return [RowRef(*values) for values in zip(*columns, strict=True)]
@@ -76,7 +70,6 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
     def rows(self) -> list[RowRef]:
-        """The rows of all its groups."""
         return [row for group in self.groups for row in group.rows()]
 
 
@@ -89,7 +82,6 @@ class RowBatch(Message, frozen=True, kw_only=True):
     groups: list[GroupRef]
 
     def rows(self) -> list[RowRef]:
-        """The rows of all its groups."""
         return [row for group in self.groups for row in group.rows()]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import LinkBroken, StorageFull, WrongDigest
 from ..links.base import authenticate
 from ..links.tcp import TcpLink
+from ..waits import join_thread
 from .arena import Arena, memory_limit
 from .codec import LINK_NAME, receive_frame, send_frame, wrong_columns
 from .index import Allocation, RowIndex
@@ -100,17 +101,15 @@ class StorageServer:
         self._closing.set()
         with contextlib.suppress(OSError):  # already shut down
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(_CLOSE_S)
+        join_thread(self._threads[0], _CLOSE_S)
         self._listener.close()
         with self._lock:
             links = list(self._links)
         for link in links:
             link.close()
         for thread in self._threads:
-            thread.join(_CLOSE_S)
-        if alive := [thread.name for thread in self._threads if thread.is_alive()]:
-            log.warning("unit %s: still running %.0f s after the end: %s", self.address, _CLOSE_S, ", ".join(alive))
-        else:
+            join_thread(thread, _CLOSE_S)
+        if not any(thread.is_alive() for thread in self._threads):
             self.arena.close()
 
     def _accept(self) -> None:

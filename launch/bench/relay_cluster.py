@@ -60,6 +60,7 @@ class RelayCluster:
         self._stack.__exit__(*error)  # pyright: ignore[reportArgumentType]
 
     def reader(self) -> WeightReader:
+        """A reader of the nearest relay."""
         reader = WeightReader.open(self._join("rollout", self._stack), self.layout, self._settings)
         self._stack.callback(reader.close)
         return reader

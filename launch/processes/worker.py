@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ...comm.errors import SettingError
-from ...comm.plugins import ProcessFunction, resolve_engine
+from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.load import CONFIG_FILE, read_recipe
@@ -107,8 +107,8 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
     An engine that is a class is an adapter, which the role's own loop calls.
     """
     engines = {"actor": ("trainer.engine", recipe.trainer.engine), "rollout": ("rollout.engine", recipe.rollout.engine)}
-    if role in engines and isinstance(engine := resolve_engine(*engines[role]), ProcessFunction):
-        return engine.run
+    if role in engines and (function := process_function(*engines[role])) is not None:
+        return function
     return importlib.import_module(_MAINS[role]).run
 
 

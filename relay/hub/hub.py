@@ -6,7 +6,6 @@ after the next message.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from ...comm.mailbox import Envelope, Mailbox
 from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
@@ -16,6 +15,7 @@ from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal
 from ..journal.state import HubState
+from ..queue.admission import Admission
 from ..queue.controller import Task
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
@@ -23,9 +23,6 @@ from .leases import Leases
 from .repacking import Repacking
 from .results import Results
 from .telemetry import FleetStats
-
-if TYPE_CHECKING:
-    from ..queue.admission import Admission
 
 
 class Hub:
@@ -37,7 +34,7 @@ class Hub:
         state: HubState,
         journal: Journal,
         pool: PromptPool,
-        admission: "Admission",
+        admission: Admission,
         queue: QueueSettings,
         repack: RepackSettings,
         clock: Callable[[], float] = time.monotonic,

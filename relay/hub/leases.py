@@ -41,7 +41,6 @@ class Leases(Handler):
         self.context.drop_rows((row_id for row_id, _ in leased), everywhere=True)
 
     def holders(self) -> set[str]:
-        """The processes that hold a lease."""
         return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
 
     def _on_request(self, sender: str, request: LeaseRequest) -> None:

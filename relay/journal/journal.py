@@ -72,10 +72,8 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
 
     The account is checked after each trained step and at the end, since its cost grows with the length of the queue.
     """
-    state = HubState()
-    last = 0
+    state, number = HubState(), 0
     for number, event in read_events(path):
-        last = number
         try:
             apply(event, state)
         except (AssertionError, KeyError) as error:
@@ -84,7 +82,7 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
         if isinstance(event, Trained) and not state.is_balanced:
             break
     if not state.is_balanced:
-        raise JournalError(f"{path}:{last}: the account does not add up: {account_dict(state)}")
+        raise JournalError(f"{path}:{number}: the account does not add up: {account_dict(state)}")
     return state
 
 

@@ -1,4 +1,4 @@
-"""One rank's rows of a hand-out, with the columns that were fetched for them."""
+"""One rank's share of the hub's answer, with the columns that were fetched for its rows."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ TRAIN = "train"
 
 @dataclass(slots=True)
 class Batch:
-    """This rank's share of a hand-out: its rows in micro-batches, and their columns by key of the row.
+    """This rank's rows in micro-batches, and their columns by key of the row.
 
-    `row_batch` is the same on all ranks, without the groups that could not be read. All ranks have equally many
-    micro-batches, some of them empty, since ranks that share one policy run together.
+    `row_batch` is the hub's answer, the same on all ranks, without the groups that could not be read. All ranks have equally
+    many micro-batches, some of them empty, since ranks that share one policy run together.
     """
 
     row_batch: RowBatch | TrainBatch

@@ -1,4 +1,4 @@
-"""A controller for each task: which rows are ready for it, column by column, and which of them go out next."""
+"""A controller for each task: which rows are ready for it, column by column, and which are handed out next."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from .samplers import Budget, Candidate, Fifo, Sampler
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A consumer of rows: it is given rows that have the columns it `needs`, and adds those it `yields`.
+    """A consumer of rows: it gets rows that have the columns it `needs`, and adds those it `yields`.
 
-    `needs` names only columns of other tasks: a row has those of its rollout from the moment it is in the queue.
+    `needs` names only columns of other tasks: a row has those of its rollout from the start.
     """
 
     name: str
@@ -22,14 +22,14 @@ class Task:
 
 
 class Controller:
-    """Hands out a task's rows, exactly once: the task's record in the hub's state is written for its events alone."""
+    """Hands out a task's rows, each once: only the task's own events change its record in the hub's state."""
 
     def __init__(self, task: Task, sampler: Callable[[int], Sampler] | None = None) -> None:
         self.task = task
         self._sampler_for = sampler or (lambda num_consumers: Fifo())
 
     def ready(self, state: HubState) -> Iterator[Candidate]:
-        """Rows that have what the task needs, that it has not had, and that are not in training yet."""
+        """Rows that have the columns the task needs, were not handed to it, and are not in training yet."""
         record = state.tasks.get(self.task.name, TaskRecord())
         for group in state.queued():
             for sample in group.samples(RowStatus.READY):
@@ -38,7 +38,7 @@ class Controller:
                     yield Candidate(group.id, (sample,), group.lease_order, row.version, row.num_tokens, (row.reward,))
 
     def next(self, state: HubState, max_tokens: int, num_consumers: int = 1) -> list[GroupRef]:
-        """The rows to hand out now, by group; none if nothing is ready."""
+        """The rows to hand out now, by group; empty if none is ready."""
         items = list(self.ready(state))
         sampler = self._sampler_for(num_consumers)
         chosen = sampler.sample(items, Budget(len(items), max_tokens, state.step))
@@ -51,7 +51,7 @@ class Controller:
 
 
 def candidate_of(group: Group) -> Candidate:
-    """A group as an item: its finished members."""
+    """A group as a sampler's candidate, with its finished samples."""
     samples = tuple(group.samples(RowStatus.READY))
     rows = [group.rows[sample] for sample in samples]
     missing = len(group.samples(RowStatus.WANTED, RowStatus.LEASED))
@@ -62,7 +62,7 @@ def candidate_of(group: Group) -> Candidate:
 
 
 def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
-    """What a consumer is told of these samples of a group."""
+    """The metadata of these samples of a group that a consumer gets."""
     rows = [group.rows[sample] for sample in samples]
     return GroupRef(
         group=group.id,

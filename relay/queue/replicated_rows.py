@@ -1,20 +1,23 @@
-"""The storage units of all relays as one table: a row is written to two of them and read from whichever has it.
+"""The storage units of all relays as one table: a row is written to two units and read from either.
 
-A unit's name is its relay's with the incarnation (`relay-1#2`): what an earlier process of the same seat held is gone, and no
-letter about it can be mistaken for one about the new unit.
+A unit is named for its relay and incarnation (`relay-1#2`): the rows of an earlier process of the same relay are gone, and a
+message about the earlier unit cannot be mistaken for one about the new unit.
 """
 
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone, StorageFull, WrongDigest
-from ...comm.fleet import Fleet
 from ...comm.messages.base import storage_id_of
-from ...comm.storage.client import Columns, StorageClient
 from ...comm.waits import waiting
+
+if TYPE_CHECKING:
+    from ...comm.fleet import Fleet
+    from ...comm.storage.client import Columns, StorageClient
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +26,20 @@ RETRY_S = 0.05
 
 
 class RowNotFound(HeadraceError):
-    """No unit that is said to hold a row can give it; the message says why, unit by unit."""
+    """None of a row's units can return it; the message gives the reason for each."""
 
 
 class ReplicatedRows:
-    """All units, connected when first needed. Any thread may use it."""
+    """All units, each connected on first use. Any thread may use it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: "Fleet") -> None:
         self._fleet = fleet
         self._clients: dict[str, StorageClient] = {}
         self._failed: set[str] = set()
         self._lock = threading.Lock()
 
     def attach(self) -> None:
-        """Connect to a unit, if there is one: the hub then learns of this process's death from the connection's end."""
+        """Connect to a unit, if there is one: the end of this connection tells the hub that this process died."""
         if not self._fleet.alive_members("relay", having="unit"):
             return
         for unit in self._nearest_first():
@@ -47,16 +50,16 @@ class ReplicatedRows:
             else:
                 return
 
-    def put_row(self, key: str, columns: Columns) -> list[str]:
-        """Write a new row to two units where there are two, the nearest first; returns those that have it.
+    def put_row(self, key: str, columns: "Columns") -> list[str]:
+        """Write a new row to two units if there are two, the nearest first; returns the units that have it.
 
-        Waits while all are full; raises `PeerGone` if there is none.
+        Waits while all are full; raises `PeerGone` without a living unit.
         """
         with waiting("storage units", f"room for row {key}", self._fleet.settings.deadline_s) as wait:
             return wait.until(lambda: self._put_replicas(key, columns), RETRY_S)
 
-    def add_columns(self, key: str, storage_ids: Iterable[str], columns: Columns) -> list[str]:
-        """Add columns to a row in all units that hold it; returns those that have them."""
+    def add_columns(self, key: str, storage_ids: Iterable[str], columns: "Columns") -> list[str]:
+        """Add columns to a row in all its units; returns the units that have them."""
         held: list[str] = []
         for unit in storage_ids:
             try:
@@ -69,9 +72,9 @@ class ReplicatedRows:
     def get_row(
         self, key: str, storage_ids: Sequence[str], columns: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """Columns of a row, all or those named, from the first of `storage_ids` that gives them.
+        """Columns of a row, all or those named, from the first of `storage_ids` that returns them.
 
-        Raises `RowNotFound` if none does: it died, does not hold the row, or its bytes are not those of their writer.
+        Raises `RowNotFound` if none does: each is dead, does not hold the row, or its bytes do not match their digest.
         """
         names = None if columns is None else list(columns)
         reasons: list[str] = []
@@ -81,17 +84,17 @@ class ReplicatedRows:
             except (PeerGone, WrongDigest, KeyError) as error:
                 reasons.append(f"{unit}: {type(error).__name__} ({error})")
                 self._mark_failed(unit, error)
-        raise RowNotFound(f"row {key}: {'; '.join(reasons) or 'no unit holds it'}")
+        raise RowNotFound(f"row {key}: {'; '.join(reasons) or 'it has no unit'}")
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         with self._lock:
             for client in self._clients.values():
                 client.close()
             self._clients.clear()
 
-    def _put_replicas(self, key: str, columns: Columns) -> list[str] | None:
-        """The units that have the row; None if there are some, but all of them full."""
+    def _put_replicas(self, key: str, columns: "Columns") -> list[str] | None:
+        """The units that have the row; None if all units are full."""
         held: list[str] = []
         is_full = False
         for unit in self._nearest_first():
@@ -101,10 +104,10 @@ class ReplicatedRows:
             except StorageFull:
                 is_full = True
         if not held and not is_full:
-            raise PeerGone(f"no storage unit takes row {key}")
+            raise PeerGone(f"row {key}: no storage unit is alive")
         return held or None
 
-    def _put(self, storage_id: str, key: str, columns: Columns) -> bool:
+    def _put(self, storage_id: str, key: str, columns: "Columns") -> bool:
         try:
             self._client(storage_id).put(key, columns)
         except PeerGone as error:
@@ -113,13 +116,13 @@ class ReplicatedRows:
         return True
 
     def _nearest_first(self) -> list[str]:
-        """Units of the living relays: the one that serves this process, then those behind it in turn."""
+        """Units of the living relays: the one that serves this process, then the others by index, in a circle."""
         relays = self._fleet.alive_members("relay", having="unit")
         near = self._fleet.nearest("relay", having="unit").name
         start = next((place for place, relay in enumerate(relays) if relay.name == near), 0)
         return [storage_id_of(relay.name, relay.incarnation) for relay in relays[start:] + relays[:start]]
 
-    def _client(self, storage_id: str) -> StorageClient:
+    def _client(self, storage_id: str) -> "StorageClient":
         with self._lock:
             if storage_id in self._failed:
                 raise PeerGone(f"unit {storage_id} is gone")
@@ -134,8 +137,8 @@ class ReplicatedRows:
         raise PeerGone(f"unit {storage_id} is gone")
 
     def _mark_failed(self, storage_id: str, error: Exception) -> None:
-        """A unit that is gone stays gone: its next process has another name."""
-        log.warning("unit %s: %s", storage_id, error)
+        """Log the error; do not use a dead unit again: its relay's next process has another name."""
+        log.warning("storage unit %s failed: %s", storage_id, error)
         if isinstance(error, PeerGone):
             with self._lock:
                 self._failed.add(storage_id)

@@ -44,7 +44,14 @@ class Fifo:
     """The oldest first, as many as fit. It stops at the first that does not fit: no candidate is overtaken."""
 
     def sample(self, candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
-        return fitting(sorted(candidates, key=lambda item: (item.lease_order, item.samples)), budget)
+        chosen: list[Candidate] = []
+        tokens = 0
+        for candidate in sorted(candidates, key=lambda each: (each.lease_order, each.samples))[: budget.items]:
+            if chosen and tokens + candidate.num_tokens > budget.tokens:
+                break
+            chosen.append(candidate)
+            tokens += candidate.num_tokens
+        return chosen
 
 
 class TokenBalanced:
@@ -59,15 +66,3 @@ class TokenBalanced:
         parts = balanced([item.num_tokens for item in candidates], self._num_consumers)
         heaviest = max(parts, key=lambda part: sum(candidates[index].num_tokens for index in part))
         return Fifo().sample([candidates[index] for index in heaviest], budget)
-
-
-def fitting(candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
-    """The first of these candidates, as many as fit into the budget."""
-    chosen: list[Candidate] = []
-    tokens = 0
-    for item in candidates[: budget.items]:
-        if chosen and tokens + item.num_tokens > budget.tokens:
-            break
-        chosen.append(item)
-        tokens += item.num_tokens
-    return chosen

@@ -1,13 +1,13 @@
-"""The five schedules: who may start a trajectory, and when a batch may be trained. `run.schedule` chooses.
+"""The five schedules: when a trajectory may start, and when a batch may be trained. `run.schedule` chooses one.
 
-| schedule | a trajectory is begun | a group is handed out |
+| schedule | a trajectory starts | a group is handed out |
 |---|---|---|
 | sync | for the step in progress, on its version | when the whole batch is complete |
 | one_step | batch n+1 on version n, once batch n is complete and version n published | when the whole batch is complete |
 | stream | as in one_step | as soon as it is complete |
 | partial, headrace | while the queue has room (see `admission`) | as soon as it is complete |
 
-In the first three, batches do not overlap: all of one is generated before the next begins, which is a barrier for all rollouts.
+In the first three, batches do not overlap: one is generated completely before the next starts, a barrier for all rollouts.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from ...comm.recipe import ScheduleName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """All that differs from one schedule to another."""
+    """The differences between schedules."""
 
     name: ScheduleName
     staleness: int | None = None
-    """Its own bound on staleness; with one, a batch is a barrier for all rollouts. None leaves it to `queue.max_staleness`."""
+    """A fixed bound, with which a batch is a barrier for all rollouts; None leaves the bound to `queue.max_staleness`."""
     whole_batches: bool = False
-    """A step's groups are handed out together, once they are all complete."""
+    """A step's groups are handed out together, once all are complete."""
     updates_mid_trajectory: bool = False
-    """A rollout takes new weights at once, under its running trajectories; else when its own work has drained."""
+    """A rollout takes new weights at once, during its running trajectories; else once they have ended."""
     takes_share_at_once: bool = False
-    """A rollout takes its share of a batch when the batch begins, however many trajectories it can run together."""
+    """A rollout takes its whole share of a batch at the start, even if it cannot run all of it together."""
     repacks: bool = False
     """Long trajectories may move to another rollout."""
     broadcasts: bool = True
-    """The trainer and all rollouts update together, by a broadcast that all take part in; else relays hold the versions."""
+    """The trainer and all rollouts update together, by a broadcast; else relays hold the versions."""
 
 
 SCHEDULES: dict[str, Schedule] = {

@@ -1,7 +1,7 @@
 """The tasks of a run, from its recipe.
 
-`reward` is done where a trajectory ends, in the rollout's process pool: its column comes with the row. `train` is last: a row
-leaves the queue with it, so it waits for every column that any other task yields.
+`reward` runs in the rollout's process pool when a trajectory ends: its column is part of the new row. `train` is last: it
+removes rows from the queue, so it waits for the columns of all other tasks.
 """
 
 from ...comm.errors import SettingError
@@ -12,26 +12,26 @@ from .controller import Task
 from .samplers import Sampler
 
 REFERENCE = Task("reference", yields=("ref_logprobs",))
-"""Log-probabilities of the initial policy, for a KL term in the loss."""
+"""Log-probabilities of the initial policy, for the KL term of the loss."""
 ROLLOUT_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "loss_mask", "reward")
-"""What a row begins with."""
+"""The columns that a rollout writes."""
 
 
 def pipeline(queue: QueueSettings, algorithm: AlgorithmSettings) -> dict[str, Task]:
-    """The tasks by name. Raises `SettingError` for a task of the user's that cannot be."""
+    """The tasks by name. Raises `SettingError` for an invalid task of the user's."""
     tasks = {task.name: task for task in (REFERENCE,) if algorithm.kl_coef > 0}
     known = {column for task in tasks.values() for column in task.yields}
     for settings in queue.tasks:
         task = _users_task(settings, known | set(ROLLOUT_COLUMNS))
         if task.name in tasks or task.name in (TRAIN, "reward"):
-            raise SettingError(f"queue.tasks: there is a task {task.name!r} already")
+            raise SettingError(f"queue.tasks: task {task.name!r} exists already")
         known |= set(task.yields)
         tasks[task.name] = task
     return tasks | {TRAIN: Task(TRAIN, needs=frozenset(known))}
 
 
 def open_sampler(path: str) -> Sampler | None:
-    """The user's sampler for the groups in training; None where the recipe names none."""
+    """The user's sampler of groups for training; None if the recipe does not name one."""
     if not path:
         return None
     sampler = load_object("queue.sampler", path)()
@@ -48,10 +48,12 @@ def _users_task(settings: TaskSettings, known: set[str]) -> Task:
     unknown = set(settings.needs) - known
     if unknown:
         raise SettingError(
-            f"queue.tasks: task {settings.name!r} needs {sorted(unknown)}, which nothing before it yields"
+            f"queue.tasks: task {settings.name!r} needs {sorted(unknown)}, but no task before it yields them"
         )
     twice = set(settings.yields) & known
     if twice:
-        raise SettingError(f"queue.tasks: task {settings.name!r} yields {sorted(twice)}, which is there already")
+        raise SettingError(
+            f"queue.tasks: task {settings.name!r} yields {sorted(twice)}, which an earlier task or the rollout yields"
+        )
     needs = frozenset(settings.needs) - set(ROLLOUT_COLUMNS)
     return Task(settings.name, needs, tuple(settings.yields))

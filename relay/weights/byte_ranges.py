@@ -32,7 +32,6 @@ class ByteRanges:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the stream."""
         return self.starts[-1]
 
     def locate(self, at: int) -> tuple[int, int]:

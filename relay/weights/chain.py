@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...comm.errors import HeadraceError
+from ...comm.links.base import Link
 from ...comm.messages.weights import OpenPushLink
 from ...comm.waits import join_thread
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet, Member
-    from ...comm.links.base import Link
     from ...comm.mailbox import Mailbox
     from .transfer import VersionSender
 
@@ -37,7 +37,7 @@ def successor_of(
     return next((m for m in after if suspected_until.get((m.name, m.incarnation), now) <= now), None)
 
 
-def open_push_link(fleet: "Fleet", mailbox: "Mailbox", to: str, backend: str, deadline_s: float) -> "Link":
+def open_push_link(fleet: "Fleet", mailbox: "Mailbox", to: str, backend: str, deadline_s: float) -> Link:
     """Open a link over which this process sends versions to `to`, which has a weight server. Raises `LinkBroken`."""
     name = f"{mailbox.name}>{to} {fleet.incarnation}.{time.monotonic_ns()}"
     mailbox.send(f"{to}/weights", OpenPushLink(name, backend))
@@ -59,7 +59,6 @@ class Chain:
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} chain", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:

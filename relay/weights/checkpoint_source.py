@@ -1,4 +1,4 @@
-"""Versions that no relay holds any more: from the trainer's checkpoints, proved by the journal."""
+"""Versions that no relay holds any more, from the trainer's checkpoints; the journal's digests prove them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,7 +48,7 @@ class CheckpointSource:
         folder = folders.get(version)
         if folder is None or not folder.is_dir():
             raise VersionNotAvailable(
-                f"version {version} is held by no relay, and there is no checkpoint of step {version};"
-                " checkpoint.every and checkpoint.keep say which there are"
+                f"no relay holds version {version}, and the run has no checkpoint of step {version};"
+                " checkpoint.every and checkpoint.keep decide which are kept"
             )
         return published, folder

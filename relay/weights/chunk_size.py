@@ -41,5 +41,4 @@ class ChunkSizer:
         return self._fixed_bytes or chunk_bytes(num_nodes, num_bytes, self._byte_s, START_S)
 
     def record(self, num_bytes: int, seconds: float) -> None:
-        """Measure the speed by a transfer that has ended."""
         self._byte_s = seconds / max(num_bytes, 1)

@@ -52,7 +52,6 @@ class DeltaSource:
         return Difference(Delta(base, changes.nbytes, width), changes) if is_worth_it else None
 
     def remember(self, version: int, buffer: np.ndarray) -> None:
-        """Keep a version that was sent as the base of the next difference."""
         self._last = version, buffer.copy()
 
 
@@ -80,7 +79,6 @@ class DeltaCodec:
             self._changed.pop(part, None)
 
     def covers(self, parts: Collection[int]) -> bool:
-        """True if all these parts come as differences."""
         with self._lock:
             return bool(self._accepted) and self._accepted.keys() == set(parts)
 

@@ -1,4 +1,4 @@
-"""What stands for the weights of an emulated policy, and how long they would have travelled."""
+"""The weights of an emulated policy: a small buffer that really travels, and the seconds that real weights would take."""
 
 import torch
 from torch import Tensor
@@ -24,5 +24,5 @@ class EmulatedTransfer:
 
 
 def dummy_weights(settings: EmulatedSettings) -> dict[str, Tensor]:
-    """The weights that are really pushed and pulled."""
+    """The small buffer that is really pushed and pulled."""
     return {"weights": torch.zeros(settings.buffer_kb * 256, dtype=torch.float32)}

@@ -72,12 +72,10 @@ class IncomingVersion:
 
     @property
     def bytes_ready(self) -> int:
-        """Bytes in place from the start."""
         return watermark(self.offer.num_bytes, self.offer.num_parts, self._ranges, self._done)
 
     @property
     def is_open(self) -> bool:
-        """True as long as bytes may come in."""
         return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
 
     @property
@@ -96,7 +94,6 @@ class IncomingVersion:
         return len(self._right_parts) == self.offer.num_parts
 
     def bind(self, offer: "Offer") -> None:
-        """Give a reserved slot to a version."""
         self.offer, self.state = offer, IncomingState.ARRIVING
         self.slot = replace(self.slot, version=offer.version)
 
@@ -115,7 +112,6 @@ class IncomingVersion:
         return True
 
     def is_from(self, part: int, upstream: str) -> bool:
-        """True while `upstream` sends the part."""
         return self._upstreams.get(part) == upstream
 
     def record_check(self, part: int, is_right: bool) -> None:

@@ -126,7 +126,6 @@ class Layout:
         return max(2, min((entry.dtype.itemsize for entry in self.entries), default=2))
 
     def digest(self, buffer: np.ndarray) -> str:
-        """The digest of a whole buffer, uint8 [num_bytes]: 32 hex digits."""
         return digest(buffer)
 
     def views(self, buffer: np.ndarray | Tensor) -> dict[str, Tensor]:

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from ...comm.errors import LinkBroken
+from ...comm.links.base import Link
 from ...comm.messages.weights import Offer
 from .byte_ranges import ranges_of
 
 if TYPE_CHECKING:
-    from ...comm.links.base import Link
     from .delta import Difference
 
 IDLE_S = 1.0
@@ -35,7 +35,7 @@ _MAX_ATTEMPTS = 3
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """The content of a frame."""
 
     IDLE = 0
     STRUCT = 1
@@ -83,14 +83,13 @@ class VersionSource(Protocol):
 
     def digest(self, timeout_s: float) -> str | None:
         """The digest, or None if it was not known within `timeout_s`."""
-        ...
 
     def is_valid(self) -> bool:
         """False once the version was abandoned or its bytes were overwritten."""
         ...
 
 
-def send_version(link: "Link", source: VersionSource, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
+def send_version(link: Link, source: VersionSource, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
     """Offer a version and send what the receiver lacks; False if the version was abandoned on the way.
 
     Raises `LinkBroken`; `deadline_s` bounds each piece.
@@ -117,7 +116,7 @@ def send_version(link: "Link", source: VersionSource, deadline_s: float, piece_b
     raise LinkBroken(f"version {source.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
 
 
-def _send_bytes(link: "Link", source: VersionSource, at: int, deadline_s: float, piece_bytes: int) -> bool:
+def _send_bytes(link: Link, source: VersionSource, at: int, deadline_s: float, piece_bytes: int) -> bool:
     for offset, start, end in ranges_of(source.offer).chunks(at, piece_bytes):
         while (ready := source.bytes_ready(offset, IDLE_S)) < offset + end - start and source.is_valid():
             if ready <= offset:
@@ -130,26 +129,26 @@ def _send_bytes(link: "Link", source: VersionSource, at: int, deadline_s: float,
     return True
 
 
-def _send_changes(link: "Link", changes: np.ndarray, deadline_s: float) -> None:
+def _send_changes(link: Link, changes: np.ndarray, deadline_s: float) -> None:
     for start in range(0, changes.nbytes, PIECE_BYTES):
         piece = changes[start : start + PIECE_BYTES]
         _send_header(link, FrameKind.DATA, piece.nbytes, deadline_s)
         link.send(piece, deadline_s)
 
 
-def send_idle(link: "Link", deadline_s: float) -> None:
+def send_idle(link: Link, deadline_s: float) -> None:
     """Show the other end that this one is alive."""
     _send_header(link, FrameKind.IDLE, 0, deadline_s)
 
 
-def send_frame(link: "Link", frame: Frame, deadline_s: float) -> None:
+def send_frame(link: Link, frame: Frame, deadline_s: float) -> None:
     """Send one struct."""
     body = np.frombuffer(msgspec.json.encode(frame), dtype=np.uint8)
     _send_header(link, FrameKind.STRUCT, body.nbytes, deadline_s)
     link.send(body, deadline_s)
 
 
-def receive_header(link: "Link", deadline_s: float) -> tuple[FrameKind, int]:
+def receive_header(link: Link, deadline_s: float) -> tuple[FrameKind, int]:
     """The kind of the next frame and the number of its bytes. Raises `LinkBroken`."""
     header = np.empty(16, np.uint8)
     link.receive(header, deadline_s)
@@ -160,7 +159,7 @@ def receive_header(link: "Link", deadline_s: float) -> tuple[FrameKind, int]:
     return FrameKind(kind), num_bytes
 
 
-def receive_frame(link: "Link", expected: type[F], deadline_s: float) -> F:
+def receive_frame(link: Link, expected: type[F], deadline_s: float) -> F:
     """The next struct, idle frames skipped. Raises `LinkBroken` for anything else."""
     kind, num_bytes = receive_header(link, deadline_s)
     while kind is FrameKind.IDLE:
@@ -170,7 +169,7 @@ def receive_frame(link: "Link", expected: type[F], deadline_s: float) -> F:
     return receive_struct(link, num_bytes, expected, deadline_s)
 
 
-def receive_struct(link: "Link", num_bytes: int, expected: type[F] | tuple[type[F], ...], deadline_s: float) -> F:
+def receive_struct(link: Link, num_bytes: int, expected: type[F] | tuple[type[F], ...], deadline_s: float) -> F:
     """The struct of `num_bytes` bytes that a header announced. Raises `LinkBroken` unless it is one of `expected`."""
     body = np.empty(num_bytes, np.uint8)
     link.receive(body, deadline_s)
@@ -183,5 +182,5 @@ def receive_struct(link: "Link", num_bytes: int, expected: type[F] | tuple[type[
     return frame
 
 
-def _send_header(link: "Link", kind: FrameKind, num_bytes: int, deadline_s: float) -> None:
+def _send_header(link: Link, kind: FrameKind, num_bytes: int, deadline_s: float) -> None:
     link.send(np.array([kind, num_bytes], dtype=np.int64).view(np.uint8), deadline_s)

@@ -8,10 +8,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
 
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
+from ...comm.fleet import Fleet, Member
+from ...comm.mailbox import Mailbox
 from ...comm.messages.weights import Offer, SlotReserved
+from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
 from .chain import chain_order
 from .layout import Layout, host_buffer
@@ -19,14 +24,6 @@ from .protocol import IDLE_S
 from .push import LinkPush, PendingVersion, SharedMemoryPush, SlotUse, open_push
 from .shards import WeightShard
 from .slots import Receipt
-
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
-    from ...comm.fleet import Fleet, Member
-    from ...comm.mailbox import Mailbox
-    from ...comm.recipe import CommSettings
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 15.0
@@ -39,9 +36,7 @@ class WeightPublisher:
     With several actor ranks each has a publisher of its `part`, and all publish the same versions.
     """
 
-    def __init__(
-        self, fleet: "Fleet", layout: Layout, settings: "CommSettings", part: WeightShard | None = None
-    ) -> None:
+    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: WeightShard | None = None) -> None:
         self.layout = layout
         self._part = part or WeightShard.whole(layout)
         self._fleet = fleet
@@ -52,15 +47,12 @@ class WeightPublisher:
 
     @classmethod
     def open(
-        cls, fleet: "Fleet", layout: Layout, settings: "CommSettings", part: WeightShard | None = None
+        cls, fleet: Fleet, layout: Layout, settings: CommSettings, part: WeightShard | None = None
     ) -> "WeightPublisher":
         """A publisher with its thread."""
-        return cls(fleet, layout, settings, part).start()
-
-    def start(self) -> "WeightPublisher":
-        """Start the thread; returns this publisher."""
-        self._thread.start()
-        return self
+        publisher = cls(fleet, layout, settings, part)
+        publisher._thread.start()
+        return publisher
 
     @property
     def transport(self) -> SharedMemoryPush | LinkPush | None:
@@ -69,10 +61,9 @@ class WeightPublisher:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that ended the thread."""
         return self._handover.failure
 
-    def publish(self, version: int, tensors: "Mapping[str, Tensor]") -> Receipt:
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt:
         """Copy the tensors (cast to the layout's dtype) and return; the copy is the trainer's whole stall.
 
         Raises the error that ended the thread, if it has ended.
@@ -102,21 +93,11 @@ class _Handover:
         self._writing: PendingVersion | None = None
         self._waiting: PendingVersion | None = None
         self._sending: PendingVersion | None = None
-        self._transport: SharedMemoryPush | LinkPush | None = None
+        self.transport: SharedMemoryPush | LinkPush | None = None
         self._reservation: SlotReserved | None = None
         self._spare: list[np.ndarray] = []
         self._closed = False
-        self._failure: Exception | None = None
-
-    @property
-    def transport(self) -> SharedMemoryPush | LinkPush | None:
-        return self._transport
-
-    @property
-    def failure(self) -> Exception | None:
-        return self._failure
-
-    # ------------------------------------------------------------------------------------------------- the trainer's side
+        self.failure: Exception | None = None
 
     def begin(self, version: int) -> PendingVersion:
         """A buffer to write the next version into: the slot reserved for it, else memory of this process."""
@@ -124,8 +105,8 @@ class _Handover:
         spans = () if part.num_parts == 1 else part.ranges.spans
         offer = Offer(version, layout.num_bytes, layout.fingerprint, part.num_parts, part.index, spans)
         with self._changed:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             assert not self._closed, "the publisher is closed"
             superseded, self._waiting = self._waiting, None
             if superseded is not None and superseded.use is SlotUse.WRITTEN:
@@ -142,7 +123,6 @@ class _Handover:
             return self._writing
 
     def commit(self, pending: PendingVersion) -> None:
-        """Give a written version to the sender."""
         with self._changed:
             self._writing, self._waiting = None, pending
             self._changed.notify_all()
@@ -155,8 +135,6 @@ class _Handover:
             )
             self._closed = True
             self._changed.notify_all()
-
-    # ------------------------------------------------------------------------------------------------- the sender's side
 
     def take(self) -> tuple[PendingVersion | None, bool]:
         """The version to send, waited for a while, and whether there will be another."""
@@ -179,9 +157,8 @@ class _Handover:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """The sender has ended."""
         with self._changed:
-            self._failure, self._waiting, self._sending = error, None, None
+            self.failure, self._waiting, self._sending = error, None, None
             self._changed.notify_all()
 
     def is_obsolete(self, timeout_s: float = 0.0) -> bool:
@@ -191,14 +168,13 @@ class _Handover:
 
     @property
     def is_closed(self) -> bool:
-        """True from `close` on."""
         with self._changed:
             return self._closed
 
     def set_transport(self, transport: SharedMemoryPush | LinkPush | None) -> None:
         """Replace the transport; the one before it is closed, and its reservation is void."""
         with self._changed:
-            previous, self._transport, self._reservation = self._transport, transport, None
+            previous, self.transport, self._reservation = self.transport, transport, None
         if previous is not None:
             previous.close()
 
@@ -210,13 +186,12 @@ class _Handover:
             return self._reservation is None and not any(p is not None and p.use is SlotUse.WRITTEN for p in pending)
 
     def add_reservation(self, reservation: SlotReserved | None) -> None:
-        """Keep a slot for the next version."""
         with self._changed:
             self._reservation = reservation
 
-    def _take_reservation(self) -> "tuple[SlotReserved | None, np.ndarray | None]":
+    def _take_reservation(self) -> tuple[SlotReserved | None, np.ndarray | None]:
         taken, self._reservation = self._reservation, None
-        transport = self._transport
+        transport = self.transport
         if taken is None or not isinstance(transport, SharedMemoryPush) or not transport.is_reserved(taken):
             return None, None
         return taken, transport.slot(taken)
@@ -226,7 +201,7 @@ class _Sender:
     """The state of the thread that pushes versions; no other thread uses it."""
 
     def __init__(
-        self, fleet: "Fleet", mailbox: "Mailbox", settings: "CommSettings", part: WeightShard, handover: _Handover
+        self, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, part: WeightShard, handover: _Handover
     ) -> None:
         self._fleet = fleet
         self._mailbox = mailbox
@@ -296,24 +271,25 @@ class _Sender:
                 detached = self._last.detached()
                 self._last = None if detached is None else self._push(detached)
             transport = self._transport_to(relays[0])
-            transport.keep_alive()
-            if isinstance(transport, SharedMemoryPush) and self._handover.needs_reservation:
+            if isinstance(transport, LinkPush):
+                transport.keep_alive()
+            elif self._handover.needs_reservation:
                 self._handover.add_reservation(transport.reserve_slot(self._part))
         except (LinkBroken, PeerGone, WaitTimeout) as error:
             _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
             self._suspect(relays[0])
 
-    def _relays(self) -> "list[Member]":
+    def _relays(self) -> list[Member]:
         """The relays that may take a version, in the chain's order, those suspected dead last."""
         relays, now = chain_order(self._fleet.alive_members("relay", having="segment")), time.monotonic()
         return sorted(relays, key=lambda m: self._suspected_until.get((m.name, m.incarnation), now) > now)
 
-    def _suspect(self, relay: "Member") -> None:
+    def _suspect(self, relay: Member) -> None:
         """Pass a relay over until the fleet knows whether it lives. A living one misses versions for that long."""
         self._suspected_until[relay.name, relay.incarnation] = time.monotonic() + self._settings.expiry_s
         self._handover.set_transport(None)
 
-    def _transport_to(self, relay: "Member") -> SharedMemoryPush | LinkPush:
+    def _transport_to(self, relay: Member) -> SharedMemoryPush | LinkPush:
         transport = self._handover.transport
         if transport is None or (transport.relay.name, transport.relay.incarnation) != (relay.name, relay.incarnation):
             self._handover.set_transport(None)

@@ -9,15 +9,16 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ...comm.errors import PeerGone, SettingError
-from ...comm.fleet import is_shared
+from ...comm.fleet import Fleet, Member, is_shared
 from ...comm.links.opening import remote_backend
+from ...comm.mailbox import Mailbox
 from ...comm.messages.weights import Offer, PushResult, ReserveSlot, ShardWritten, SlotReserved
+from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import waiting
 from .byte_ranges import ranges_of
@@ -26,13 +27,8 @@ from .chunk_size import ChunkSizer
 from .delta import DeltaSource, Difference
 from .layout import host_buffer
 from .protocol import MAX_PIECE_BYTES, SILENCE_S, send_idle, send_version
+from .shards import WeightShard
 from .slots import READER_LOCK_S, VersionSlots
-
-if TYPE_CHECKING:
-    from ...comm.fleet import Fleet, Member
-    from ...comm.mailbox import Mailbox
-    from ...comm.recipe import CommSettings
-    from .shards import WeightShard
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a request is repeated until answered: the relay may have restarted meanwhile
@@ -57,7 +53,7 @@ class PendingVersion:
     """A published version, or one rank's part of it, from the first byte written until a relay has it; owns its buffer."""
 
     offer: Offer
-    part: "WeightShard"
+    part: WeightShard
     buffer: np.ndarray
     use: SlotUse = SlotUse.NONE
     reservation: SlotReserved | None = None
@@ -92,7 +88,7 @@ class PendingVersion:
 class SharedMemoryPush:
     """Pushes into the segment of a relay on this host."""
 
-    def __init__(self, relay: "Member", fleet: "Fleet", mailbox: "Mailbox") -> None:
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox) -> None:
         self.relay = relay
         self._fleet = fleet
         self._mailbox = mailbox
@@ -101,7 +97,7 @@ class SharedMemoryPush:
         # Answers to an earlier incarnation of this process, or of the relay's, may still arrive.
         self._request_ids = itertools.count(time.monotonic_ns())
 
-    def reserve_slot(self, part: "WeightShard") -> SlotReserved | None:
+    def reserve_slot(self, part: WeightShard) -> SlotReserved | None:
         """A slot for the next version. Parts of several ranks share one slot, which no rank can reserve alone."""
         if part.num_parts > 1:
             return None
@@ -129,26 +125,18 @@ class SharedMemoryPush:
                 slot = self.slot(answer)
                 for at, start, end in ranges_of(offer).chunks(0, version.part.num_bytes):
                     np.copyto(slot[start:end], version.bytes_at(at, start, end))
-            answer = self._check(ShardWritten(next(self._request_ids), offer, answer.generation, version.digest(0)))
+            written = ShardWritten(next(self._request_ids), offer, answer.generation, version.digest(0))
+            started = time.monotonic()
+            answer = self._request(written)
+            self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(offer.num_bytes, 1))
         if isinstance(answer, PushResult) and answer.refusal:
             if version.use is SlotUse.NONE:
                 _log.warning("%s refused version %d: %s", self.relay.name, offer.version, answer.refusal)
             elif (detached := version.detached()) is not None:  # the slot is no longer reserved for this trainer
                 self.push(detached)
 
-    def keep_alive(self) -> None:
-        """Nothing to do: the kernel keeps shared memory."""
-
     def close(self) -> None:
-        """Close this opening of the segment."""
         self._slots.segment.close()
-
-    def _check(self, written: ShardWritten) -> SlotReserved | PushResult:
-        """Have the relay check the bytes, and measure its speed."""
-        started = time.monotonic()
-        answer = self._request(written)
-        self._byte_s = max(self._byte_s / 2, (time.monotonic() - started) / max(written.offer.num_bytes, 1))
-        return answer
 
     def _request(self, request: ReserveSlot | ShardWritten) -> SlotReserved | PushResult:
         """The answer. A relay that takes several times as long as its work counts as frozen, long before the fleet says so."""
@@ -171,9 +159,7 @@ class SharedMemoryPush:
 class LinkPush:
     """Pushes over a link to a relay on any host; it reserves no slots."""
 
-    def __init__(
-        self, relay: "Member", fleet: "Fleet", mailbox: "Mailbox", settings: "CommSettings", backend: str
-    ) -> None:
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, backend: str) -> None:
         self.relay = relay
         self._fleet = fleet
         self._deltas = DeltaSource() if settings.delta else None
@@ -197,13 +183,10 @@ class LinkPush:
         send_idle(self.link, SILENCE_S)
 
     def close(self) -> None:
-        """End the link."""
         self.link.close()
 
 
-def open_push(
-    relay: "Member", fleet: "Fleet", mailbox: "Mailbox", settings: "CommSettings"
-) -> SharedMemoryPush | LinkPush:
+def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings) -> SharedMemoryPush | LinkPush:
     """The way to a relay under these settings. Raises `PeerGone`, `LinkBroken` or `SettingError`."""
     staging = relay.info.get("staging", "")
     if staging == "nccl" and not torch.cuda.is_available():

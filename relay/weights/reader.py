@@ -6,29 +6,32 @@ On a host without a relay, a mirror keeps a segment of this process filled over 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...comm.errors import HeadraceError, LinkBroken, WrongDigest
-from ...comm.fleet import is_shared
+from ...comm.fleet import Fleet, is_shared
+from ...comm.links.base import Link
 from ...comm.links.opening import remote_backend
+from ...comm.mailbox import Mailbox
+from ...comm.messages.base import Message
 from ...comm.messages.weights import FetchVersion, SubscribeVersions
+from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread, waiting
 from .byte_ranges import ByteRanges
+from .layout import Layout
 from .protocol import SILENCE_S
 from .slots import Receipt, StoredVersion, VersionNotAvailable, VersionSlots
 from .transfer import receive_version, receive_versions
 from .version_store import VersionStore
 
 if TYPE_CHECKING:
-    from ...comm.fleet import Fleet
-    from ...comm.links.base import Link
-    from ...comm.recipe import CommSettings
     from .checkpoint_source import CheckpointSource
-    from .layout import Layout
 
 _log = logging.getLogger(__name__)
 _DIGEST_S = 600.0
@@ -40,12 +43,13 @@ class WeightReader:
 
     def __init__(
         self,
-        fleet: "Fleet",
-        layout: "Layout",
-        settings: "CommSettings",
+        fleet: Fleet,
+        layout: Layout,
+        settings: CommSettings,
         checkpoint_source: "CheckpointSource | None" = None,
         tp_rank: int = 0,
     ) -> None:
+        """`checkpoint_source` has the versions that no relay holds any more; `tp_rank` selects ranges of a shared layout."""
         self.layout = layout
         relay = fleet.nearest("relay", having="segment")
         self.relay = relay.name
@@ -60,29 +64,11 @@ class WeightReader:
             segment = Segment.open(relay.info["segment"])
         else:
             segment = Segment.create_anonymous(f"{fleet.name} weights")
-            self._mirror = WeightMirror(fleet, segment, settings)
+            self._mirror = WeightMirror.open(fleet, segment, settings)
         self.slots = VersionSlots(segment)
         """The versions in memory that this process can read."""
         self._check: Future[None] | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix=f"{fleet.name} digest")
-
-    @classmethod
-    def open(
-        cls,
-        fleet: "Fleet",
-        layout: "Layout",
-        settings: "CommSettings",
-        checkpoint_source: "CheckpointSource | None" = None,
-        tp_rank: int = 0,
-    ) -> "WeightReader":
-        """A reader with its threads. `checkpoint_source` has the versions that no relay holds any more.
-
-        Of a layout for several ranks, the reader copies the byte ranges of `tp_rank` alone.
-        """
-        reader = cls(fleet, layout, settings, checkpoint_source, tp_rank)
-        if reader._mirror is not None:
-            reader._mirror.start()
-        return reader
 
     def newest(self) -> int | None:
         """The newest complete version; None before the first. A few reads of memory.
@@ -140,7 +126,6 @@ class WeightReader:
         return Receipt(version, found)
 
     def close(self) -> None:
-        """End the threads and close the segment."""
         if self._mirror is not None:
             self._mirror.close()
         self._hasher.shutdown()
@@ -168,7 +153,7 @@ class WeightReader:
 class WeightMirror:
     """Keeps a segment of this process filled with the versions of any living relay."""
 
-    def __init__(self, fleet: "Fleet", segment: Segment, settings: "CommSettings") -> None:
+    def __init__(self, fleet: Fleet, segment: Segment, settings: CommSettings) -> None:
         self._fleet = fleet
         self._settings = settings
         self._version_store = VersionStore(segment)
@@ -177,12 +162,14 @@ class WeightMirror:
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} weight mirror", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    @classmethod
+    def open(cls, fleet: Fleet, segment: Segment, settings: CommSettings) -> "WeightMirror":
+        """A mirror with its thread."""
+        mirror = cls(fleet, segment, settings)
+        mirror._thread.start()
+        return mirror
 
     def close(self) -> None:
-        """End the thread."""
         self._stop.set()
         if self._link is not None:
             self._link.close()
@@ -208,24 +195,20 @@ class WeightMirror:
                     )
 
     def _receive_from(self, relay: str) -> None:
-        name = _link_name(relay, self._fleet.name, self._fleet)
-        self._mailbox.send(f"{relay}/weights", SubscribeVersions(name, remote_backend(self._settings)))
-        self._link = self._fleet.open_link(name, 0, SILENCE_S, remote_backend(self._settings))
+        self._link = _request_link(self._fleet, self._mailbox, relay, SubscribeVersions, self._settings)
         try:
             receive_versions(self._link, self._version_store, relay, self._stop.is_set, lambda _: None)
         finally:
             self._link.close()
 
 
-def fetch_version(fleet: "Fleet", version: int, into: np.ndarray, settings: "CommSettings") -> str | None:
+def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> str | None:
     """Copy one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its digest, or None."""
     mailbox = fleet.open_mailbox(f"{fleet.name}/fetch")
     try:
         for relay in fleet.alive_members("relay", having="segment"):
-            name = _link_name(relay.name, mailbox.name, fleet)
-            mailbox.send(f"{relay.name}/weights", FetchVersion(name, remote_backend(settings), version))
             try:
-                link = fleet.open_link(name, 0, SILENCE_S, remote_backend(settings))
+                link = _request_link(fleet, mailbox, relay.name, partial(FetchVersion, version=version), settings)
             except HeadraceError as error:
                 _log.warning("%s: no link to %s: %s", fleet.name, relay.name, str(error))
                 continue
@@ -241,5 +224,10 @@ def fetch_version(fleet: "Fleet", version: int, into: np.ndarray, settings: "Com
         mailbox.close()
 
 
-def _link_name(relay: str, receiver: str, fleet: "Fleet") -> str:
-    return f"{relay}>{receiver} {fleet.incarnation}.{time.monotonic_ns()}"
+def _request_link(
+    fleet: Fleet, mailbox: Mailbox, relay: str, request: Callable[[str, str], Message], settings: CommSettings
+) -> Link:
+    """Open a link over which `relay` sends the versions of a request, made of link and back end. Raises `LinkBroken`."""
+    name = f"{relay}>{mailbox.name} {fleet.incarnation}.{time.monotonic_ns()}"
+    mailbox.send(f"{relay}/weights", request(name, remote_backend(settings)))
+    return fleet.open_link(name, 0, SILENCE_S, remote_backend(settings))

@@ -8,10 +8,12 @@ visible once its bytes match the digest that its actor announced; the relay that
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ...comm.errors import HeadraceError, LinkBroken, WrongDigest
+from ...comm.fleet import Fleet
+from ...comm.links.base import Link
 from ...comm.links.opening import remote_backend
+from ...comm.messages.base import Message
 from ...comm.messages.weights import (
     FetchVersion,
     OpenPushLink,
@@ -22,6 +24,8 @@ from ...comm.messages.weights import (
     SubscribeVersions,
     VersionReady,
 )
+from ...comm.recipe import CommSettings
+from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread
 from .byte_ranges import ranges_of
 from .chain import Chain
@@ -30,13 +34,6 @@ from .protocol import SILENCE_S
 from .transfer import VersionSender, receive_versions
 from .version_store import VersionStore
 
-if TYPE_CHECKING:
-    from ...comm.fleet import Fleet
-    from ...comm.links.base import Link
-    from ...comm.messages.base import Message
-    from ...comm.recipe import CommSettings
-    from ...comm.shared_memory import Segment
-
 _log = logging.getLogger(__name__)
 _PUSH = "actor"  # all ranks of the trainer send one version together
 
@@ -44,7 +41,7 @@ _PUSH = "actor"  # all ranks of the trainer send one version together
 class WeightServer:
     """Versions of one relay: its threads run from `start` to `close`."""
 
-    def __init__(self, fleet: "Fleet", segment: "Segment", settings: "CommSettings") -> None:
+    def __init__(self, fleet: Fleet, segment: Segment, settings: CommSettings) -> None:
         self.version_store = VersionStore(segment)
         self._fleet = fleet
         self._segment = segment
@@ -65,7 +62,6 @@ class WeightServer:
 
     @property
     def newest(self) -> int | None:
-        """The newest version that is visible here."""
         return self.version_store.slots.newest()
 
     def close(self) -> None:
@@ -88,20 +84,20 @@ class WeightServer:
             if (envelope := self._mailbox.receive(0.1)) is not None:
                 self._answer(envelope.sender, envelope.message)
 
-    def _answer(self, sender: str, message: "Message") -> None:
+    def _answer(self, sender: str, message: Message) -> None:
         match message:
             case ReserveSlot():
                 self._start("reserve", lambda: self._reserve_slot(sender, message))
             case ShardWritten():
                 self._start("check", lambda: self._check(sender, message))
-            case OpenPushLink(link=name, backend=backend):
-                self._start_transfer(name, 0, backend, lambda link: self._receive(link, sender))
-            case FetchVersion(link=name, backend=backend, version=version):
-                self._start_transfer(name, 1, backend, lambda link: self._sender.send_one(link, version))
-            case SubscribeVersions(link=name, backend=backend):
-                self._start_transfer(
-                    name, 1, backend, lambda link: self._sender.send_all(link, lambda: not self._stop.is_set())
+            case OpenPushLink():
+                self._start("receive", lambda: self._transfer(message, 0, lambda link: self._receive(link, sender)))
+            case FetchVersion(version=version):
+                self._start(
+                    "send", lambda: self._transfer(message, 1, lambda link: self._sender.send_one(link, version))
                 )
+            case SubscribeVersions():
+                self._start("send", lambda: self._transfer(message, 1, self._send_all))
             case _:
                 _log.warning("%s ignores %s from %s", self._fleet.name, type(message).__name__, sender)
 
@@ -143,7 +139,7 @@ class WeightServer:
 
     # ------------------------------------------------------------------------------------------- transfers over links
 
-    def _receive(self, link: "Link", sender: str) -> None:
+    def _receive(self, link: Link, sender: str) -> None:
         def complete(incoming: IncomingVersion) -> None:
             if sender.startswith("actor"):
                 self._announce(incoming)
@@ -153,20 +149,22 @@ class WeightServer:
 
         receive_versions(link, self.version_store, sender, self._stop.is_set, complete)
 
-    def _start_transfer(self, name: str, end: int, backend: str, work: "Callable[[Link], None]") -> None:
-        self._start(f"link {name}", lambda: self._transfer(name, end, backend, work))
+    def _send_all(self, link: Link) -> None:
+        self._sender.send_all(link, lambda: not self._stop.is_set())
 
-    def _transfer(self, name: str, end: int, backend: str, work: "Callable[[Link], None]") -> None:
+    def _transfer(
+        self, request: OpenPushLink | FetchVersion | SubscribeVersions, end: int, work: Callable[[Link], None]
+    ) -> None:
         try:
-            link = self._fleet.open_link(name, end, SILENCE_S, backend)
+            link = self._fleet.open_link(request.link, end, SILENCE_S, request.backend)
         except HeadraceError as error:
-            _log.warning("%s: link %s did not open: %s", self._fleet.name, name, str(error))
+            _log.warning("%s: link %s did not open: %s", self._fleet.name, request.link, str(error))
             return
         self._links.append(link)
         try:
             work(link)
         except HeadraceError as error:
-            _log.info("%s: link %s ended: %s", self._fleet.name, name, error)
+            _log.info("%s: link %s ended: %s", self._fleet.name, request.link, error)
         finally:
             link.close()
             self._links.remove(link)

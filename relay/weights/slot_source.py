@@ -59,7 +59,6 @@ class SlotSource:
         return self._slots.generation(self._slot) in self._generations
 
     def close(self) -> None:
-        """Unlock the slot."""
         if self._is_locked:
             self._slots.segment.unlock(self._slot, Lock.SHARED)
             self._is_locked = False

@@ -148,7 +148,6 @@ class VersionSlots:
         return None if stored is None else stored.version
 
     def newest_stored(self) -> StoredVersion | None:
-        """The newest complete version and its slot."""
         while (index := int(self.segment.words[_NEWEST]) - 1) >= 0:
             # The newest slot is never written: one that is not complete has stopped being the newest meanwhile.
             if (stored := self._stored(index)) is not None:
@@ -156,7 +155,6 @@ class VersionSlots:
         return None
 
     def complete_versions(self) -> list[StoredVersion]:
-        """All complete versions, oldest first."""
         found = [s for i in range(NUM_SLOTS) if self.fingerprint and (s := self._stored(i)) is not None]
         return sorted(found)
 
@@ -167,7 +165,6 @@ class VersionSlots:
         return next((s for s in self.complete_versions() if s.version == version), None)
 
     def is_valid(self, stored: StoredVersion) -> bool:
-        """True while the slot still holds this version."""
         return self.generation(stored.slot) == stored.generation
 
     def generation(self, slot: int) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...comm.errors import LinkBroken
+from ...comm.links.base import Link
 from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
 from .byte_ranges import digest, ranges_of
@@ -28,13 +29,12 @@ from .protocol import (
 from .slots import VersionSlots
 
 if TYPE_CHECKING:
-    from ...comm.links.base import Link
     from .incoming import IncomingVersion
     from .version_store import VersionStore
 
 
 def receive_versions(
-    link: "Link",
+    link: Link,
     version_store: "VersionStore",
     upstream: str,
     is_closing: Callable[[], bool],
@@ -63,16 +63,11 @@ def receive_versions(
 
 
 def _receive_delta(
-    link: "Link", version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, delta: Delta, upstream: str
+    link: Link, version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, delta: Delta, upstream: str
 ) -> int:
     """Receive a part as a difference and write it; returns the number of its bytes, which are all in place then."""
-    changes, at = np.empty(delta.num_bytes, np.uint8), 0
-    while at < changes.nbytes:
-        kind, num_bytes = receive_header(link, SILENCE_S)
-        if kind is not FrameKind.DATA or at + num_bytes > changes.nbytes:
-            raise LinkBroken(f"{upstream} offered a delta and sent something else")
-        link.receive(changes[at : at + num_bytes], SILENCE_S)
-        at += num_bytes
+    changes = np.empty(delta.num_bytes, np.uint8)
+    _fill(link, changes, f"the delta of version {offer.version} from {upstream}")
     done = ranges_of(offer).num_bytes
     is_applied = incoming.deltas.apply(offer, delta, changes, incoming.buffer, version_store.slots)
     if not is_applied or not version_store.advance(incoming, offer.part, upstream, done):
@@ -81,7 +76,7 @@ def _receive_delta(
 
 
 def _receive_part(
-    link: "Link", version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, at: int, upstream: str
+    link: Link, version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, at: int, upstream: str
 ) -> bool:
     """Fill a part from `at` on; True once it is right, False if it was abandoned or must come again."""
     ranges = ranges_of(offer)
@@ -105,7 +100,7 @@ def _receive_part(
             return is_right
 
 
-def receive_version(link: "Link", into: np.ndarray) -> str | None:
+def receive_version(link: Link, into: np.ndarray) -> str | None:
     """Receive one version into a buffer, uint8 [num_bytes]: its digest, or None if the other end does not hold it.
 
     Raises `LinkBroken`.
@@ -117,19 +112,23 @@ def receive_version(link: "Link", into: np.ndarray) -> str | None:
     if offer.num_bytes != into.nbytes:
         raise LinkBroken(f"version {offer.version} has {offer.num_bytes} bytes, not {into.nbytes}")
     send_frame(link, Accept(0), SILENCE_S)
-    at = 0
-    while at < into.nbytes:
-        kind, num_bytes = receive_header(link, SILENCE_S)
-        if kind is FrameKind.STRUCT or at + num_bytes > into.nbytes:
-            raise LinkBroken(f"version {offer.version} was overwritten on its way")
-        link.receive(into[at : at + num_bytes], SILENCE_S)
-        at += num_bytes
+    _fill(link, into, f"version {offer.version}")
     trailer = receive_frame(link, Trailer, SILENCE_S)
     is_right = digest(into) == trailer.digest
     send_frame(link, TransferAck(is_right), SILENCE_S)
     if not is_right:
         raise LinkBroken(f"version {offer.version} arrived wrong")
     return trailer.digest
+
+
+def _fill(link: Link, into: np.ndarray, what: str) -> None:
+    at = 0
+    while at < into.nbytes:
+        kind, num_bytes = receive_header(link, SILENCE_S)
+        if kind is FrameKind.STRUCT or at + num_bytes > into.nbytes:
+            raise LinkBroken(f"{what} ended after {at} of {into.nbytes} bytes")
+        link.receive(into[at : at + num_bytes], SILENCE_S)
+        at += num_bytes
 
 
 class VersionSender:
@@ -142,7 +141,7 @@ class VersionSender:
         # An opening of its own, whose locks exclude the writer's; it is mapped now, since that takes too long in a repair.
         self._slots = VersionSlots(Segment.open(segment_path))
 
-    def send_all(self, link: "Link", is_wanted: Callable[[], bool], num_nodes: int = 2) -> None:
+    def send_all(self, link: Link, is_wanted: Callable[[], bool], num_nodes: int = 2) -> None:
         """Send each new version down a chain of `num_nodes`, as long as `is_wanted`. Raises `LinkBroken`.
 
         Consumes versions of the store; waits for the next; woken by its arrival.
@@ -161,7 +160,7 @@ class VersionSender:
             finally:
                 source.close()
 
-    def send_one(self, link: "Link", version: int) -> None:
+    def send_one(self, link: Link, version: int) -> None:
         """Send one complete version if it is still stored, else an empty trailer."""
         source = self._version_store.source_of(self._slots, version)
         if source is None:
@@ -173,5 +172,4 @@ class VersionSender:
             source.close()
 
     def close(self) -> None:
-        """Close this opening of the segment."""
         self._slots.segment.close()

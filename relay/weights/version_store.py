@@ -39,7 +39,7 @@ class VersionStore:
         self._changed = threading.Condition(lock)
         self._advanced = threading.Condition(lock)
         self._incoming: IncomingVersion | None = None
-        self._differences: dict[int, Difference] = {}
+        self.differences: dict[int, Difference] = {}
         """The newest version as a difference, if it came as one."""
         self._closed = False
 
@@ -54,8 +54,6 @@ class VersionStore:
             self._closed = True
             self._abandon()
             self._notify()
-
-    # ------------------------------------------------------------------------------------------------- coming in
 
     def begin_receive(self, offer: "Offer", upstream: str) -> tuple[IncomingVersion, int] | None:
         """The place for an offered version and the offset to continue at, also after another upstream; None if not wanted.
@@ -138,7 +136,7 @@ class VersionStore:
         with self._changed:
             # Meanwhile the version may have been abandoned, or a part been found wrong that another upstream sent again.
             if incoming.state is IncomingState.ARRIVING and incoming.is_checked and whole:
-                self._differences = {} if difference is None else {incoming.offer.version: difference}
+                self.differences = {} if difference is None else {incoming.offer.version: difference}
                 incoming.deltas = DeltaCodec()
                 incoming.digest, incoming.state = whole, IncomingState.COMPLETE
                 self.slots.commit(incoming.slot, whole)
@@ -173,8 +171,6 @@ class VersionStore:
         self._changed.notify_all()
         self._advanced.notify_all()
 
-    # ------------------------------------------------------------------------------------------------- going out
-
     def next_source(self, slots: VersionSlots, above: int, timeout_s: float) -> SlotSource | None:
         """The newest version above `above`, arriving or complete; None if there is none within `timeout_s`.
 
@@ -190,11 +186,6 @@ class VersionStore:
         with self._changed:
             stored = self.slots.find(version)
             return None if stored is None else self._source(slots, stored)
-
-    def delta_of(self, version: int) -> Difference | None:
-        """The newest version as the difference that it came as; None for others."""
-        with self._changed:
-            return self._differences.get(version)
 
     def wait_newer(self, version: int, timeout_s: float) -> int | None:
         """The newest complete version; None if it is not above `version` within `timeout_s`."""
@@ -217,4 +208,4 @@ class VersionStore:
     def _source(self, slots: VersionSlots, found: IncomingVersion | StoredVersion) -> SlotSource:
         if isinstance(found, IncomingVersion):
             return SlotSource(slots, found.slot, "", None, found, lambda: self._closed)
-        return SlotSource(slots, found, found.digest, self._differences.get(found.version), None, lambda: self._closed)
+        return SlotSource(slots, found, found.digest, self.differences.get(found.version), None, lambda: self._closed)

@@ -26,7 +26,7 @@ class EmulatedWeights:
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock, chain_s: float) -> None:
         layout = Layout.of(dummy_weights(recipe.emulated), torch.float32)
         self.version = -1
-        self._reader = WeightReader.open(fleet, layout, recipe.comm)
+        self._reader = WeightReader(fleet, layout, recipe.comm)
         self._buffer = host_buffer(layout.num_bytes)
         self._clock = clock
         self._chain_s = chain_s

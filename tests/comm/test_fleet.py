@@ -1,3 +1,5 @@
+"""Membership on a store and in memory, and the ends of processes that lose their store."""
+
 import os
 import signal
 import subprocess
@@ -19,7 +21,7 @@ SECRET = b"a secret of the run"
 PATIENCE_S = 240.0
 QUICK = CommSettings(heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
 MORTAL = CommSettings(heartbeat_s=0.02, expiry_s=2.0, deadline_s=PATIENCE_S)
-"""Where somebody is to be found dead. A process that sees its store silent for three times as long ends itself."""
+"""For tests of a member that dies. A process whose store is silent for three times as long ends itself."""
 
 
 class StoreCluster:
@@ -54,9 +56,9 @@ class MemoryCluster:
 
 @pytest.fixture(params=[StoreCluster, MemoryCluster])
 def cluster(request):
-    city = request.param()
-    yield city
-    city.close()
+    cluster = request.param()
+    yield cluster
+    cluster.close()
 
 
 def until(ready):
@@ -82,14 +84,14 @@ def test_waiting_for_members_that_do_not_come_names_them(cluster):
         cluster.join("hub").wait_for("relay", 2, deadline_s=0.1)
 
 
-def test_what_a_member_announces_later_is_seen(cluster):
+def test_the_others_see_what_a_member_announces_later(cluster):
     rollout, relay = cluster.join("rollout"), cluster.join("relay")
     assert rollout.alive_members("relay", having="unit") == []
     relay.announce(unit="127.0.0.1:1")
     assert rollout.nearest("relay", having="unit").info["unit"] == "127.0.0.1:1"
 
 
-def test_several_nearest_members_are_dealt_out_by_index(cluster):
+def test_the_index_of_a_member_chooses_among_several_nearest_ones(cluster):
     rollouts = [cluster.join("rollout", index) for index in range(4)]
     for index in range(2):
         cluster.join("relay", index)
@@ -97,7 +99,7 @@ def test_several_nearest_members_are_dealt_out_by_index(cluster):
     assert until(lambda: [r.nearest("relay").index for r in rollouts] == [0, 1, 0, 1])
 
 
-def test_a_member_that_left_is_no_member(cluster):
+def test_a_member_that_has_left_is_not_listed(cluster):
     hub, relay = cluster.join("hub"), cluster.join("relay")
     hub.wait_for("relay", 1, PATIENCE_S)
     relay.leave()
@@ -114,18 +116,18 @@ def test_a_member_that_joins_again_is_the_next_incarnation(cluster):
     assert until(lambda: [m.incarnation for m in hub.members("relay")] == [2])
 
 
-def test_leaving_delivers_what_was_sent_and_leaves_no_thread():
-    city = StoreCluster()
-    hub = city.join("hub").open_mailbox("hub")
+def test_leaving_delivers_all_messages_and_leaves_no_thread():
+    cluster = StoreCluster()
+    hub = cluster.join("hub").open_mailbox("hub")
     before = set(threading.enumerate())
-    relay = city.join("relay")
+    relay = cluster.join("relay")
     mailbox = relay.open_mailbox("relay-0")
     for _ in range(100):
         mailbox.send("hub", ListStoredRows())
     relay.leave()
     assert set(threading.enumerate()) == before
     assert all(hub.receive(PATIENCE_S) is not None for _ in range(100))
-    city.close()
+    cluster.close()
 
 
 def test_links_are_opened_by_name(cluster):
@@ -145,7 +147,7 @@ def test_links_are_opened_by_name(cluster):
         link.close()
 
 
-def test_a_counter_that_stands_still_past_the_expiry_is_a_dead_member():
+def test_a_member_whose_counter_stands_still_past_the_expiry_counts_as_dead():
     table = MemberTable(expiry_s=1.0)
     member = Member("rollout-0", "rollout", 0, 1, "here", 1, {})
     table.observe(member, b"1", now=0.0)
@@ -218,7 +220,7 @@ def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
     assert "has not answered" in member.stderr.read()
 
 
-def test_the_store_ends_in_silence_after_the_last_member_left(processes):
+def test_the_store_ends_without_output_after_the_last_member_left(processes):
     member = processes.member("leave")
     member.stdin.write("\n")
     member.stdin.flush()
@@ -238,17 +240,17 @@ def test_the_store_does_not_wait_for_the_dead_and_ignores_ctrl_c(processes):
     assert processes.store.wait(PATIENCE_S) == 0
 
 
-def test_a_store_told_to_end_ends(processes):
+def test_a_store_ends_on_sigterm(processes):
     processes.store.terminate()
     assert processes.store.wait(PATIENCE_S) == 0
 
 
-def test_the_watchdog_tells_its_owner_once():
-    told = []
+def test_the_watchdog_reports_a_lost_store_once():
+    errors = []
     hosted = StoreServer("127.0.0.1")
-    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=told.append).start()
+    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=errors.append).start()
     at_end(fleet.leave)
     del hosted.store
-    assert until(lambda: told)
-    assert "relay-0" in str(told[0])
+    assert until(lambda: errors)
+    assert "relay-0" in str(errors[0])
     fleet.leave()

@@ -1,3 +1,5 @@
+"""Links over every back end: bytes, deadlines, dead and forged ends, and the limit of their speed."""
+
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Clock:
-    """Time passes when somebody sleeps."""
+    """Time passes only in `sleep`."""
 
     oversleeps_s: float = 0.0
     now: float = 0.0
@@ -93,17 +95,17 @@ def test_a_neighbour_that_closes_is_noticed(pair):
 
 
 @pytest.mark.parametrize("backend", ["tcp", "staged"])
-def test_an_end_without_the_secret_is_turned_away(store, backend):
+def test_an_end_without_the_secret_gets_no_link(store, backend):
     with pytest.raises(LinkBroken):
         open_pair(backend, store.address, f"forged {backend}", secrets=(SECRET, b"guess"), deadline_s=1)
 
 
-def test_an_end_whose_other_never_comes_says_so(store):
+def test_an_end_whose_other_end_never_comes_raises_an_error_that_names_the_link(store):
     with pytest.raises(LinkBroken, match="lonely"):
         open_link("tcp", connect_store(store.address, PATIENCE_S), "lonely", 0, 0.2)
 
 
-def test_a_stranger_on_the_port_does_not_keep_the_neighbour_out(store):
+def test_a_foreign_connection_to_the_port_does_not_keep_the_other_end_out(store):
     import socket
 
     with ThreadPoolExecutor(1) as pool:
@@ -112,14 +114,14 @@ def test_a_stranger_on_the_port_does_not_keep_the_neighbour_out(store):
         with waiting("the listening end", "its address", PATIENCE_S) as wait:
             wait.until(lambda: client.check(["link/busy"]))
         host, port = client.get("link/busy").decode().split(":")
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(b"x" * 48)
+        with socket.create_connection((host, int(port))) as foreign:
+            foreign.sendall(b"x" * 48)
         other = open_link("tcp", client, "busy", 1, PATIENCE_S, secret=SECRET)
         listening.result().close()
         other.close()
 
 
-@pytest.mark.parametrize("backend", ["pigeon", "gloo"])
+@pytest.mark.parametrize("backend", ["udp", "gloo"])
 def test_an_unknown_back_end_is_a_users_mistake(store, backend):
     with pytest.raises(SettingError, match="comm.link"):
         open_link(backend, store.store, "x", 0, 1)
@@ -145,25 +147,25 @@ def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store)
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(link.receive, np.zeros(2000, np.uint8), PATIENCE_S)
         child.kill()
-        with pytest.raises(LinkBroken, match="closed by the other end|reset"):  # and not: nothing before the deadline
+        with pytest.raises(LinkBroken, match="closed by the other end|reset"):  # not at the deadline
             receiving.result()
     child.communicate()
 
 
-def test_a_paced_link_keeps_to_its_pace():
+def test_a_throttled_link_keeps_to_its_limit():
     near, far = MemoryLink.pair()
     clock = Clock()
-    paced = ThrottledLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
+    throttled = ThrottledLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
     for _ in range(20):
-        paced.send(np.zeros(100_000, np.uint8), 5)
+        throttled.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.002)
     far.receive(np.zeros(2_000_000, np.uint8), 5)
 
 
-def test_a_paced_link_makes_up_for_a_sleep_that_was_too_long():
+def test_a_throttled_link_makes_up_for_a_sleep_that_was_too_long():
     near, _ = MemoryLink.pair()
     clock = Clock(oversleeps_s=0.001)
-    paced = ThrottledLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
+    throttled = ThrottledLink(near, 10e6, now=lambda: clock.now, sleep=clock.sleep)
     for _ in range(20):
-        paced.send(np.zeros(100_000, np.uint8), 5)
+        throttled.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.003)

@@ -1,3 +1,5 @@
+"""Mailboxes on a store and in memory: order, signatures, closing, and a store that is gone."""
+
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 class StoreWithMailboxes:
-    """A store and the posts that were opened on it."""
+    """A store, and the mailboxes of several processes on it."""
 
     def __init__(self):
         self.hosted = StoreServer("127.0.0.1")
@@ -27,15 +29,15 @@ class StoreWithMailboxes:
         return self.mailboxes[-1]
 
     def close(self):
-        for post in self.mailboxes:
-            post.close()
+        for mailboxes in self.mailboxes:
+            mailboxes.close()
 
 
 @pytest.fixture
 def cluster():
-    town = StoreWithMailboxes()
-    yield town
-    town.close()
+    cluster = StoreWithMailboxes()
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture(params=["store", "memory"])
@@ -43,20 +45,19 @@ def mailboxes(request):
     if request.param == "memory":
         yield MemoryMailboxes(SECRET)
         return
-    town = request.getfixturevalue("cluster")
-    yield town.open_mailboxes()
+    yield request.getfixturevalue("cluster").open_mailboxes()
 
 
-def test_letters_of_one_sender_arrive_in_order(mailboxes):
+def test_messages_of_one_sender_arrive_in_order(mailboxes):
     hub, relay = mailboxes.open("hub"), mailboxes.open("relay-0")
     for count in range(200):
         relay.send("hub", Interrupted(signal=count))
-    letters = [hub.receive(PATIENCE_S) for _ in range(200)]
-    assert [letter.message.signal for letter in letters] == list(range(200))
-    assert {letter.sender for letter in letters} == {"relay-0"}
+    envelopes = [hub.receive(PATIENCE_S) for _ in range(200)]
+    assert [envelope.message.signal for envelope in envelopes] == list(range(200))
+    assert {envelope.sender for envelope in envelopes} == {"relay-0"}
 
 
-def test_a_letter_may_be_sent_before_its_inbox_is_open(mailboxes):
+def test_a_message_may_be_sent_before_its_inbox_is_open(mailboxes):
     mailboxes.open("hub").send("rollout-0", Stop(reason="done"))
     assert mailboxes.open("rollout-0").receive(PATIENCE_S).message == Stop(reason="done")
 
@@ -65,7 +66,7 @@ def test_polling_an_empty_inbox_returns_at_once(mailboxes):
     assert mailboxes.open("hub").receive(0) is None
 
 
-def test_what_was_sent_before_the_close_is_delivered(cluster):
+def test_messages_sent_before_the_close_are_delivered(cluster):
     sender = cluster.open_mailboxes()
     relay = sender.open("relay-0")
     for count in range(500):
@@ -77,16 +78,16 @@ def test_what_was_sent_before_the_close_is_delivered(cluster):
 
 def test_closing_twice_is_allowed_and_leaves_no_thread(cluster):
     before = set(threading.enumerate())
-    post = cluster.open_mailboxes()
-    mailbox = post.open("hub")
+    mailboxes = cluster.open_mailboxes()
+    mailbox = mailboxes.open("hub")
     mailbox.close()
     mailbox.close()
-    post.close()
-    post.close()
+    mailboxes.close()
+    mailboxes.close()
     assert set(threading.enumerate()) == before
 
 
-def test_a_reopened_name_is_believed_and_its_letters_survive(cluster):
+def test_a_name_that_is_opened_again_is_accepted_and_its_earlier_messages_arrive(cluster):
     hub = cluster.open_mailboxes().open("hub")
     first = cluster.open_mailboxes()
     first.open("rollout-0").send("hub", Interrupted(signal=1))
@@ -96,52 +97,49 @@ def test_a_reopened_name_is_believed_and_its_letters_survive(cluster):
     assert hub.refused == 0
 
 
-def test_a_forged_a_malformed_and_a_foreign_letter_are_counted_and_dropped(cluster):
+def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster):
     hub, relay = cluster.open_mailboxes().open("hub"), cluster.open_mailboxes().open("relay-0")
     cluster.open_mailboxes(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
     raw = connect_store(cluster.hosted.address, PATIENCE_S)
-    sealer = MessageSigner(SECRET)
-    for letter in (b"", b"\x80\x04", b"[1]\n{}", sealer.sign("relay-1", "relay-0", 9, ListStoredRows())):
-        raw.queue_push("inbox/hub", letter)
+    signer = MessageSigner(SECRET)
+    for envelope in (b"", b"\x80\x04", b"[1]\n{}", signer.sign("relay-1", "relay-0", 9, ListStoredRows())):
+        raw.queue_push("inbox/hub", envelope)
     raw.queue_push(
-        "inbox/hub", sealer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
+        "inbox/hub", signer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
     )
     raw.add("confirmed", 1)
     relay.send("hub", ListStoredRows())
-    letter = hub.receive(PATIENCE_S)
-    while letter.sender == "relay-9":
-        letter = hub.receive(PATIENCE_S)
-    assert letter.sender == "relay-0"
+    assert hub.receive(PATIENCE_S).sender == "relay-0"
     assert hub.receive(0.2) is None
     assert hub.refused == 6
 
 
-def test_a_letter_is_believed_once(cluster):
+def test_a_message_that_arrives_twice_is_accepted_once(cluster):
     hub = cluster.open_mailboxes().open("hub")
-    letter = MessageSigner(SECRET).sign("relay-0", "hub", 1, ListStoredRows())
+    envelope = MessageSigner(SECRET).sign("relay-0", "hub", 1, ListStoredRows())
     raw = connect_store(cluster.hosted.address, PATIENCE_S)
-    raw.queue_push("inbox/hub", letter)
-    raw.queue_push("inbox/hub", letter)
+    raw.queue_push("inbox/hub", envelope)
+    raw.queue_push("inbox/hub", envelope)
     assert hub.receive(PATIENCE_S).message == ListStoredRows()
     assert hub.receive(0.2) is None
     assert hub.refused == 1
 
 
-def test_a_letter_too_large_for_the_store_is_refused_at_the_sender(mailboxes):
+def test_a_message_too_large_for_the_store_is_refused_at_the_sender(mailboxes):
     with pytest.raises(ValueError, match="at most"):
         mailboxes.open("hub").send("relay-0", Stop(reason="x" * (5 << 20)))
 
 
-def test_a_mailbox_whose_store_is_gone_says_so():
+def test_a_mailbox_whose_store_is_gone_raises_an_error_that_names_it():
     store = subprocess.Popen([sys.executable, "-m", "headrace.comm.store"], stdout=subprocess.PIPE, text=True)
     at_end(store.kill)
     assert store.stdout
     address = store.stdout.readline().split()[1]
-    post = StoreMailboxes(connect_store(address, PATIENCE_S), SECRET).start()
-    hub = post.open("hub")
+    mailboxes = StoreMailboxes(connect_store(address, PATIENCE_S), SECRET).start()
+    hub = mailboxes.open("hub")
     store.kill()
     store.wait()
     store.stdout.close()
     with pytest.raises(StoreGone, match="hub cannot read"):
         hub.receive(PATIENCE_S)
-    post.close()
+    mailboxes.close()

@@ -3,11 +3,12 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import GroupId, Offer, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
+from headrace.comm.messages import GroupId, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
 from headrace.comm.messages.base import trajectory_group
+from headrace.comm.messages.weights import Offer
 
 
-def test_what_is_encoded_is_decoded():
+def test_a_message_is_decoded_as_it_was_encoded():
     for message in (
         Stop(reason="done"),
         ReserveSlot(1, Offer(7, 256, 1, 2, 1, ((0, 64), (128, 256)))),
@@ -20,7 +21,7 @@ def test_what_is_encoded_is_decoded():
     "body",
     [b"", b"\x80\x04K\x01.", b"[]", b'{"type":"Unknown"}', b'{"type":"Stop"}', b'{"type":"Stop","reason":3}', b"\xff"],
 )
-def test_what_is_no_message_is_refused(body):
+def test_bytes_that_are_not_a_message_are_refused(body):
     with pytest.raises(MessageRefused):
         decode(body)
 
@@ -29,7 +30,7 @@ def test_ids_read_as_epoch_prompt_sample():
     assert (str(RowId(1, 2, 3)), str(GroupId(1, 2))) == ("1.2.3", "1.2")
 
 
-def test_every_trajectory_has_a_number_of_its_own_and_those_of_one_group_are_known_as_one():
+def test_trajectories_have_different_numbers_and_those_of_one_group_share_their_high_bits():
     last = RowId(0, 0, 4095).number
     assert last != RowId(0, 1, 0).number
     assert trajectory_group(last) == trajectory_group(RowId(0, 0, 0).number) != trajectory_group(RowId(0, 1, 0).number)
@@ -37,6 +38,6 @@ def test_every_trajectory_has_a_number_of_its_own_and_those_of_one_group_are_kno
 
 
 @pytest.mark.parametrize("row", [RowId(0, 0, 4096), RowId(0, 2**36, 0), RowId(2**15, 0, 0), RowId(0, 0, -1)])
-def test_a_name_that_does_not_fit_into_the_number_has_none(row):
+def test_a_name_that_does_not_fit_into_its_number_is_refused(row):
     with pytest.raises(AssertionError, match=str(row)):
         _ = row.number

@@ -1,3 +1,5 @@
+"""Segments of shared memory: several openings, locks of live and dead processes, and the lifetime of the bytes."""
+
 import os
 import subprocess
 import sys
@@ -18,7 +20,7 @@ def segment():
     segment.close()
 
 
-def test_what_is_written_through_one_opening_is_read_through_another(segment):
+def test_bytes_written_through_one_opening_are_read_through_another(segment):
     other = Segment.open(segment.path)
     segment.slot(1)[:] = 7
     segment.words[5] = -3
@@ -28,7 +30,7 @@ def test_what_is_written_through_one_opening_is_read_through_another(segment):
     other.close()
 
 
-def test_an_opening_made_before_the_shape_sees_it_later():
+def test_an_opening_made_before_the_slots_are_allocated_sees_them_later():
     segment = Segment.create_anonymous()
     other = Segment.open(segment.path)
     assert other.slot_bytes == 0
@@ -39,13 +41,10 @@ def test_an_opening_made_before_the_shape_sees_it_later():
     other.close()
 
 
-def test_a_lease_keeps_the_owner_out_and_an_owner_keeps_leases_out(segment):
+def test_a_shared_lock_excludes_the_writer_and_an_exclusive_lock_excludes_readers(segment):
     reader, writer = Segment.open(segment.path), Segment.open(segment.path)
-    assert (
-        reader.try_lock(0, Lock.SHARED)
-        and not writer.try_lock(0, Lock.EXCLUSIVE)
-        and writer.try_lock(1, Lock.EXCLUSIVE)
-    )
+    assert reader.try_lock(0, Lock.SHARED) and not writer.try_lock(0, Lock.EXCLUSIVE)
+    assert writer.try_lock(1, Lock.EXCLUSIVE)
     assert not reader.try_lock(1, Lock.SHARED)
     reader.unlock(0, Lock.SHARED)
     assert writer.try_lock(0, Lock.EXCLUSIVE)
@@ -53,7 +52,7 @@ def test_a_lease_keeps_the_owner_out_and_an_owner_keeps_leases_out(segment):
     writer.close()
 
 
-def test_two_leases_of_one_opening_end_with_the_last(segment):
+def test_a_slot_that_one_opening_locks_twice_is_free_after_both_unlocks(segment):
     reader, writer = Segment.open(segment.path), Segment.open(segment.path)
     assert reader.try_lock(0, Lock.SHARED) and reader.try_lock(0, Lock.SHARED)
     reader.unlock(0, Lock.SHARED)
@@ -64,7 +63,7 @@ def test_two_leases_of_one_opening_end_with_the_last(segment):
     writer.close()
 
 
-LEASEHOLDER = """
+READER = """
 import sys
 from headrace.comm.shared_memory import Lock, Segment
 print(Segment.open(sys.argv[1]).try_lock(2, Lock.SHARED), flush=True)
@@ -72,8 +71,8 @@ sys.stdin.read()
 """
 
 
-def test_the_lease_of_a_killed_reader_is_free_again(segment):
-    command = [sys.executable, "-c", LEASEHOLDER, segment.path]
+def test_the_lock_of_a_killed_reader_is_free_again(segment):
+    command = [sys.executable, "-c", READER, segment.path]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert reader.stdout and reader.stdout.readline() == b"True\n"
     assert not segment.try_lock(2, Lock.EXCLUSIVE)
@@ -91,13 +90,13 @@ print(segment.path, flush=True)
 
 
 def test_the_bytes_outlive_the_child_that_wrote_them(segment):
-    seat_fd = int(segment.path.rsplit("/", 1)[1])
-    environment = {**os.environ, SEGMENT_FD: str(seat_fd)}
+    supervisor_fd = int(segment.path.rsplit("/", 1)[1])
+    environment = {**os.environ, SEGMENT_FD: str(supervisor_fd)}
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", CHILD],
             env=environment,
-            pass_fds=[seat_fd],
+            pass_fds=[supervisor_fd],
             capture_output=True,
             text=True,
             check=True,

@@ -70,7 +70,7 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("an unknown key", {"run.stpes": "3"}, None, "the nearest is 'run.steps'"),
     ("no model", {"model.path": ""}, None, "model.path is not set"),
     ("a missing model", {"model.path": "/no/such/folder"}, None, "model.path: there is no folder /no/such/folder"),
-    ("a missing data file", {"data.path": "/no/such.jsonl"}, None, "data.path: there is no file /no/such.jsonl"),
+    ("a missing data file", {"data.path": "/no/such.jsonl"}, None, "data.path: /no/such.jsonl does not exist"),
     ("no prompt column", {}, broken("prompts.jsonl", '{"question": "x"}\n'), "has no `prompt` column; it has question"),
     ("data that is not JSON", {}, broken("prompts.jsonl", '{"prompt": "x"}\nhello\n'), "data.path: {folder}/prompts.jsonl:2"),
     ("an empty data file", {}, broken("prompts.jsonl", "\n"), "data.path: {folder}/prompts.jsonl has no rows"),

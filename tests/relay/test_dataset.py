@@ -1,4 +1,4 @@
-"""A user's data comes in several forms; all of them give the same rows."""
+"""A user's data comes in several formats; all give the same rows."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data
 
 @pytest.fixture(params=["jsonl", "parquet", "folder"])
 def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same rows in each form."""
+    """The same rows in each format."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     table = datasets.Dataset.from_list(ROWS)
     path = tmp_path / f"data.{request.param}"
@@ -29,7 +29,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return path
 
 
-def test_every_form_gives_the_same_rows(path: Path):
+def test_every_format_gives_the_same_rows(path: Path):
     rows = open_rows(DataSettings(path=str(path)))
     assert [json.loads(rows[i]) for i in range(len(rows))] == ROWS
     assert list(checked_prompts(rows, str(path))) == [row["prompt"] for row in ROWS]
@@ -40,19 +40,19 @@ def test_any_other_file_is_read_as_jsonl(tmp_path: Path):
     assert len(open_rows(DataSettings(path=str(tmp_path / "prompts")))) == 1
 
 
-def test_a_file_that_is_not_there_is_told_by_its_setting(tmp_path: Path):
+def test_the_error_for_a_missing_file_names_the_setting(tmp_path: Path):
     for name in ("no.jsonl", "no.txt", "no"):
-        with pytest.raises(SettingError, match="data.path: there is no file"):
+        with pytest.raises(SettingError, match=r"data\.path: .* does not exist"):
             open_rows(DataSettings(path=str(tmp_path / name)))
 
 
-def test_what_cannot_be_read_is_told_by_its_setting(tmp_path: Path):
+def test_the_error_for_an_unreadable_file_names_the_setting(tmp_path: Path):
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(SettingError, match="data.path"):
         open_rows(DataSettings(path=str(tmp_path / "bad.parquet")))
 
 
-def test_a_row_without_a_prompt_is_named(tmp_path: Path):
+def test_the_error_for_a_row_without_a_prompt_names_the_row(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "x"}\n{"question": "y"}\n')
     with pytest.raises(SettingError, match=r"data.jsonl:2 has no `prompt` column; it has question"):

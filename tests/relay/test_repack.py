@@ -1,4 +1,4 @@
-"""The repack planner: what it never does, and that it releases no fewer rollouts than a simpler one."""
+"""The repack planner: its limits hold, and it frees no fewer rollouts than a simpler planner."""
 
 import random
 from collections import Counter
@@ -52,15 +52,15 @@ def test_no_plan_exceeds_cache_or_batch_or_leaves_a_version(reports: list[Report
 
 
 @given(fleets())
-def test_a_rollout_gives_once_or_receives_and_never_goes_in_a_circle(reports: list[Report]):
+def test_a_rollout_gives_once_or_receives_and_moves_form_no_circle(reports: list[Report]):
     moves = plan_moves(reports)
     sources, destinations = [move.source for move in moves], {move.destination for move in moves}
     assert len(set(sources)) == len(sources)
-    assert not set(sources) & destinations  # so no chain and no circle either
+    assert not set(sources) & destinations  # so there is neither a chain nor a circle
 
 
 @given(fleets())
-def test_only_rollouts_that_wind_down_with_something_left_take_part(reports: list[Report]):
+def test_only_rollouts_that_wind_down_and_still_run_requests_take_part(reports: list[Report]):
     by_name = {report.rollout: report for report in reports}
     for move in plan_moves(reports):
         for name in (move.source, move.destination):
@@ -76,7 +76,7 @@ def test_the_order_of_the_reports_changes_nothing(reports: list[Report], shuffle
     assert plan_moves(shuffled) == plan_moves(reports)
 
 
-def test_the_least_loaded_go_where_the_cache_will_be_fullest():
+def test_the_least_loaded_move_to_the_rollout_whose_cache_will_be_fullest():
     reports = [winding_down("a", 100), winding_down("b", 300), winding_down("c", 500), winding_down("d", 850)]
     assert plan_moves(reports) == [Move("a", "d", 0), Move("b", "c", 0)]
 
@@ -86,7 +86,7 @@ def test_the_least_loaded_go_where_the_cache_will_be_fullest():
     [{"kv_used": KV_MAX}, {"kv_before": 100}, {"num_requests": BOUND}, {"num_waiting": 1}, {"version": 1}],
     ids=lambda change: next(iter(change)),
 )
-def test_a_rollout_that_is_full_or_filling_or_elsewhere_is_left_alone(change: dict[str, int]):
+def test_a_rollout_that_is_full_or_filling_or_on_another_version_is_not_moved(change: dict[str, int]):
     assert plan_moves([winding_down("a", 100), winding_down("b", 100)]) == [Move("a", "b", 0)]
     assert plan_moves([winding_down("a", 100)._replace(**change), winding_down("b", 100)]) == []
 
@@ -97,7 +97,7 @@ def random_fleet(seed: int, count: int) -> list[Report]:
 
 
 def first_fit(reports: list[Report]) -> int:
-    """Rollouts released when each goes to the first that has room."""
+    """The number of rollouts freed when each moves to the first with room."""
     loads, receivers, released = {report.rollout: report for report in reports}, set(), 0
     for name in list(loads):
         if name in receivers:
@@ -114,20 +114,20 @@ def first_fit(reports: list[Report]) -> int:
     return released
 
 
-def test_it_releases_on_average_at_least_what_first_fit_releases():
+def test_best_fit_frees_on_average_at_least_as_many_rollouts_as_first_fit():
     fleets = [random_fleet(seed, count) for seed in range(200) for count in (4, 16, 48)]
     released = sum(len(plan_moves(fleet)) for fleet in fleets)
     assert released >= sum(first_fit(fleet) for fleet in fleets) > 0
 
 
-def test_its_work_grows_with_the_square_of_the_rollouts(monkeypatch: pytest.MonkeyPatch):
-    looks: Counter[int] = Counter()
+def test_the_work_grows_at_most_with_the_square_of_the_rollouts(monkeypatch: pytest.MonkeyPatch):
+    calls: Counter[int] = Counter()
 
     def counting(load: Report, kv_tokens: int, num_requests: int) -> bool:
-        looks[count] += 1
+        calls[count] += 1
         return can_fit(load, kv_tokens, num_requests)
 
     monkeypatch.setattr(repack, "can_fit", counting)
     for count in (50, 100, 200, 400):
         plan_moves(random_fleet(1, count))
-        assert looks[count] <= count * count
+        assert calls[count] <= count * count

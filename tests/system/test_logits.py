@@ -1,3 +1,5 @@
+"""A policy that travels from the actor to a rollout gives the same logits bit for bit."""
+
 import pytest
 import torch
 from support.closing import at_end
@@ -25,20 +27,20 @@ def logits(policy):
     ("family", "link"), [("llama", "auto"), ("qwen3", "tcp"), ("gemma3_text", "auto"), ("mixtral", "auto")]
 )
 def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path, family, link):
-    town, settings, path = (
+    network, settings, path = (
         MemoryNetwork(),
         CommSettings(link=link, heartbeat_s=0.02, deadline_s=60),
         tiny_policy(tmp_path, family),
     )
     segment = Segment.create_anonymous()
-    keeper = WeightServer(
-        MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings), segment, settings
+    server = WeightServer(
+        MemoryFleet.join_network(network, "relay", 0, {"segment": segment.path}, settings), segment, settings
     ).start()
     actor, rollout = load_policy(path), load_policy(path, weights=False)
     layout = Layout.of(actor.weights(), "float32")
-    publisher = WeightPublisher.open(MemoryFleet.join_network(town, "actor", 0, {}, settings), layout, settings)
-    weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), rollout, settings)
-    for thing in (segment, keeper, publisher, weights):
+    publisher = WeightPublisher.open(MemoryFleet.join_network(network, "actor", 0, {}, settings), layout, settings)
+    weights = RolloutWeights(MemoryFleet.join_network(network, "rollout", 0, {}, settings), rollout, settings)
+    for thing in (segment, server, publisher, weights):
         at_end(thing.close)
     optimizer, before = torch.optim.AdamW(actor.parameters(), lr=1e-2), None
     for version in range(1, 4):

@@ -1,3 +1,5 @@
+"""Hundreds of pushes and pulls on a real store: nothing is left behind, no read is torn."""
+
 import os
 import random
 import threading
@@ -33,10 +35,10 @@ class Cluster:
         self.layout = Layout.of(self.tensors, "float32")
         self.fleets, self.closing = [], []
         at_end(self.close)
-        self.keepers = [self.server(index) for index in range(2)]
+        self.servers = [self.server(index) for index in range(2)]
         self.publisher = WeightPublisher.open(self.join("actor", 0), self.layout, self.settings)
         self.readers = [
-            WeightReader.open(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
+            WeightReader(self.join("rollout", index), self.layout, self.settings) for index in range(num_readers)
         ]
         self.closing += [*self.readers, self.publisher]
 
@@ -46,9 +48,9 @@ class Cluster:
 
     def server(self, index):
         segment = Segment.create_anonymous()
-        keeper = WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings).start()
-        self.closing += [segment, keeper]
-        return keeper
+        server = WeightServer(self.join("relay", index, {"segment": segment.path}), segment, self.settings).start()
+        self.closing += [segment, server]
+        return server
 
     def publish(self, version):
         self.tensors["w"].fill_(version)
@@ -56,7 +58,7 @@ class Cluster:
 
     def wait_for(self, version):
         with waiting("the relays", f"version {version}", PATIENCE_S) as wait:
-            wait.until(lambda: all(keeper.newest == version for keeper in self.keepers), 0.0005)
+            wait.until(lambda: all(server.newest == version for server in self.servers), 0.0005)
 
     def pull(self, reader, into, deadline_s=PATIENCE_S):
         receipt = reader.pull(into, deadline_s)

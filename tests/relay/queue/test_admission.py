@@ -1,4 +1,4 @@
-"""Who may start and who may be trained: the staleness bound holds by construction, and nobody is stuck."""
+"""Admission: the staleness bound holds by construction, and a run never gets stuck."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
 
 
-class Toy:
+class SmallRun:
     """A run of one-sample groups under an admission rule."""
 
     def __init__(self, bound: int | None, per_step: int, steps: int = 8, capacity: int | None = None) -> None:
@@ -47,44 +47,44 @@ class Toy:
 
 
 def test_a_bound_of_zero_admits_one_batch_per_version():
-    toy = Toy(bound=0, per_step=3)
-    assert [toy.lease(0) for _ in range(4)] == [True, True, True, False]
+    run = SmallRun(bound=0, per_step=3)
+    assert [run.lease(0) for _ in range(4)] == [True, True, True, False]
 
 
-def test_without_a_bound_the_capacity_decides():
-    toy = Toy(bound=None, per_step=2)
-    assert [toy.lease(0) for _ in range(5)] == [True, True, True, True, False]
+def test_without_a_bound_the_capacity_limits_leases():
+    run = SmallRun(bound=None, per_step=2)
+    assert [run.lease(0) for _ in range(5)] == [True, True, True, True, False]
 
 
-def test_a_hand_out_ends_with_the_group_that_reaches_its_tokens():
-    toy = Toy(bound=None, per_step=3)
-    while toy.lease(0):
+def test_a_selection_ends_with_the_group_that_reaches_the_tokens():
+    run = SmallRun(bound=None, per_step=3)
+    while run.lease(0):
         pass
-    for group in toy.unfinished():
-        toy.finish(group)
-    oldest = [group.id for group in toy.admission.select_groups(toy.state)]
-    assert len(oldest) == 3 and [group.id for group in toy.admission.select_groups(toy.state, 2)] == oldest[:2]
+    for group in run.unfinished():
+        run.finish(group)
+    oldest = [group.id for group in run.admission.select_groups(run.state)]
+    assert len(oldest) == 3 and [group.id for group in run.admission.select_groups(run.state, 2)] == oldest[:2]
 
 
-def test_no_more_groups_are_started_than_the_last_steps_need():
-    toy = Toy(bound=None, per_step=2, steps=1)
-    assert [toy.lease(0) for _ in range(3)] == [True, True, False]
+def test_no_more_groups_are_leased_than_the_last_steps_need():
+    run = SmallRun(bound=None, per_step=2, steps=1)
+    assert [run.lease(0) for _ in range(3)] == [True, True, False]
 
 
-def test_a_straggler_that_is_due_holds_its_step_back():
-    toy = Toy(bound=0, per_step=2)
-    assert toy.lease(0) and toy.lease(0)
-    toy.finish(GroupId(0, 0))
-    assert not toy.train_if_ready()
-    toy.finish(GroupId(0, 1))
-    assert toy.train_if_ready()
+def test_a_step_waits_for_an_unfinished_group_that_is_due():
+    run = SmallRun(bound=0, per_step=2)
+    assert run.lease(0) and run.lease(0)
+    run.finish(GroupId(0, 0))
+    assert not run.train_if_ready()
+    run.finish(GroupId(0, 1))
+    assert run.train_if_ready()
 
 
 def test_a_failed_group_frees_its_place():
-    toy = Toy(bound=0, per_step=1)
-    assert toy.lease(0) and not toy.lease(0)
-    apply(ev.RowFailed(row=RowId(0, 0, 0), reason="x"), toy.state)
-    assert toy.lease(0)
+    run = SmallRun(bound=0, per_step=1)
+    assert run.lease(0) and not run.lease(0)
+    apply(ev.RowFailed(row=RowId(0, 0, 0), reason="x"), run.state)
+    assert run.lease(0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,19 +95,19 @@ def test_a_failed_group_frees_its_place():
     choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=50),
 )
 def test_the_bound_holds_for_any_order_of_finishing(bound: int, per_step: int, lags: list[int], choices: list[int]):
-    toy = Toy(bound=bound, per_step=per_step)
+    run = SmallRun(bound=bound, per_step=per_step)
     turn = 0
-    while toy.state.step < 8:
+    while run.state.step < 8:
         turn += 1
         choice = choices[turn % len(choices)]
-        version = max(0, toy.state.step - lags[turn % len(lags)])
-        while toy.lease(version):
+        version = max(0, run.state.step - lags[turn % len(lags)])
+        while run.lease(version):
             pass
-        while toy.lease(toy.state.step) and choice % 3:
+        while run.lease(run.state.step) and choice % 3:
             pass
-        unfinished = toy.unfinished()
+        unfinished = run.unfinished()
         if unfinished:
-            toy.finish(unfinished[choice % len(unfinished)])
-        toy.train_if_ready()
-        assert turn < 2000, "nobody can go on"
-    assert max(toy.state.staleness) <= bound
+            run.finish(unfinished[choice % len(unfinished)])
+        run.train_if_ready()
+        assert turn < 2000, "the run is stuck"
+    assert max(run.state.staleness) <= bound

@@ -1,4 +1,4 @@
-"""Rows lie in two units, and are read from whichever gives them."""
+"""A row is stored in two units and read from either."""
 
 import logging
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from headrace.relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 ROW = {"response_ids": np.arange(5, dtype=np.int32)}
 
 
-class Places:
-    """Relays with a storage unit each, and somebody who writes and reads."""
+class Cluster:
+    """Relays with a storage unit each, and a process that writes and reads rows."""
 
     def __init__(self, count: int) -> None:
         self.network = MemoryNetwork()
         self.hosted: dict[str, StorageServer] = {}
-        self.relays = [self.begin_receive(index) for index in range(count)]
+        self.relays = [self.add_relay(index) for index in range(count)]
         self.storage = ReplicatedRows(MemoryFleet.join_network(self.network, "rollout", 1))
 
-    def begin_receive(self, index: int) -> MemoryFleet:
+    def add_relay(self, index: int) -> MemoryFleet:
         fleet = MemoryFleet.join_network(self.network, "relay", index)
         unit = fleet.host_rows()
         fleet.announce(unit=unit.address)
@@ -45,22 +45,22 @@ class Places:
     def client(self, name: str) -> StorageClient:
         return self.relays[0].open_rows(self.hosted[name].address)
 
-    def forget(self, name: str, key: str) -> None:
+    def drop(self, name: str, key: str) -> None:
         client = self.client(name)
         assert client.drop([key]) == 1
         client.close()
 
 
 @pytest.fixture
-def places() -> Iterator[type[Places]]:
-    made: list[Places] = []
+def cluster() -> Iterator[type[Cluster]]:
+    made: list[Cluster] = []
 
-    class Tidy(Places):
+    class Closed(Cluster):
         def __init__(self, count: int) -> None:
             super().__init__(count)
             made.append(self)
 
-    yield Tidy
+    yield Closed
     for each in made:
         each.storage.close()
         for name in list(each.hosted):
@@ -68,21 +68,21 @@ def places() -> Iterator[type[Places]]:
         each.network.mailboxes.close()
 
 
-def test_a_row_is_written_to_two_units_the_nearest_first(places: type[Places]):
-    p = places(3)
+def test_a_row_is_written_to_two_units_the_nearest_first(cluster: type[Cluster]):
+    p = cluster(3)
     held = p.storage.put_row("0.0.0@1", ROW)
     assert held == ["relay-1#1", "relay-2#1"]
     assert [p.keys(name) for name in sorted(p.hosted)] == [set(), {"0.0.0@1"}, {"0.0.0@1"}]
 
 
-def test_with_a_single_unit_there_is_one_copy(places: type[Places]):
-    assert places(1).storage.put_row("0.0.0@1", ROW) == ["relay-0#1"]
+def test_with_a_single_unit_there_is_one_copy(cluster: type[Cluster]):
+    assert cluster(1).storage.put_row("0.0.0@1", ROW) == ["relay-0#1"]
 
 
 def test_a_row_is_read_from_the_other_copy_when_a_unit_dies_and_the_reason_is_named(
-    places: type[Places], caplog: pytest.LogCaptureFixture
+    cluster: type[Cluster], caplog: pytest.LogCaptureFixture
 ):
-    p = places(2)
+    p = cluster(2)
     held = p.storage.put_row("0.0.0@1", ROW)
     p.close(held[0])
     with caplog.at_level(logging.WARNING):
@@ -90,36 +90,36 @@ def test_a_row_is_read_from_the_other_copy_when_a_unit_dies_and_the_reason_is_na
     assert held[0] in caplog.text
 
 
-def test_a_row_that_one_copy_lacks_is_read_from_the_other(places: type[Places]):
-    p = places(2)
+def test_a_row_that_one_copy_lacks_is_read_from_the_other(cluster: type[Cluster]):
+    p = cluster(2)
     held = p.storage.put_row("0.0.0@1", ROW)
-    p.forget(held[0], "0.0.0@1")
+    p.drop(held[0], "0.0.0@1")
     assert p.storage.get_row("0.0.0@1", held)["response_ids"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_row_without_any_copy_is_gone_and_each_reason_is_told(places: type[Places]):
-    p = places(2)
+def test_the_error_for_a_row_without_a_copy_gives_each_units_reason(cluster: type[Cluster]):
+    p = cluster(2)
     held = p.storage.put_row("0.0.0@1", ROW)
     p.close(held[0])
-    p.forget(held[1], "0.0.0@1")
+    p.drop(held[1], "0.0.0@1")
     with pytest.raises(RowNotFound, match=r"relay-1#1: PeerGone .*relay-0#1: KeyError"):
         p.storage.get_row("0.0.0@1", held)
 
 
-def test_a_relay_that_came_back_is_another_unit(places: type[Places]):
-    p = places(1)
+def test_a_restarted_relay_is_another_unit(cluster: type[Cluster]):
+    p = cluster(1)
     (old,) = p.storage.put_row("0.0.0@1", ROW)
     p.close(old)
     p.relays[0].crash()
-    p.begin_receive(0)
+    p.add_relay(0)
     with pytest.raises(RowNotFound):
         p.storage.get_row("0.0.0@1", [old])
     assert p.storage.put_row("0.0.0@2", ROW) == ["relay-0#2"]
     assert process_of("relay-0#2") == process_of(old) == "relay-0"
 
 
-def test_columns_are_added_to_every_copy_and_nothing_else_is_touched(places: type[Places]):
-    p = places(2)
+def test_columns_are_added_to_every_copy_of_a_row_and_to_no_other_row(cluster: type[Cluster]):
+    p = cluster(2)
     held = p.storage.put_row("0.0.0@1", ROW)
     p.storage.put_row("0.0.1@1", ROW)
     assert p.storage.add_columns("0.0.0@1", held, {"ref_logprobs": np.ones(5, np.float32)}) == held
@@ -129,8 +129,8 @@ def test_columns_are_added_to_every_copy_and_nothing_else_is_touched(places: typ
         assert set(p.storage.get_row("0.0.0@1", [unit], ["ref_logprobs"])) == {"ref_logprobs"}
 
 
-def test_where_nobody_takes_a_row_the_writer_is_told(places: type[Places]):
-    p = places(2)
+def test_a_write_without_a_living_unit_raises_an_error_that_names_the_row(cluster: type[Cluster]):
+    p = cluster(2)
     for name in p.storage.put_row("0.0.0@1", ROW):
         p.close(name)
     with pytest.raises(PeerGone, match=r"0\.0\.1@1"):

@@ -1,4 +1,4 @@
-"""A stream plans the micro-batches once, on all ranks alike; rows that are nowhere cost their groups, on all ranks too."""
+"""A stream plans the same micro-batches on all ranks; a row without a copy removes its group on all ranks."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Ranks:
-    """Collectives of threads: each gives a value and gets those of all."""
+    """Collectives of threads: each contributes a value and gets all values."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -47,60 +47,56 @@ class ThreadRank:
 
 
 class Scene:
-    """A hub's mailbox, a relay with a unit, and a stream on each of some ranks."""
+    """A hub's mailbox, a relay with a storage unit, and a stream on each rank."""
 
     def __init__(self, size: int, max_tokens: int = 10) -> None:
-        town = MemoryNetwork()
-        self.post, self.hub = town.mailboxes, town.mailboxes.open("hub")
-        relay = MemoryFleet.join_network(town, "relay", 0)
+        network = MemoryNetwork()
+        self.mailboxes, self.hub = network.mailboxes, network.mailboxes.open("hub")
+        relay = MemoryFleet.join_network(network, "relay", 0)
         self.unit, self.name = relay.host_rows(), storage_id_of(relay.name, relay.incarnation)
         relay.announce(unit=self.unit.address)
         ranks = Ranks(size)
-        self.units: list[ReplicatedRows] = []
+        self.storage: list[ReplicatedRows] = []
         self.streams: list[ExperienceStream] = []
         for rank in range(size):
-            fleet = MemoryFleet.join_network(town, "actor", rank)
-            self.units.append(ReplicatedRows(fleet))
-            wires = (fleet.open_mailbox(fleet.name), self.units[-1], ["train"])
+            fleet = MemoryFleet.join_network(network, "actor", rank)
+            self.storage.append(ReplicatedRows(fleet))
+            channel = (fleet.open_mailbox(fleet.name), self.storage[-1], ["train"])
             team = ThreadRank(ranks, rank)
             stream = ExperienceStream(
-                *wires, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S
+                *channel, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S
             )
             self.streams.append(stream.start())
 
     def group(self, prompt: int, lengths: list[int], absent: tuple[int, ...] = ()) -> GroupRef:
-        """A group whose third attempts are stored, but for the absent ones."""
+        """A group whose third attempts are stored, except for the absent ones."""
         n = len(lengths)
         group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [0.0] * n)
         for i in set(range(n)) - set(absent):
-            self.units[0].put_row(group.key(i), {"response_ids": np.full(lengths[i], prompt)})
+            self.storage[0].put_row(group.rows()[i].key, {"response_ids": np.full(lengths[i], prompt)})
         return group
 
-    def hand_out(self, *groups: GroupRef, total: int) -> None:
-        question = self.hear(RequestRows).request_id
-        self.hub_says(
-            "actor-0", TrainBatch(request_id=question, step=0, first=0, total=total, groups=list(groups), metrics={})
-        )
-
-    def hub_says(self, name: str, message: Message) -> None:
-        self.hub.send(name, message)
+    def answer(self, *groups: GroupRef, total: int) -> None:
+        request_id = self.hear(RequestRows).request_id
+        batch = TrainBatch(request_id=request_id, step=0, first=0, total=total, groups=list(groups), metrics={})
+        self.hub.send("actor-0", batch)
 
     def hear(self, kind: type[Any]) -> Any:
-        while (letter := self.hub.receive(PATIENCE_S)) is not None:
-            if isinstance(letter.message, kind):
-                return letter.message
+        while (envelope := self.hub.receive(PATIENCE_S)) is not None:
+            if isinstance(envelope.message, kind):
+                return envelope.message
         raise AssertionError(f"no {kind.__name__}")
 
     def batches(self) -> list[Batch]:
         return [stream.next() for stream in self.streams]
 
     def close(self) -> None:
-        self.hub_says("actor-0", Stop("over"))
-        for stream, units in zip(self.streams, self.units, strict=True):
+        self.hub.send("actor-0", Stop("the test ends"))
+        for stream, storage in zip(self.streams, self.storage, strict=True):
             stream.close()
-            units.close()
+            storage.close()
         self.unit.close()
-        self.post.close()
+        self.mailboxes.close()
 
 
 @pytest.fixture
@@ -118,7 +114,7 @@ def scene() -> Iterator[Any]:
 
 def test_ranks_share_the_rows_and_have_equally_many_micro_batches(scene: Any):
     s = scene(2)
-    s.hand_out(s.group(0, [9, 2, 3, 2]), s.group(1, [6, 6]), total=2)
+    s.answer(s.group(0, [9, 2, 3, 2]), s.group(1, [6, 6]), total=2)
     first, second = s.batches()
     assert len(first.micro_batches) == len(second.micro_batches) > 1
     keys = [row.key for batch in (first, second) for row in batch.rows]
@@ -128,15 +124,15 @@ def test_ranks_share_the_rows_and_have_equally_many_micro_batches(scene: Any):
         assert [len(ids) for ids in batch["response_ids"]] == [row.num_tokens for row in batch.rows]
 
 
-def test_a_rank_without_a_row_gets_the_batch_as_well(scene: Any):
+def test_a_rank_without_a_row_gets_an_empty_batch(scene: Any):
     s = scene(2)
-    s.hand_out(s.group(0, [4]), total=1)
+    s.answer(s.group(0, [4]), total=1)
     assert sorted(len(batch) for batch in s.batches()) == [0, 1]
 
 
-def test_a_group_of_which_one_rank_misses_a_row_is_left_out_on_all_and_the_attempt_is_reported(scene: Any):
+def test_a_group_with_a_missing_row_is_left_out_on_all_ranks_and_the_attempt_is_reported(scene: Any):
     s = scene(2)
-    s.hand_out(s.group(0, [5, 5]), s.group(1, [5, 5], absent=(1,)), total=3)
+    s.answer(s.group(0, [5, 5]), s.group(1, [5, 5], absent=(1,)), total=3)
     batches = s.batches()
     assert s.hear(RowsNotFound).attempts == [3]
     for batch in batches:
@@ -144,4 +140,4 @@ def test_a_group_of_which_one_rank_misses_a_row_is_left_out_on_all_and_the_attem
         assert {row.row.group for row in batch.rows} <= {GroupId(0, 0)}
     assert sum(len(batch) for batch in batches) == 2
     assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert s.hear(RequestRows).received == 1, "the group that was left out is asked for again"
+    assert s.hear(RequestRows).received == 1, "the group that was left out is requested again"

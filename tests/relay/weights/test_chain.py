@@ -1,3 +1,5 @@
+"""The chain of relays: its order, its chunk sizes, transfers down the chain, and relays that die in the middle of one."""
+
 import itertools
 import threading
 
@@ -12,9 +14,7 @@ from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights import push
-from headrace.relay.weights import server as keeper
-from headrace.relay.weights import transfer as carrier
+from headrace.relay.weights import push, server, transfer
 from headrace.relay.weights.chain import chain_order, successor_of
 from headrace.relay.weights.chunk_size import best_num_chunks, chunk_bytes, push_seconds
 from headrace.relay.weights.layout import Layout
@@ -33,7 +33,7 @@ def test_relays_follow_each_other_by_index_and_those_that_came_back_join_at_the_
     assert [m.index for m in chain_order(members)] == [1, 2, 0]
 
 
-def test_the_successor_is_the_next_that_lives_and_is_not_shunned():
+def test_the_successor_is_the_next_that_lives_and_is_not_suspected():
     members = [relay(index) for index in range(4)]
     assert successor_of(members[0], members, {}, now=0.0) == members[1]
     assert successor_of(members[0], members, {("relay-1", 1): 5.0}, now=0.0) == members[2]
@@ -77,7 +77,7 @@ def test_a_timed_link_carries_one_piece_after_the_other():
 
 
 def seconds_down_the_line(num_nodes, num_bytes, num_chunks, byte_s, start_s):
-    """Seconds until the last of the nodes has everything, each sending on what it received; bytes checked at the end."""
+    """Seconds until the last node has everything, when each node sends on the pieces that it received."""
     clocks = [Clock() for _ in range(num_nodes)]
     links = [TimedLink(near, far, start_s, byte_s) for near, far in itertools.pairwise(clocks)]
     version = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
@@ -111,7 +111,7 @@ def test_the_papers_72b_reaches_127_relays_in_the_papers_time():
 
 
 class Gate:
-    """Holds what is sent beyond a number of bytes until it is opened."""
+    """Holds back all bytes beyond a number of them, until it is opened."""
 
     def __init__(self):
         self.changed = threading.Condition()
@@ -132,7 +132,7 @@ class Gate:
 
 
 class GatedLink:
-    """A link whose way out leads through a gate."""
+    """A link that sends through a gate."""
 
     def __init__(self, link, gate):
         self.backend, self.receive, self.close = link.backend, link.receive, link.close
@@ -144,7 +144,7 @@ class GatedLink:
 
 
 class GatedFleet(MemoryFleet):
-    """A member all of whose links lead through one gate."""
+    """A member whose links all send through one gate."""
 
     gate: Gate
 
@@ -153,7 +153,7 @@ class GatedFleet(MemoryFleet):
 
 
 class Relays:
-    """A chain in memory with an actor at its head, whose way to the chain leads through a gate."""
+    """A chain in memory, and an actor that sends to its head through a gate."""
 
     def __init__(self, count):
         self.settings = CommSettings(link="tcp", heartbeat_s=0.02, chunk_bytes=64 << 10)
@@ -162,7 +162,7 @@ class Relays:
         self.layout = Layout.of(self.tensors, "float32")
         self.segments = [Segment.create_anonymous() for _ in range(count)]
         self.fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
-        self.keepers = [
+        self.servers = [
             WeightServer(f, s, self.settings).start() for f, s in zip(self.fleets, self.segments, strict=True)
         ]
         actor = GatedFleet(self.network, self.join("actor", 0, {}).me, self.settings)
@@ -178,12 +178,12 @@ class Relays:
 
     def arrived(self, index, version):
         """Bytes of a version that have reached a relay while it still arrives."""
-        arrival = self.keepers[index].version_store.incoming
-        return arrival.bytes_ready if arrival is not None and arrival.offer.version == version else 0
+        incoming = self.servers[index].version_store.incoming
+        return incoming.bytes_ready if incoming is not None and incoming.offer.version == version else 0
 
     def wait_until_all_have(self, version, of):
         with waiting("the chain", f"version {version}", PATIENCE_S) as wait:
-            wait.until(lambda: all(self.keepers[index].newest == version for index in of))
+            wait.until(lambda: all(self.servers[index].newest == version for index in of))
 
     def publish_half(self, version):
         """Publish a version of which the actor holds back one half; returns once a third has reached every relay."""
@@ -191,20 +191,20 @@ class Relays:
         self.publish(version)
         with waiting("the chain", f"a third of version {version}", PATIENCE_S) as wait:
             third = self.layout.num_bytes // 3
-            wait.until(lambda: all(self.arrived(index, version) > third for index in range(len(self.keepers))))
+            wait.until(lambda: all(self.arrived(index, version) > third for index in range(len(self.servers))))
 
     def kill(self, index):
         self.fleets[index].crash()
-        self.keepers[index].close()
+        self.servers[index].close()
 
     def bytes_at(self, index):
         into = np.zeros(self.layout.num_bytes, np.uint8)
-        held = self.keepers[index].version_store.slots.read(into)
+        held = self.servers[index].version_store.slots.read(into)
         return held.version, self.layout.digest(into), held.digest
 
     def close(self):
         self.gate.open()
-        for thing in (self.publisher, *self.keepers, *self.segments):
+        for thing in (self.publisher, *self.servers, *self.segments):
             thing.close()
 
 
@@ -213,14 +213,14 @@ def test_the_last_relay_has_a_part_of_a_version_before_the_first_has_it_whole():
     relays.publish(1)
     relays.wait_until_all_have(1, range(4))
     relays.publish_half(2)
-    assert [keeper.newest for keeper in relays.keepers] == [1] * 4
+    assert [each.newest for each in relays.servers] == [1] * 4
     relays.gate.open()
     relays.wait_until_all_have(2, range(4))
 
 
 @pytest.mark.parametrize("kill", [0, 1, 3])
 def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_bytes_nor_a_timeout(kill, monkeypatch):
-    for module in (carrier, keeper, push):
+    for module in (transfer, server, push):
         monkeypatch.setattr(module, "SILENCE_S", 10 * PATIENCE_S)
     relays = Relays(4)
     relays.publish(1)
@@ -234,4 +234,4 @@ def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_byte
     assert {version for version, _, _ in states} == {2}
     assert len({digest for _, *digests in states for digest in digests}) == 1
     if kill in (0, 1):
-        assert sum(relays.keepers[index].version_store.num_resumed for index in survivors) >= 1
+        assert sum(relays.servers[index].version_store.num_resumed for index in survivors) >= 1

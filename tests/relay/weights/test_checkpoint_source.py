@@ -1,3 +1,5 @@
+"""Versions that no relay holds any more, from the trainer's checkpoints."""
+
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from headrace.trainer.policy.model import load_policy, save_policy
 
 
 class Run:
-    """A run folder after five steps: version 5 was published in bfloat16 and has a checkpoint in float32, version 4 none."""
+    """A run folder after five steps: version 5 was published in bfloat16 and has a checkpoint in float32; version 4 has none."""
 
     def __init__(self, folder: Path, family: str = "llama"):
         self.dir = folder / "run"
@@ -40,17 +42,17 @@ class Run:
         journal.append(Published(version=5, digest=self.digest, relay="relay-0"))
         journal.append(Checkpointed(step=5, path="/somewhere/else/checkpoints/step_5"))
         journal.close()
-        self.archive = CheckpointSource(self.dir, lambda folder: load_policy(folder, "bfloat16").weights())
+        self.source = CheckpointSource(self.dir, lambda folder: load_policy(folder, "bfloat16").weights())
 
     def read(self, version: int) -> str:
-        return self.archive.read(version, self.layout, np.zeros(self.layout.num_bytes, np.uint8))
+        return self.source.read(version, self.layout, np.zeros(self.layout.num_bytes, np.uint8))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])  # mixtral's experts have other names on disk
-def test_a_checkpoint_gives_the_very_bytes_that_were_published(tmp_path: Path, family: str):
+def test_a_checkpoint_gives_the_bytes_that_were_published(tmp_path: Path, family: str):
     run = Run(tmp_path, family)
     into = np.zeros(run.layout.num_bytes, np.uint8)
-    assert run.archive.read(5, run.layout, into) == run.digest
+    assert run.source.read(5, run.layout, into) == run.digest
     assert np.array_equal(into, run.published)
 
 
@@ -69,14 +71,16 @@ def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told
         run.read(6)
 
 
-def test_a_rollout_takes_from_the_checkpoint_what_no_relay_holds_any_more(tmp_path: Path):
-    run, town, settings = Run(tmp_path), MemoryNetwork(), CommSettings(heartbeat_s=0.02, deadline_s=60)
+def test_a_rollout_takes_from_the_checkpoint_a_version_that_no_relay_holds(tmp_path: Path):
+    run, network, settings = Run(tmp_path), MemoryNetwork(), CommSettings(heartbeat_s=0.02, deadline_s=60)
     segment = Segment.create_anonymous()
-    relay = MemoryFleet.join_network(town, "relay", 0, {"segment": segment.path}, settings)
-    keeper = WeightServer(relay, segment, settings).start()
+    relay = MemoryFleet.join_network(network, "relay", 0, {"segment": segment.path}, settings)
+    server = WeightServer(relay, segment, settings).start()
     policy = load_policy(run.start, "bfloat16")
-    weights = RolloutWeights(MemoryFleet.join_network(town, "rollout", 0, {}, settings), policy, settings, str(run.dir))
-    for thing in (segment, keeper, weights):
+    weights = RolloutWeights(
+        MemoryFleet.join_network(network, "rollout", 0, {}, settings), policy, settings, str(run.dir)
+    )
+    for thing in (segment, server, weights):
         at_end(thing.close)
     assert weights.pull_version(5) == (5, run.digest)
     assert weights.version == 5

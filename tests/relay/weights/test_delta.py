@@ -1,3 +1,5 @@
+"""Versions as differences to older ones: the encoding, its two ends, and whole chains."""
+
 import numpy as np
 import pytest
 import torch
@@ -39,7 +41,7 @@ def test_equal_versions_have_an_empty_delta():
     assert encode(base, base.copy(), 2).nbytes == 0
 
 
-def test_what_is_no_delta_of_the_base_is_refused():
+def test_a_delta_that_does_not_fit_the_base_is_refused():
     with pytest.raises(ValueError, match="does not fit"):
         decode(np.zeros(7, np.uint8), 2, 5)
     with pytest.raises(ValueError, match="does not fit"):
@@ -59,14 +61,14 @@ def test_a_version_is_offered_as_a_difference_only_where_that_is_less_than_half_
 
 def test_a_part_whose_base_is_not_held_or_that_comes_again_comes_whole():
     segment, codec = Segment.create_anonymous(), DeltaCodec()
-    shelf = VersionSlots(segment)
-    shelf.prepare(1000, 5)
+    slots = VersionSlots(segment)
+    slots.prepare(1000, 5)
     offer = Offer(2, 1000, 5, delta=Delta(1, 8, 2))
-    assert not codec.accept(offer, shelf)
-    slot = shelf.begin(1)
+    assert not codec.accept(offer, slots)
+    slot = slots.begin(1)
     assert slot is not None
-    shelf.commit(slot, "0" * 32)
-    assert codec.accept(offer, shelf) and codec.covers([0])
+    slots.commit(slot, "0" * 32)
+    assert codec.accept(offer, slots) and codec.covers([0])
     codec.forget(0)
     assert not codec.covers([0])
     del slot
@@ -85,9 +87,9 @@ class Trained:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-6)
         self.layout = Layout.of(dict(self.model.named_parameters()), "bfloat16")
         self.segments = [Segment.create_anonymous() for _ in range(2)]
-        self.keepers = [self.server(index, segment) for index, segment in enumerate(self.segments)]
+        self.servers = [self.server(index, segment) for index, segment in enumerate(self.segments)]
         self.publisher = WeightPublisher.open(self.join("actor", 0, {}), self.layout, self.settings)
-        self.reader = WeightReader.open(self.join("rollout", 1, {}), self.layout, self.settings)
+        self.reader = WeightReader(self.join("rollout", 1, {}), self.layout, self.settings)
         at_end(self.close)
 
     def join(self, role, index, info):
@@ -102,7 +104,7 @@ class Trained:
         self.optimizer.zero_grad()
         self.publisher.publish(version, dict(self.model.named_parameters()))
         with waiting("the relays", f"version {version}", 60) as wait:
-            wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
+            wait.until(lambda: all(server.newest == version for server in self.servers))
             wait.until(lambda: self.reader.newest() == version)
         into = np.zeros(self.layout.num_bytes, np.uint8)
         receipt = self.reader.pull(into, 60)
@@ -112,21 +114,21 @@ class Trained:
         assert np.array_equal(into, full)
 
     def close(self):
-        for thing in (self.reader, self.publisher, *self.keepers, *self.segments):
+        for thing in (self.reader, self.publisher, *self.servers, *self.segments):
             thing.close()
 
 
 def test_deltas_of_a_real_run_are_small_and_lossless_down_the_chain():
     run = Trained(delta=True)
     run.step(1)
-    sent = [run.layout.num_bytes] * len(run.keepers)
+    sent = [run.layout.num_bytes] * len(run.servers)
     for version in range(2, 51):
         run.step(version)
-        deltas = [keeper.version_store.delta_of(version) for keeper in run.keepers]
+        deltas = [server.version_store.differences.get(version) for server in run.servers]
         sent = [
             total + (run.layout.num_bytes if d is None else d[1].nbytes) for total, d in zip(sent, deltas, strict=True)
         ]
-    assert all(keeper.version_store.delta_of(50) is not None for keeper in run.keepers)
+    assert all(server.version_store.differences.get(50) is not None for server in run.servers)
     assert max(sent) <= 0.25 * 50 * run.layout.num_bytes
 
 
@@ -136,19 +138,19 @@ def test_a_relay_without_the_base_is_sent_everything():
     run.step(2)
     late = Segment.create_anonymous()
     at_end(late.close)
-    keeper = run.server(2, late)
-    at_end(keeper.close)
+    server = run.server(2, late)
+    at_end(server.close)
     with waiting("the late relay", "version 2", 60) as wait:
-        wait.until(lambda: keeper.newest == 2)
-    assert keeper.version_store.delta_of(2) is None
+        wait.until(lambda: server.newest == 2)
+    assert server.version_store.differences.get(2) is None
     run.step(3)
     with waiting("the late relay", "version 3", 60) as wait:
-        wait.until(lambda: keeper.newest == 3)
-    assert keeper.version_store.delta_of(3) is not None
+        wait.until(lambda: server.newest == 3)
+    assert server.version_store.differences.get(3) is not None
 
 
 class Sharded:
-    """Two actor ranks that bring the rows of one matrix and of a vector, as parts, to two relays in a chain."""
+    """Two actor ranks that publish the rows of one matrix and of a vector, as parts, to two relays in a chain."""
 
     def __init__(self):
         self.settings = CommSettings(link="tcp", heartbeat_s=0.02, delta=True)
@@ -157,7 +159,7 @@ class Sharded:
         self.layout = Layout.of(self.tensors, "bfloat16", 2, {"w": TensorSplit(1)})
         self.segments = [Segment.create_anonymous() for _ in range(2)]
         fleets = [self.join("relay", i, {"segment": s.path}) for i, s in enumerate(self.segments)]
-        self.keepers = [WeightServer(f, s, self.settings).start() for f, s in zip(fleets, self.segments, strict=True)]
+        self.servers = [WeightServer(f, s, self.settings).start() for f, s in zip(fleets, self.segments, strict=True)]
         self.publishers = [
             WeightPublisher.open(self.join("actor", rank, {}), self.layout, self.settings, self.part(rank))
             for rank in range(2)
@@ -185,15 +187,15 @@ class Sharded:
             shards = {name: tensor[slice(*self.rows(name, rank))] for name, tensor in self.tensors.items()}
             publisher.publish(version, shards)
         with waiting("the relays", f"version {version}", 60) as wait:
-            wait.until(lambda: all(keeper.newest == version for keeper in self.keepers))
+            wait.until(lambda: all(server.newest == version for server in self.servers))
         full = np.zeros(self.layout.num_bytes, np.uint8)
         self.layout.write(self.tensors, full)
-        for keeper in self.keepers:
-            held = keeper.version_store.slots.newest_stored()
-            assert held is not None and np.array_equal(keeper.version_store.slots.segment.slot(held.slot), full)
+        for server in self.servers:
+            held = server.version_store.slots.newest_stored()
+            assert held is not None and np.array_equal(server.version_store.slots.segment.slot(held.slot), full)
 
     def close(self):
-        for thing in (*self.publishers, *self.keepers, *self.segments):
+        for thing in (*self.publishers, *self.servers, *self.segments):
             thing.close()
 
 
@@ -204,10 +206,10 @@ def test_deltas_of_several_ranks_become_one_down_the_chain():
         run.tensors["w"][:, ::50] += 1
         run.tensors["w"][0, 5] = version
         run.publish(version)
-        for keeper in run.keepers:
-            delta = keeper.version_store.delta_of(version)
+        for server in run.servers:
+            delta = server.version_store.differences.get(version)
             assert delta is not None and delta[0].base == version - 1
             assert delta[1].nbytes < 0.1 * run.layout.num_bytes
     run.tensors["w"][:4] += 1  # one rank's rows change everywhere: it sends them whole, and so do the relays
     run.publish(4)
-    assert all(keeper.version_store.delta_of(4) is None for keeper in run.keepers)
+    assert all(server.version_store.differences.get(4) is None for server in run.servers)

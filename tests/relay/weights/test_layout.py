@@ -1,3 +1,5 @@
+"""The layout of a model's weights in one buffer, for one rank and for several."""
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ def tensors():
     }
 
 
-def test_tied_weights_lie_in_the_buffer_once():
+def test_tied_weights_are_stored_once():
     layout = Layout.of(tensors(), torch.float32)
     assert [e.name for e in layout.entries] == ["embed", "norm", "steps", "scalar"]
     assert layout.aliases == {"head": "embed"}
@@ -37,7 +39,7 @@ def test_tensors_are_aligned_and_do_not_overlap():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_written_is_what_the_views_show(dtype):
+def test_the_views_show_the_tensors_that_were_written(dtype):
     layout = Layout.of(tensors(), dtype)
     buffer = np.zeros(layout.num_bytes, np.uint8)
     layout.write(tensors(), buffer)
@@ -54,7 +56,7 @@ def test_a_transposed_tensor_is_written_in_its_own_order():
     assert torch.equal(layout.views(buffer)["w"], source)
 
 
-def test_the_layout_does_not_depend_on_where_the_tensors_live():
+def test_the_layout_does_not_depend_on_the_device_of_the_tensors():
     real = {"a": torch.zeros(3, 2), "b": torch.ones(5)}
     meta = {name: tensor.to("meta") for name, tensor in real.items()}
     assert Layout.of(real, "bfloat16").fingerprint == Layout.of(meta, torch.bfloat16).fingerprint
@@ -91,7 +93,7 @@ def shared_tensors():
     }
 
 
-def test_each_rank_of_a_replica_takes_its_slices_and_what_all_hold():
+def test_each_rank_of_a_replica_takes_its_slices_and_the_shared_tensors():
     tensors = shared_tensors()
     layout = Layout.of(tensors, "float32", 2, CUTS)
     buffer = np.zeros(layout.num_bytes, np.uint8)

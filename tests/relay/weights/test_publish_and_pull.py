@@ -1,3 +1,5 @@
+"""Publisher, relays and readers together in one process, through shared memory and over links."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +10,7 @@ from support.closing import at_end
 
 from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
 from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
-from headrace.comm.messages import VersionReady
+from headrace.comm.messages.weights import Offer, VersionReady
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
@@ -17,6 +19,7 @@ from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
+from headrace.relay.weights.shards import WeightShard
 from headrace.relay.weights.slots import VersionNotAvailable
 
 PATIENCE_S = 60.0
@@ -47,17 +50,17 @@ class WeightsScene:
     def relay(self, index, host="here"):
         segment = Segment.create_anonymous()
         fleet = self.join("relay", index, {"segment": segment.path}, host)
-        keeper = WeightServer(fleet, segment, self.settings).start()
-        self.closing += [segment, keeper]
+        server = WeightServer(fleet, segment, self.settings).start()
+        self.closing += [segment, server]
         self.fleets.append(fleet)
-        return keeper
+        return server
 
     def publisher(self):
         self.closing.append(WeightPublisher.open(self.join("actor"), self.layout, self.settings))
         return self.closing[-1]
 
     def reader(self, index=0, layout=None):
-        self.closing.append(WeightReader.open(self.join("rollout", index), layout or self.layout, self.settings))
+        self.closing.append(WeightReader(self.join("rollout", index), layout or self.layout, self.settings))
         return self.closing[-1]
 
     def close(self):
@@ -105,7 +108,7 @@ def test_the_newest_version_follows_each_publish(scene):
         assert_is(views, version)
 
 
-def test_the_hub_is_told_of_each_complete_version_with_its_digest(scene):
+def test_the_hub_learns_of_each_complete_version_and_its_digest(scene):
     publisher, reader = scene.publisher(), scene.reader()
     publisher.publish(3, weights(3))
     receipt, _ = pulled(reader)
@@ -133,7 +136,7 @@ def test_versions_published_in_a_rush_are_never_mixed_and_the_last_arrives(scene
     assert_is(pulled(reader)[1], 59)
 
 
-def test_what_was_published_before_the_close_arrives(scene):
+def test_a_version_published_before_the_close_arrives(scene):
     reader, publisher = scene.reader(), scene.publisher()
     publisher.publish(8, weights(8))
     publisher.close()
@@ -142,16 +145,16 @@ def test_what_was_published_before_the_close_arrives(scene):
 
 
 def test_weights_are_cast_on_the_way():
-    town = WeightsScene(dtype="bfloat16")
-    publisher, reader = town.publisher(), town.reader()
+    scene = WeightsScene(dtype="bfloat16")
+    publisher, reader = scene.publisher(), scene.reader()
     publisher.publish(1, weights(1))
     assert_is(pulled(reader)[1], 1, torch.bfloat16)
 
 
 @pytest.mark.parametrize("link", ["auto", "tcp"])
 def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
-    town = WeightsScene(link, num_relays=3)
-    publisher, readers = town.publisher(), [town.reader(index) for index in range(3)]
+    scene = WeightsScene(link, num_relays=3)
+    publisher, readers = scene.publisher(), [scene.reader(index) for index in range(3)]
     assert len({reader.relay for reader in readers}) == 3
     for version in (1, 2, 3):
         publisher.publish(version, weights(version))
@@ -161,51 +164,51 @@ def test_versions_reach_the_readers_of_every_relay_down_the_chain(link):
 
 
 def test_a_relay_that_joins_late_catches_up():
-    town = WeightsScene(num_relays=1)
-    publisher = town.publisher()
+    scene = WeightsScene(num_relays=1)
+    publisher = scene.publisher()
     publisher.publish(5, weights(5))
-    late = town.relay(1)
+    late = scene.relay(1)
     assert until(lambda: late.newest == 5)
 
 
 def test_a_dead_relay_in_the_middle_is_passed_over():
-    town = WeightsScene(num_relays=3)
-    publisher = town.publisher()
+    scene = WeightsScene(num_relays=3)
+    publisher = scene.publisher()
     publisher.publish(1, weights(1))
-    assert until(lambda: [relay.newest for relay in town.relays] == [1, 1, 1])
-    town.fleets[1].crash()
-    town.relays[1].close()
+    assert until(lambda: [relay.newest for relay in scene.relays] == [1, 1, 1])
+    scene.fleets[1].crash()
+    scene.relays[1].close()
     publisher.publish(2, weights(2))
-    assert until(lambda: town.relays[2].newest == 2)
-    assert town.relays[1].newest == 1
+    assert until(lambda: scene.relays[2].newest == 2)
+    assert scene.relays[1].newest == 1
 
 
 def test_without_its_head_the_chain_begins_at_the_next_relay():
-    town = WeightsScene(num_relays=2)
-    publisher = town.publisher()
-    town.fleets[0].crash()
-    town.relays[0].close()
+    scene = WeightsScene(num_relays=2)
+    publisher = scene.publisher()
+    scene.fleets[0].crash()
+    scene.relays[0].close()
     publisher.publish(1, weights(1))
-    assert until(lambda: town.relays[1].newest == 1)
+    assert until(lambda: scene.relays[1].newest == 1)
 
 
 def test_another_layout_is_refused_by_name():
-    town = WeightsScene()
-    town.publisher().publish(1, weights(1))
+    scene = WeightsScene()
+    scene.publisher().publish(1, weights(1))
     other = Layout.of({"embed": torch.zeros(1)}, "float32")
     with pytest.raises(WrongDigest, match="relay-0.*model.path"):
-        town.reader(layout=other).pull(np.zeros(64, np.uint8), PATIENCE_S)
+        scene.reader(layout=other).pull(np.zeros(64, np.uint8), PATIENCE_S)
 
 
 def test_waiting_for_a_first_version_names_the_relay():
-    town = WeightsScene()
+    scene = WeightsScene()
     with pytest.raises(WaitTimeout, match="relay-0, a first version"):
-        town.reader().pull(np.zeros(town.layout.num_bytes, np.uint8), 0.05)
+        scene.reader().pull(np.zeros(scene.layout.num_bytes, np.uint8), 0.05)
 
 
 def test_pulls_of_many_threads_during_pushes_are_whole():
-    town = WeightsScene()
-    publisher = town.publisher()
+    scene = WeightsScene()
+    publisher = scene.publisher()
     publisher.publish(0, weights(0))
     failures, pulls, stop = [], [], threading.Event()
 
@@ -216,13 +219,13 @@ def test_pulls_of_many_threads_during_pushes_are_whole():
             if not torch.equal(views["head"], weights(receipt.version)["head"]):
                 failures.append(receipt)
 
-    readers = [town.reader(index) for index in range(3)]
+    readers = [scene.reader(index) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
         pulling = [pool.submit(pull, reader) for reader in readers]
         try:
             for version in range(1, 40):
                 publisher.publish(version, weights(version))
-                until(lambda version=version: town.relays[0].newest == version and version in pulls[-3:])
+                until(lambda version=version: scene.relays[0].newest == version and version in pulls[-3:])
         finally:
             stop.set()
         for done in pulling:
@@ -230,18 +233,18 @@ def test_pulls_of_many_threads_during_pushes_are_whole():
     assert not failures
 
 
-def test_a_version_that_only_the_dead_head_had_is_brought_to_the_next():
-    town = WeightsScene(num_relays=2)
-    publisher = town.publisher()
-    town.relays[0].chain.close()
+def test_a_version_that_only_the_dead_head_had_is_pushed_to_the_next():
+    scene = WeightsScene(num_relays=2)
+    publisher = scene.publisher()
+    scene.relays[0].chain.close()
     publisher.publish(4, weights(4))
-    assert until(lambda: town.relays[0].newest == 4)
-    assert town.relays[1].newest is None
-    town.fleets[0].crash()
-    assert until(lambda: town.relays[1].newest == 4)
+    assert until(lambda: scene.relays[0].newest == 4)
+    assert scene.relays[1].newest is None
+    scene.fleets[0].crash()
+    assert until(lambda: scene.relays[1].newest == 4)
 
 
-def test_an_older_version_comes_from_whichever_relay_still_holds_it(scene):
+def test_an_older_version_comes_from_a_relay_that_still_holds_it(scene):
     publisher, reader = scene.publisher(), scene.reader()
     for version in (1, 2):
         publisher.publish(version, weights(version))
@@ -260,50 +263,67 @@ def test_an_older_version_comes_from_whichever_relay_still_holds_it(scene):
         other.pull_version(0, into)
 
 
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_a_version_leaves_its_slot_whole_or_not_at_all(is_overwritten):
+    layout = Layout.of({"w": torch.zeros(1000)}, "float32")
+    slot = np.full(layout.num_bytes, 7, np.uint8)
+    offer = Offer(1, layout.num_bytes, layout.fingerprint)
+    version = push.PendingVersion(offer, WeightShard.whole(layout), slot, push.SlotUse.WRITTEN)
+    digest = version.digest(0)
+    slot[5] += is_overwritten
+    detached = version.detached()
+    if is_overwritten:
+        assert detached is None
+    else:
+        slot.fill(0)
+        assert detached is not None
+        assert detached.use is push.SlotUse.NONE and layout.digest(detached.buffer) == digest
+
+
 def test_shared_memory_cannot_be_forced_onto_another_host_from_either_side():
-    town = WeightsScene(link="shm")
-    reader, actor = town.join("rollout", 7, host="elsewhere"), town.join("actor", 7, host="elsewhere")
+    scene = WeightsScene(link="shm")
+    reader, actor = scene.join("rollout", 7, host="elsewhere"), scene.join("actor", 7, host="elsewhere")
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
-        WeightReader.open(reader, town.layout, town.settings)
-    publisher = WeightPublisher.open(actor, town.layout, town.settings)
-    town.closing.append(publisher)
+        WeightReader(reader, scene.layout, scene.settings)
+    publisher = WeightPublisher.open(actor, scene.layout, scene.settings)
+    scene.closing.append(publisher)
     publisher.publish(1, weights(1))
     until(lambda: publisher.failure)
     with pytest.raises(SettingError, match="comm.link: shm cannot reach relay-0"):
         publisher.publish(2, weights(2))
 
 
-def test_a_reader_on_a_host_without_a_relay_is_fed():
-    town = WeightsScene()
-    publisher = town.publisher()
-    reader = WeightReader.open(town.join("rollout", 7, host="elsewhere"), town.layout, town.settings)
-    town.closing.append(reader)
+def test_a_reader_on_a_host_without_a_relay_receives_versions_over_a_link():
+    scene = WeightsScene()
+    publisher = scene.publisher()
+    reader = WeightReader(scene.join("rollout", 7, host="elsewhere"), scene.layout, scene.settings)
+    scene.closing.append(reader)
     publisher.publish(1, weights(1))
     until(lambda: reader.newest() == 1)
     assert_is(pulled(reader)[1], 1)
 
 
 @pytest.mark.parametrize("is_polled", [False, True])
-def test_bytes_that_have_not_their_digest_are_refused_at_the_pull(is_polled):
-    town = WeightsScene()
-    publisher, reader = town.publisher(), town.reader()
+def test_a_pull_refuses_bytes_that_do_not_match_their_digest(is_polled):
+    scene = WeightsScene()
+    publisher, reader = scene.publisher(), scene.reader()
     publisher.publish(1, weights(1))
-    until(lambda: town.relays[0].newest == 1)
-    held = town.relays[0].version_store.slots.newest_stored()
+    until(lambda: scene.relays[0].newest == 1)
+    held = scene.relays[0].version_store.slots.newest_stored()
     assert held is not None
-    town.relays[0].version_store.slots.segment.slot(held.slot)[5] ^= 1
+    scene.relays[0].version_store.slots.segment.slot(held.slot)[5] ^= 1
     if is_polled:
         assert reader.newest() == 1
     with pytest.raises(WrongDigest, match="relay-0"):
-        reader.pull(np.zeros(town.layout.num_bytes, np.uint8), PATIENCE_S)
+        reader.pull(np.zeros(scene.layout.num_bytes, np.uint8), PATIENCE_S)
     publisher.publish(2, weights(2))
     until(lambda: reader.newest() == 2)
     assert_is(pulled(reader)[1], 2)
 
 
-def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
-    town = WeightsScene()
-    publisher, reader = town.publisher(), town.reader()
+def test_a_version_that_was_checked_ahead_is_only_copied():
+    scene = WeightsScene()
+    publisher, reader = scene.publisher(), scene.reader()
     for version in (1, 2):
         publisher.publish(version, weights(version))
         until(lambda version=version: reader.newest() == version and reader.checked is not None)
@@ -314,17 +334,17 @@ def test_a_version_that_was_checked_while_it_was_waited_for_is_only_copied():
 def test_a_head_that_does_not_answer_is_passed_over_long_before_it_counts_as_dead(monkeypatch):
     monkeypatch.setattr(push, "ANSWER_S", 0.5)
     monkeypatch.setattr(push, "READER_LOCK_S", 0.5)
-    town = WeightsScene(num_relays=0, expiry_s=10 * PATIENCE_S)
+    scene = WeightsScene(num_relays=0, expiry_s=10 * PATIENCE_S)
     frozen = Segment.create_anonymous()
-    town.closing.append(frozen)
-    letters = town.join("relay", 0, {"segment": frozen.path}).open_mailbox("relay-0/weights")
-    town.relays = [town.relay(1)]
-    publisher = town.publisher()
+    scene.closing.append(frozen)
+    mailbox = scene.join("relay", 0, {"segment": frozen.path}).open_mailbox("relay-0/weights")
+    scene.relays = [scene.relay(1)]
+    publisher = scene.publisher()
     for version in (1, 2, 3):
         publisher.publish(version, weights(version))
-        assert until(lambda version=version: town.relays[0].newest == version)
-    assert [relay.name for relay in town.fleets[-1].alive_members("relay")] == ["relay-0", "relay-1"]
+        assert until(lambda version=version: scene.relays[0].newest == version)
+    assert [relay.name for relay in scene.fleets[-1].alive_members("relay")] == ["relay-0", "relay-1"]
     asked = 0
-    while letters.receive(0) is not None:
+    while mailbox.receive(0) is not None:
         asked += 1
-    assert 1 <= asked <= 3  # once given up, it is not asked again for every version
+    assert 1 <= asked <= 3  # a suspected relay is not asked again for every version

@@ -1,3 +1,5 @@
+"""Weight servers in processes of their own, on a real store and real links."""
+
 import os
 import subprocess
 import sys
@@ -26,16 +28,16 @@ from headrace.relay.weights.server import WeightServer
 segment = Segment.inherited()
 settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)
 fleet = Fleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
-keeper = WeightServer(fleet, segment, settings).start()
+server = WeightServer(fleet, segment, settings).start()
 print("ready", flush=True)
 sys.stdin.readline()
-keeper.close()
+server.close()
 fleet.leave()
 """
 
 
 class Processes:
-    """A store here, relays in processes of their own, each with a segment that this process holds as its seat."""
+    """A store here, relays in processes of their own, each with a segment that this process holds as its supervisor."""
 
     def __init__(self, link):
         self.hosted = StoreServer("127.0.0.1")
@@ -71,7 +73,7 @@ class Processes:
         return publisher
 
     def reader(self, index=0):
-        reader = WeightReader.open(self.join("rollout", index), self.layout, self.settings)
+        reader = WeightReader(self.join("rollout", index), self.layout, self.settings)
         self.closing.append(reader.close)
         return reader
 
@@ -115,7 +117,7 @@ def test_versions_travel_between_processes_over_each_kind_of_link(processes):
     publisher.close()
 
 
-def test_versions_outlive_the_relays_process_and_its_heir_takes_the_next():
+def test_versions_outlive_the_relays_process_and_the_next_process_takes_the_next():
     processes = Processes("auto")
     processes.relay(0)
     publisher, reader = processes.publisher(), processes.reader()

@@ -1,3 +1,5 @@
+"""Byte ranges and shards: sharded actor ranks publish the bytes of a single one."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +41,13 @@ def test_pieces_of_ranges_cover_the_stream_once_and_in_order(spans, at, most):
     assert np.array_equal(read, stream[at:])
 
 
-def test_a_single_rank_brings_everything_padding_included():
+def test_a_single_rank_publishes_everything_padding_included():
     layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(5)}, "float32")
     part = WeightShard.of(layout, {}, 0, 1)
     assert part.ranges.spans == ((0, layout.num_bytes),)
 
 
-def test_what_is_not_sharded_comes_from_rank_0_alone():
+def test_rank_0_alone_publishes_tensors_that_are_not_sharded():
     tensors = {"a": torch.zeros(3), "scalar": torch.tensor(1.0)}
     layout = Layout.of(tensors, "float32")
     assert WeightShard.of(layout, tensors, 0, 2).ranges.spans == ((0, 12), (64, 68))
@@ -97,12 +99,12 @@ def published_by(num_ranks, link, dtype, tp):
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
-    keeper = WeightServer(relay, segment, settings).start()
+    server = WeightServer(relay, segment, settings).start()
     at_end(lambda: hosted)  # holds the store until its members have left
-    for close in (relay.leave, rollout.leave, segment.close, keeper.close):
+    for close in (relay.leave, rollout.leave, segment.close, server.close):
         at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)
-    readers = [WeightReader.open(rollout, layout, settings, tp_rank=0)]
+    readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
     here = str(Path(sharded_model.__file__).parents[1])
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
     actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
@@ -110,7 +112,7 @@ def published_by(num_ranks, link, dtype, tp):
         with waiting("the actors", "version 2", 240) as wait:
             wait.until(lambda: readers[0].newest() == 2 or any(actor.poll() for actor in actors))
         if link == "auto":
-            readers += [WeightReader.open(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
+            readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
         taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
         receipts = {reader.pull(into, 60) for reader, into in zip(readers, taken, strict=True)}
         assert len(receipts) == 1
@@ -130,7 +132,7 @@ def published_by(num_ranks, link, dtype, tp):
         pytest.param(4, "tcp", "float32", 2, marks=pytest.mark.slow),
     ],
 )
-def test_sharded_ranks_publish_the_very_bytes_of_a_single_one(num_ranks, link, dtype, tp):
+def test_sharded_ranks_publish_the_same_bytes_as_a_single_one(num_ranks, link, dtype, tp):
     model = build()
     for _ in (1, 2):
         with torch.no_grad():

@@ -1,3 +1,5 @@
+"""Versions in the slots of a segment: none is read torn, and no reader waits for a writer."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,10 +18,10 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def version_slots():
-    shelf = VersionSlots(Segment.create_anonymous())
-    shelf.prepare(NUM_BYTES, fingerprint=11)
-    yield shelf
-    shelf.segment.close()
+    slots = VersionSlots(Segment.create_anonymous())
+    slots.prepare(NUM_BYTES, fingerprint=11)
+    yield slots
+    slots.segment.close()
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_the_last_two_versions_are_readable_while_the_next_arrives(version_slots
         taken(reader, 5)
 
 
-def test_an_abandoned_version_is_never_seen(version_slots, reader):
+def test_an_abandoned_version_is_never_readable(version_slots, reader):
     put(version_slots, 1)
     version_slots.abort(version_slots.begin(2))
     put(version_slots, 3)
@@ -82,7 +84,7 @@ def test_an_older_version_that_completes_late_is_not_the_newest(version_slots, r
     assert taken(reader, 4)[0] == 4
 
 
-def test_a_leased_slot_is_not_chosen(version_slots, reader):
+def test_a_locked_slot_is_not_chosen(version_slots, reader):
     put(version_slots, 1)
     put(version_slots, 2)
     old = reader.find(1)
@@ -93,14 +95,14 @@ def test_a_leased_slot_is_not_chosen(version_slots, reader):
     assert taken(reader, 1)[0] == 1
 
 
-def test_a_slot_that_is_taken_from_a_frozen_reader_shows_it_that_its_copy_is_torn(version_slots, reader):
+def test_a_slot_that_is_taken_from_a_frozen_reader_shows_that_its_copy_is_torn(version_slots, reader):
     for version in (1, 2, 3):
         put(version_slots, version)
-    leased = [held for held in reader.complete_versions() if held.version < 3]
-    assert all(reader.segment.try_lock(held.slot, Lock.SHARED) for held in leased)
+    locked = [held for held in reader.complete_versions() if held.version < 3]
+    assert all(reader.segment.try_lock(held.slot, Lock.SHARED) for held in locked)
     assert version_slots.begin(4) is None
     put(version_slots, 4, force=True)
-    assert [reader.is_valid(held) for held in leased] == [False, True]
+    assert [reader.is_valid(held) for held in locked] == [False, True]
     assert taken(reader)[0] == 4
 
 
@@ -114,12 +116,12 @@ def test_a_new_process_finds_the_versions_of_the_one_before(version_slots):
     put(version_slots, 1)
     put(version_slots, 2)
     version_slots.begin(3)
-    heir = VersionSlots(Segment.open(version_slots.segment.path))
+    successor = VersionSlots(Segment.open(version_slots.segment.path))
     version_slots.segment.close()
-    heir.prepare(NUM_BYTES, fingerprint=11)
-    put(heir, 3)
-    assert taken(heir)[0] == 3
-    heir.segment.close()
+    successor.prepare(NUM_BYTES, fingerprint=11)
+    put(successor, 3)
+    assert taken(successor)[0] == 3
+    successor.segment.close()
 
 
 def test_the_slot_chosen_is_empty_or_the_oldest_and_never_the_newest():

@@ -1,3 +1,5 @@
+"""Relays that receive weights through a staging device."""
+
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +33,15 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
         Fleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
         for role in ("relay", "actor", "rollout")
     ]
-    keeper = WeightServer(fleets[0], segment, settings).start()
+    server = WeightServer(fleets[0], segment, settings).start()
     tensors = {"w": torch.randn(5_000_003)}  # several buckets, and a rest
     layout = Layout.of(tensors, "float32")
     publisher, reader = (
         WeightPublisher.open(fleets[1], layout, settings),
-        WeightReader.open(fleets[2], layout, settings),
+        WeightReader(fleets[2], layout, settings),
     )
     at_end(lambda: hosted)  # holds the store until its members have left
-    for close in (*(fleet.leave for fleet in fleets), segment.close, keeper.close, publisher.close, reader.close):
+    for close in (*(fleet.leave for fleet in fleets), segment.close, server.close, publisher.close, reader.close):
         at_end(close)
     into = np.zeros(layout.num_bytes, np.uint8)
     for version in (1, 2, 3):
@@ -49,10 +51,10 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
             wait.until(lambda version=version: reader.newest() == version)
         assert reader.pull(into, 60).version == version
         assert torch.equal(layout.views(into)["w"], tensors["w"])
-    way = publisher.transport
-    assert isinstance(way, LinkPush) and way.link.backend == "staged"
-    with pytest.raises(LinkBroken):  # nobody sends: a broadcast that is waited for ends at its deadline
-        way.link.receive(np.zeros(100_000, np.uint8), 0.2)
+    transport = publisher.transport
+    assert isinstance(transport, LinkPush) and transport.link.backend == "staged"
+    with pytest.raises(LinkBroken):  # a receive without a sender ends at its deadline
+        transport.link.receive(np.zeros(100_000, np.uint8), 0.2)
 
 
 def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):
@@ -63,9 +65,9 @@ def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_an_actor_without_a_gpu_cannot_push_to_one():
-    town, settings = MemoryNetwork(), CommSettings(heartbeat_s=0.02)
-    relay = MemoryFleet.join_network(town, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
-    actor = MemoryFleet.join_network(town, "actor", 0, {}, settings)
+    network, settings = MemoryNetwork(), CommSettings(heartbeat_s=0.02)
+    relay = MemoryFleet.join_network(network, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
+    actor = MemoryFleet.join_network(network, "actor", 0, {}, settings)
     with pytest.raises(SettingError, match=r"relay\.staging_device: the actor has no GPU"):
         open_push(relay.me, actor, actor.open_mailbox("actor-0/weights"), settings)
 

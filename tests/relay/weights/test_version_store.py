@@ -1,3 +1,5 @@
+"""The version store of one relay: one version arrives, complete ones stay readable, digests decide."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,11 +24,11 @@ def content(version):
     return np.random.default_rng(version).integers(0, 256, NUM_BYTES, dtype=np.uint8)
 
 
-class ARelayUnderFire(RuleBasedStateMachine):
-    """Upstreams that come, break off, lie and overtake each other, and readers at any moment in between.
+class StoreUnderLoad(RuleBasedStateMachine):
+    """Upstreams that start, break off, send wrong bytes and overtake each other, and readers at any moment in between.
 
-    Whatever happens: what a reader sees is whole and right, versions never run backwards, and two complete ones stay
-    readable while a third arrives.
+    A reader always sees whole and right bytes, versions never run backwards, and two complete ones stay readable while a
+    third arrives.
     """
 
     def __init__(self):
@@ -34,53 +36,53 @@ class ARelayUnderFire(RuleBasedStateMachine):
         self.segment = Segment.create_anonymous()
         self.version_store = VersionStore(self.segment)
         self.reader = VersionSlots(Segment.open(self.segment.path))
-        self.version, self.seen, self.num_complete, self.bringing = 0, -1, 0, {}
+        self.version, self.seen, self.num_complete, self.senders = 0, -1, 0, {}
 
     @rule(upstream=st.sampled_from("ab"), is_new=st.booleans())
     def offer(self, upstream, is_new):
         self.version += is_new
         opened = self.version_store.begin_receive(Offer(self.version, NUM_BYTES, 5), upstream)
         if opened is not None:
-            self.bringing[upstream] = [*opened, self.version]
+            self.senders[upstream] = [*opened, self.version]
 
-    @precondition(lambda self: self.bringing)
+    @precondition(lambda self: self.senders)
     @rule(data=st.data(), share=st.floats(0, 1))
-    def bring(self, data, share):
-        arrival, at, version = self.bringing[upstream := data.draw(st.sampled_from(sorted(self.bringing)))]
+    def send(self, data, share):
+        incoming, at, version = self.senders[upstream := data.draw(st.sampled_from(sorted(self.senders)))]
         end = at + int(share * (NUM_BYTES - at))
-        if not arrival.is_from(0, upstream) or arrival.state is not IncomingState.ARRIVING:
-            self.leave(upstream)
+        if not incoming.is_from(0, upstream) or incoming.state is not IncomingState.ARRIVING:
+            self.end(upstream)
             return
-        arrival.buffer[at:end] = content(version)[at:end]
-        assert self.version_store.advance(arrival, 0, upstream, end)
-        self.bringing[upstream][1] = end
+        incoming.buffer[at:end] = content(version)[at:end]
+        assert self.version_store.advance(incoming, 0, upstream, end)
+        self.senders[upstream][1] = end
 
-    @precondition(lambda self: self.bringing)
-    @rule(data=st.data(), is_liar=st.booleans())
-    def finish(self, data, is_liar):
-        arrival, at, version = self.bringing[upstream := data.draw(st.sampled_from(sorted(self.bringing)))]
-        if not arrival.is_from(0, upstream) or arrival.state is not IncomingState.ARRIVING:
-            self.leave(upstream)
+    @precondition(lambda self: self.senders)
+    @rule(data=st.data(), is_wrong=st.booleans())
+    def finish(self, data, is_wrong):
+        incoming, at, version = self.senders[upstream := data.draw(st.sampled_from(sorted(self.senders)))]
+        if not incoming.is_from(0, upstream) or incoming.state is not IncomingState.ARRIVING:
+            self.end(upstream)
             return
-        arrival.buffer[at:] = content(version)[at:]
-        self.version_store.advance(arrival, 0, upstream, NUM_BYTES)
-        is_right = self.version_store.finish(arrival, 0, digest(content(version + is_liar)))
-        assert is_right is not is_liar
+        incoming.buffer[at:] = content(version)[at:]
+        self.version_store.advance(incoming, 0, upstream, NUM_BYTES)
+        is_right = self.version_store.finish(incoming, 0, digest(content(version + is_wrong)))
+        assert is_right is not is_wrong
         self.num_complete += is_right
-        self.leave(upstream)
+        self.end(upstream)
 
-    @precondition(lambda self: self.bringing)
+    @precondition(lambda self: self.senders)
     @rule(data=st.data())
-    def give_up(self, data):
-        upstream = data.draw(st.sampled_from(sorted(self.bringing)))
-        self.version_store.abandon(self.bringing[upstream][0], 0, upstream)
-        self.leave(upstream)
+    def abandon(self, data):
+        upstream = data.draw(st.sampled_from(sorted(self.senders)))
+        self.version_store.abandon(self.senders[upstream][0], 0, upstream)
+        self.end(upstream)
 
-    def leave(self, upstream):
-        del self.bringing[upstream]
+    def end(self, upstream):
+        del self.senders[upstream]
 
     @invariant()
-    def what_is_read_is_whole_and_never_older(self):
+    def every_read_is_whole_and_never_older(self):
         newest = self.reader.newest()
         if newest is None:
             return
@@ -95,14 +97,14 @@ class ARelayUnderFire(RuleBasedStateMachine):
         assert len(self.reader.complete_versions()) >= min(2, self.num_complete)
 
     def teardown(self):
-        self.bringing.clear()
+        self.senders.clear()
         self.version_store.close()
         self.reader.segment.close()
         self.segment.close()
 
 
-TestARelayUnderFire = ARelayUnderFire.TestCase
-TestARelayUnderFire.settings = settings(
+TestStoreUnderLoad = StoreUnderLoad.TestCase
+TestStoreUnderLoad.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
@@ -110,22 +112,22 @@ TestARelayUnderFire.settings = settings(
 @pytest.fixture
 def version_store():
     segment = Segment.create_anonymous()
-    desk = VersionStore(segment)
-    yield desk
-    desk.close()
+    store = VersionStore(segment)
+    yield store
+    store.close()
     segment.close()
 
 
-def test_a_version_offered_again_goes_on_where_it_was(version_store):
+def test_a_version_offered_again_continues_at_its_offset(version_store):
     offer = Offer(1, NUM_BYTES, 5)
-    arrival, at = version_store.begin_receive(offer, "relay-0")
-    assert at == 0 and version_store.advance(arrival, 0, "relay-0", 1000)
-    assert version_store.begin_receive(offer, "relay-1") == (arrival, 1000)
-    assert not version_store.advance(arrival, 0, "relay-0", 2000)
+    incoming, at = version_store.begin_receive(offer, "relay-0")
+    assert at == 0 and version_store.advance(incoming, 0, "relay-0", 1000)
+    assert version_store.begin_receive(offer, "relay-1") == (incoming, 1000)
+    assert not version_store.advance(incoming, 0, "relay-0", 2000)
     assert version_store.num_resumed == 1
 
 
-def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_is_not_wanted(version_store):
+def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_one_is_refused(version_store):
     old, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
     version_store.begin_receive(Offer(2, NUM_BYTES, 5), "b")
     assert old.state is IncomingState.ABANDONED
@@ -138,15 +140,45 @@ def test_a_version_in_parts_is_complete_with_the_last_right_one(version_store):
     halves = [((0, 1000), (2000, 4096)), ((1000, 2000),)]
     for part, spans in enumerate(halves):
         offer = Offer(3, NUM_BYTES, 5, num_parts=2, part=part, spans=spans)
-        arrival, _ = version_store.begin_receive(offer, f"actor-{part}")
+        incoming, _ = version_store.begin_receive(offer, f"actor-{part}")
         for start, end in spans:
-            arrival.buffer[start:end] = bytes_[start:end]
+            incoming.buffer[start:end] = bytes_[start:end]
         assert version_store.slots.newest() is None
-        assert version_store.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
-        assert not version_store.finish(arrival, part, "0" * 32)
-        assert version_store.advance(arrival, part, f"actor-{part}", ranges_of(offer).num_bytes)
-        assert version_store.finish(arrival, part, digest_of_ranges(bytes_, spans))
+        assert version_store.advance(incoming, part, f"actor-{part}", ranges_of(offer).num_bytes)
+        assert not version_store.finish(incoming, part, "0" * 32)
+        assert version_store.advance(incoming, part, f"actor-{part}", ranges_of(offer).num_bytes)
+        assert version_store.finish(incoming, part, digest_of_ranges(bytes_, spans))
     assert version_store.slots.newest_stored().digest == digest(bytes_)
+
+
+def test_a_part_that_turns_out_wrong_when_it_is_sent_again_no_longer_counts_as_right(version_store):
+    bytes_, halves = content(3), [((0, 1000),), ((1000, NUM_BYTES),)]
+    offers = [Offer(3, NUM_BYTES, 5, num_parts=2, part=part, spans=spans) for part, spans in enumerate(halves)]
+
+    def send(part, upstream, digest_):
+        incoming, _ = version_store.begin_receive(offers[part], upstream)
+        for start, end in halves[part]:
+            incoming.buffer[start:end] = bytes_[start:end]
+        assert version_store.advance(incoming, part, upstream, ranges_of(offers[part]).num_bytes)
+        return version_store.finish(incoming, part, digest_)
+
+    right = [digest_of_ranges(bytes_, spans) for spans in halves]
+    assert send(0, "a", right[0])
+    assert not send(0, "b", "0" * 32)
+    assert send(1, "a", right[1])
+    assert version_store.slots.newest() is None
+    assert send(0, "a", right[0])
+    assert version_store.slots.newest_stored().digest == digest(bytes_)
+
+
+def test_a_store_that_is_closed_completes_no_version(version_store):
+    incoming, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
+    incoming.buffer[:] = content(1)
+    assert version_store.advance(incoming, 0, "a", NUM_BYTES)
+    version_store.close()
+    assert not version_store.advance(incoming, 0, "a", NUM_BYTES)
+    assert not version_store.finish(incoming, 0, digest(content(1)))
+    assert version_store.slots.newest() is None
 
 
 def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(version_store):
@@ -155,30 +187,30 @@ def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(version
     reserved.buffer[:] = content(7)
     offer = Offer(7, NUM_BYTES, 5)
     assert version_store.bind_reservation(offer, "actor", reserved.slot.generation + 2) is None
-    arrival = version_store.bind_reservation(offer, "actor", reserved.slot.generation)
-    assert version_store.advance(arrival, 0, "actor", NUM_BYTES)
-    assert version_store.finish(arrival, 0, digest(content(7)))
+    incoming = version_store.bind_reservation(offer, "actor", reserved.slot.generation)
+    assert version_store.advance(incoming, 0, "actor", NUM_BYTES)
+    assert version_store.finish(incoming, 0, digest(content(7)))
     assert version_store.slots.newest() == 7
 
 
-def brought(desk, version):
-    arrival, _ = desk.begin_receive(Offer(version, NUM_BYTES, 5), "a")
-    arrival.buffer[:] = content(version)
-    desk.advance(arrival, 0, "a", NUM_BYTES)
-    assert desk.finish(arrival, 0, digest(content(version)))
+def put(store, version):
+    incoming, _ = store.begin_receive(Offer(version, NUM_BYTES, 5), "a")
+    incoming.buffer[:] = content(version)
+    store.advance(incoming, 0, "a", NUM_BYTES)
+    assert store.finish(incoming, 0, digest(content(version)))
 
 
 @pytest.fixture
-def patient():
-    """A desk whose readers hold every slot that may be written; it would wait for them for an hour."""
+def locked_store():
+    """A store whose readers lock every slot that may be written; it would wait for them for an hour."""
     segment = Segment.create_anonymous()
-    desk, reader = VersionStore(segment, reader_lock_s=3600), Segment.open(segment.path)
+    store, reader = VersionStore(segment, reader_lock_s=3600), Segment.open(segment.path)
     for version in (1, 2, 3):
-        brought(desk, version)
-    slots = [held.slot for held in desk.slots.complete_versions() if held.version < 3]
+        put(store, version)
+    slots = [held.slot for held in store.slots.complete_versions() if held.version < 3]
     assert all(reader.try_lock(slot, Lock.SHARED) for slot in slots)
-    yield desk, reader, slots
-    desk.close()
+    yield store, reader, slots
+    store.close()
     reader.close()
     segment.close()
 
@@ -186,50 +218,50 @@ def patient():
 @pytest.mark.parametrize(
     "begin", [lambda d, o: d.begin_receive(o, "a")[0], lambda d, o: d.reserve_slot(o)], ids=["open", "reserve"]
 )
-def test_a_version_that_waits_for_readers_holds_up_nothing_else(patient, begin):
-    desk, reader, slots = patient
+def test_a_version_that_waits_for_readers_holds_up_nothing_else(locked_store, begin):
+    store, reader, slots = locked_store
     with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(begin, desk, Offer(4, NUM_BYTES, 5))
-        for _ in range(100):  # some of these come while it waits
-            assert desk.wait_newer(3, 0.002) is None
-            assert desk.wait_newer(2, 0.0) == 3
-            assert desk.delta_of(3) is None
+        beginning = pool.submit(begin, store, Offer(4, NUM_BYTES, 5))
+        for _ in range(100):  # some of these calls run while it waits
+            assert store.wait_newer(3, 0.002) is None
+            assert store.wait_newer(2, 0.0) == 3
+            assert store.differences.get(3) is None
         assert not beginning.done()
         reader.unlock(slots[1], Lock.SHARED)
         assert beginning.result(10).slot.slot == slots[1]
 
 
-def test_a_desk_that_closes_does_not_wait_for_readers(patient):
-    desk, _, _ = patient
+def test_a_store_that_closes_does_not_wait_for_readers(locked_store):
+    store, _, _ = locked_store
     with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(desk.begin_receive, Offer(4, NUM_BYTES, 5), "a")
-        desk.close()
+        beginning = pool.submit(store.begin_receive, Offer(4, NUM_BYTES, 5), "a")
+        store.close()
         with pytest.raises(LinkBroken):
             beginning.result(10)
 
 
-def test_a_version_that_waited_for_readers_is_not_wanted_once_a_newer_one_arrives(patient):
-    desk, reader, slots = patient
+def test_a_version_that_waited_for_readers_is_refused_once_a_newer_one_arrives(locked_store):
+    store, reader, slots = locked_store
     with ThreadPoolExecutor(2) as pool:
-        newer = pool.submit(desk.begin_receive, Offer(5, NUM_BYTES, 5), "b")
-        older = pool.submit(desk.begin_receive, Offer(4, NUM_BYTES, 5), "a")
+        newer = pool.submit(store.begin_receive, Offer(5, NUM_BYTES, 5), "b")
+        older = pool.submit(store.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         reader.unlock(slots[0], Lock.SHARED)
-        arrival, _ = newer.result(10)
-        assert arrival.state is IncomingState.ARRIVING and arrival.offer.version == 5
+        incoming, _ = newer.result(10)
+        assert incoming.state is IncomingState.ARRIVING and incoming.offer.version == 5
         assert older.result(10) is None or older.result()[0].state is IncomingState.ABANDONED
 
 
-def test_what_arrives_can_leave_before_it_is_whole(version_store):
+def test_a_version_can_leave_before_it_has_arrived_whole(version_store):
     segment = Segment.open(version_store.slots.segment.path)
-    arrival, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
-    cargo = version_store.next_source(VersionSlots(segment), above=0, timeout_s=1)
-    assert cargo.bytes_ready(0, 0.01) == 0
-    threading.Timer(0.02, version_store.advance, (arrival, 0, "a", 100)).start()
-    assert cargo.bytes_ready(0, 5) == 100
-    assert cargo.digest(0.01) is None and cargo.is_valid()
-    version_store.abandon(arrival, 0, "a")
-    assert not cargo.is_valid()
-    cargo.close()
+    incoming, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
+    source = version_store.next_source(VersionSlots(segment), above=0, timeout_s=1)
+    assert source.bytes_ready(0, 0.01) == 0
+    threading.Timer(0.02, version_store.advance, (incoming, 0, "a", 100)).start()
+    assert source.bytes_ready(0, 5) == 100
+    assert source.digest(0.01) is None and source.is_valid()
+    version_store.abandon(incoming, 0, "a")
+    assert not source.is_valid()
+    source.close()
     segment.close()
 
 
@@ -244,13 +276,13 @@ def test_the_watermark_is_the_first_byte_that_any_part_lacks():
 
 def test_chunks_are_digested_as_they_arrive():
     segment = Segment.create_anonymous()
-    desk, num_bytes = VersionStore(segment), 2 * GRID_BYTES + 10
-    opened = desk.begin_receive(Offer(1, num_bytes, 5), "a")
+    store, num_bytes = VersionStore(segment), 2 * GRID_BYTES + 10
+    opened = store.begin_receive(Offer(1, num_bytes, 5), "a")
     assert opened is not None
-    arrival, _ = opened
+    incoming, _ = opened
     for done in (GRID_BYTES - 1, GRID_BYTES, num_bytes):
-        desk.advance(arrival, 0, "a", done)
-    assert desk.finish(arrival, 0, digest(np.zeros(num_bytes, np.uint8)))
-    del arrival, opened
-    desk.close()
+        store.advance(incoming, 0, "a", done)
+    assert store.finish(incoming, 0, digest(np.zeros(num_bytes, np.uint8)))
+    del incoming, opened
+    store.close()
     segment.close()

@@ -1,0 +1,69 @@
+"""A stream's conversation with the hub: it requests rows, acknowledges them, and reports missing rows."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...comm.messages.queue import ColumnsAdded, RequestRows, RowBatch, RowRef, RowsNotFound, TrainBatch
+from ...comm.messages.run import Stop
+
+if TYPE_CHECKING:
+    from ...comm.mailbox import Mailbox
+
+REPEAT_S = 2.0
+"""A request is repeated after this long; the hub answers a repeated request with the same rows."""
+POLL_S = 0.1
+
+
+class RowRequester:
+    """Rank 0 requests and acknowledges; any rank reports."""
+
+    def __init__(self, mailbox: "Mailbox", tasks: Sequence[str], max_tokens: int) -> None:
+        self._mailbox = mailbox
+        self._tasks = list(tasks)
+        self._max_tokens = max_tokens
+        self._request_id = 0
+        self._open_batches: set[int] = set()
+        self._is_closing = threading.Event()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing.is_set()
+
+    def close(self) -> None:
+        """End this and every later request with `Stop`; the mailbox stays open."""
+        self._is_closing.set()
+
+    def request(self, step: int, received: int) -> RowBatch | TrainBatch | Stop:
+        """The next rows, or the hub's `Stop`: `step` is in training, with `received` groups so far."""
+        self._request_id += 1
+        open_batches = tuple(sorted(self._open_batches))
+        request = RequestRows(self._request_id, self._tasks, step, received, open_batches, self._max_tokens)
+        sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline
+        while not self.is_closing:
+            if time.monotonic() - sent_at >= REPEAT_S:
+                sent_at = time.monotonic()
+                self._mailbox.send("hub", request)
+            envelope = self._mailbox.receive(POLL_S)
+            match envelope.message if envelope else None:
+                case Stop() as stop:
+                    return stop
+                case RowBatch() | TrainBatch() as answer if answer.request_id == self._request_id:
+                    if isinstance(answer, RowBatch):
+                        self._open_batches.add(answer.batch_id)
+                    return answer
+        return Stop("closed")
+
+    def acknowledge(self, batch: RowBatch, names: Sequence[str], storage_ids: Mapping[str, list[str]]) -> None:
+        """Report a batch as done: the new columns, and for each row's key the units that have them."""
+        rows = batch.rows()
+        held = [storage_ids.get(row.key, []) for row in rows]
+        done = ColumnsAdded(batch.task, batch.batch_id, list(names), [row.row for row in rows], held)
+        self._mailbox.send("hub", done)
+        self._open_batches.discard(batch.batch_id)
+
+    def report(self, row: RowRef, reason: str) -> None:
+        """Report a row that none of its units has; the hub ignores repeated reports."""
+        self._mailbox.send("hub", RowsNotFound([row.row], [row.attempt], reason))
