@@ -73,7 +73,7 @@ def classify_exit(
 class ChildCommands:
     """The commands of a supervisor's children; the supervisor adds the arguments that depend on the role."""
 
-    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.worker")
+    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.role_process")
     store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ...comm.messages.base import GroupId
-from .balance import balanced
+from .micro_batches import balanced
 
 
 class Candidate(NamedTuple):

@@ -19,8 +19,8 @@ from ...comm.errors import HeadraceError
 from ...comm.messages.queue import RowBatch, TrainBatch
 from ...comm.messages.run import Stop
 from ...comm.waits import join_thread, waiting
-from .balance import rounds
 from .batch import Batch
+from .micro_batches import rounds
 from .replicated_rows import ReplicatedRows, RowNotFound
 from .requester import POLL_S, RowRequester
 from .teams import CallerTeam, SingleRank, ThreadTeam

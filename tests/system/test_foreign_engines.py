@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
 from headrace.launch.config.load import read_recipe
-from headrace.launch.processes.worker import main_of
+from headrace.launch.processes.role_process import main_of
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.journal import account_dict, replay

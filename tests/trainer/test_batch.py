@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import RowId
 from headrace.comm.messages.queue import RowRef
-from headrace.relay.queue.balance import rounds
+from headrace.relay.queue.micro_batches import rounds
 from headrace.trainer.batch import Trajectory, pack
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.relay.queue.balance import balanced
+from headrace.relay.queue.micro_batches import balanced
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), num_parts=st.integers(1, 8))

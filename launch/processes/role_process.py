@@ -1,6 +1,6 @@
 """The process of one role: it joins the fleet, runs the role, and reports an error to the hub. A supervisor starts it.
 
-    python -m headrace.launch.processes.worker --role rollout --index 1 --run runs/demo
+    python -m headrace.launch.processes.role_process --role rollout --index 1 --run runs/demo
 
 SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
 ends the process at once. SIGUSR1 writes the stacks of all threads into the log. With `--failed TEXT` the process only
@@ -154,7 +154,7 @@ def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str
 def main(argv: list[str]) -> int:
     """Entry of the process; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m headrace.launch.processes.worker", description="One role's process."
+        prog="python -m headrace.launch.processes.role_process", description="One role's process."
     )
     parser.add_argument("--role", required=True, choices=_MAINS, help="the role")
     parser.add_argument("--index", type=int, required=True, help="its number among the processes of the role")

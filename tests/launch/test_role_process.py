@@ -7,7 +7,7 @@ import pytest
 
 FAILED = """
 import sys, threading, torch
-from headrace.launch.processes.worker import end_process
+from headrace.launch.processes.role_process import end_process
 
 computing = threading.Event()
 
