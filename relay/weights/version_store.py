@@ -62,7 +62,7 @@ class SlotSource:
         """False once the slot holds something else; raises `LinkBroken` when the store is closed."""
         if self._is_closed():
             raise LinkBroken("this relay ends")
-        if self._incoming is not None and self._incoming.is_abandoned:
+        if self._incoming is not None and self._incoming.state is IncomingState.ABANDONED:
             return False
         if not self._is_locked and (self._incoming is None or not self._incoming.is_open):
             self._is_locked = self._slots.segment.try_lock(self._slot, Lock.SHARED)
@@ -186,7 +186,7 @@ class VersionStore:
                 incoming.digest, incoming.state = whole, IncomingState.COMPLETE
                 self.slots.commit(incoming.slot, whole)
                 self._notify()
-            return not incoming.is_abandoned
+            return incoming.state is not IncomingState.ABANDONED
 
     def abandon(self, incoming: IncomingVersion, part: int, upstream: str) -> None:
         """Abandon a version because `upstream`, which sends this part, has."""
