@@ -20,15 +20,12 @@ class Link(Protocol):
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes of `buffer`, which is free for reuse afterwards. Raises `LinkBroken`."""
-        ...
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Fill `buffer`. Raises `LinkBroken`."""
-        ...
 
     def close(self) -> None:
         """End the link; the other end's next operation fails. Closing twice is allowed."""
-        ...
 
 
 def authenticate(link: Link, name: str, end: int, secret: bytes, deadline_s: float) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
-from ..recipe import RelaySettings
+from ..recipe import CommSettings, RelaySettings
 from ..waits import Wait, waiting
 from .base import Link, authenticate
 from .process_group import open_group
@@ -28,7 +28,6 @@ from .staged import StagedLink
 from .tcp import TcpLink
 
 if TYPE_CHECKING:
-    from ..recipe import CommSettings
     from ..store import StoreClient
 
 _CREDIT_S = 2e-3
@@ -65,7 +64,7 @@ def open_link(
         raise LinkBroken(f"link {name}: {error}") from error
 
 
-def remote_backend(settings: "CommSettings") -> str:
+def remote_backend(settings: CommSettings) -> str:
     """The back end of links between hosts under these settings."""
     return "nccl" if settings.link == "nccl" else "tcp"
 

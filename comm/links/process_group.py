@@ -24,23 +24,17 @@ def open_group(
     prefix = PrefixStore(f"link/{name}", store)  # pyright: ignore[reportArgumentType]
     prefix.set_timeout(timedelta(seconds=deadline_s))
     try:
-        return _gloo(prefix, end, deadline_s, interface) if backend == "gloo" else _nccl(prefix, end)
+        if backend == "gloo":
+            from torch.distributed import ProcessGroupGloo
+
+            options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+            options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
+            options._timeout = timedelta(seconds=deadline_s)
+            return ProcessGroupGloo(prefix, end, 2, options)  # pyright: ignore[reportReturnType]
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _NO_TIMEOUT
+        return ProcessGroupNCCL(prefix, end, 2, options)  # pyright: ignore[reportReturnType]
     except RuntimeError as error:
         raise LinkBroken(f"link {name}: {error}") from error
-
-
-def _gloo(prefix: PrefixStore, end: int, deadline_s: float, interface: str) -> ProcessGroup:
-    from torch.distributed import ProcessGroupGloo
-
-    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
-    options._timeout = timedelta(seconds=deadline_s)
-    return ProcessGroupGloo(prefix, end, 2, options)  # pyright: ignore[reportReturnType]
-
-
-def _nccl(prefix: PrefixStore, end: int) -> ProcessGroup:
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = _NO_TIMEOUT
-    return ProcessGroupNCCL(prefix, end, 2, options)  # pyright: ignore[reportReturnType]

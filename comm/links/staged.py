@@ -73,7 +73,9 @@ class StagedLink:
             group.abort()
 
     def _pairs(self, buffer: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(torch.split(_as_tensor(buffer), BUCKET_BYTES), itertools.cycle(self._buckets), strict=False))
+        # torch would warn of read-only memory.
+        tensor = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
+        return list(zip(torch.split(tensor, BUCKET_BYTES), itertools.cycle(self._buckets), strict=False))
 
     def _broadcast(self, bucket: torch.Tensor, root: int, until: float) -> dist.Work:
         if self._group is None:
@@ -100,8 +102,3 @@ class StagedLink:
         except (RuntimeError, LinkBroken) as error:
             self.close()
             raise LinkBroken(f"broadcast: {error}") from error
-
-
-def _as_tensor(buffer: np.ndarray) -> torch.Tensor:
-    """The buffer's memory as a tensor; a copy if it is read-only, since torch would warn of it."""
-    return torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())

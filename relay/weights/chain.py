@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ...comm.errors import HeadraceError
@@ -97,7 +98,5 @@ class Chain:
 
         num_nodes = 1 + len(chain_order(self._fleet.members("relay")))
         link = open_push_link(self._fleet, self._mailbox, successor.name, self._backend, self._silence_s)
-        try:
+        with closing(link):
             self._sender.send_all(link, is_next, num_nodes)
-        finally:
-            link.close()

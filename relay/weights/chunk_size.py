@@ -9,7 +9,6 @@ import math
 
 START_S = 400e-6
 """Seconds that a data frame costs besides its bytes: headers, wake-ups and Python at both ends."""
-_FIRST_BYTE_S = 1 / 2e9  # before the link's speed is known
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 32 << 20
 
 
@@ -27,18 +26,3 @@ def chunk_bytes(num_nodes: int, num_bytes: int, byte_s: float, start_s: float) -
     """Bytes of a chunk at k*, within the range that links carry well (64 KiB to 32 MiB)."""
     best = num_bytes / best_num_chunks(num_nodes, num_bytes, byte_s, start_s)
     return int(min(max(best, _LEAST_BYTES), _MOST_BYTES))
-
-
-class ChunkSizer:
-    """The chunk size of one sender: k* for the speed of its last transfer, or `comm.chunk_bytes` where that is set."""
-
-    def __init__(self, fixed_bytes: int | None = None) -> None:
-        self._fixed_bytes = fixed_bytes
-        self._byte_s = _FIRST_BYTE_S
-
-    def chunk_bytes(self, num_nodes: int, num_bytes: int) -> int:
-        """Bytes of a chunk of the next version, for a chain of `num_nodes`."""
-        return self._fixed_bytes or chunk_bytes(num_nodes, num_bytes, self._byte_s, START_S)
-
-    def record(self, num_bytes: int, seconds: float) -> None:
-        self._byte_s = seconds / max(num_bytes, 1)

@@ -6,7 +6,7 @@ at the byte that it had reached. Offsets of a part count along its byte ranges.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ class IncomingState(Enum):
     ARRIVING = auto()
     COMPLETE = auto()
     ABANDONED = auto()
+    """The version was given up: superseded, or its sender or this process ends."""
 
 
 def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, ByteRanges], done: Mapping[int, int]) -> int:
@@ -38,32 +39,25 @@ def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, ByteRanges], 
     return min((ranges[part].locate(done[part])[0] for part in unfinished), default=num_bytes)
 
 
+@dataclass(eq=False)
 class IncomingVersion:
     """The bytes, upstreams and digests of one incoming version.
 
     The store's lock guards everything but the digests; `advanced` is a condition of that lock.
     """
 
-    def __init__(
-        self,
-        offer: "Offer",
-        slot: "SlotWrite",
-        state: IncomingState,
-        deltas: "DeltaCodec",
-        advanced: threading.Condition,
-    ) -> None:
-        self.offer = offer
-        self.slot = slot
-        self.state = state
-        self.digest = ""
-        self.deltas = deltas
-        self._advanced = advanced
-        self._right_parts: set[int] = set()
-        self._ranges: dict[int, ByteRanges] = {}
-        self._done: dict[int, int] = {}
-        self._upstreams: dict[int, str] = {}
-        self._chunks: list[bytes] = []
-        self._hashing = threading.Lock()
+    offer: "Offer"
+    slot: "SlotWrite"
+    state: IncomingState
+    deltas: "DeltaCodec"
+    _advanced: threading.Condition
+    digest: str = ""
+    _right_parts: set[int] = field(default_factory=set)
+    _ranges: dict[int, ByteRanges] = field(default_factory=dict)
+    _done: dict[int, int] = field(default_factory=dict)
+    _upstreams: dict[int, str] = field(default_factory=dict)
+    _chunks: list[bytes] = field(default_factory=list)
+    _hashing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def buffer(self) -> np.ndarray:
@@ -77,11 +71,6 @@ class IncomingVersion:
     @property
     def is_open(self) -> bool:
         return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """True once the version was given up: superseded, or its sender or this process ends."""
-        return self.state is IncomingState.ABANDONED
 
     @property
     def is_delta(self) -> bool:

@@ -102,7 +102,9 @@ def send_version(link: Link, source: VersionSource, deadline_s: float, piece_byt
         if answer.offset < 0:
             return True
         if difference is not None and answer.takes_delta:
-            _send_changes(link, difference.changes, deadline_s)
+            changes = difference.changes
+            for start in range(0, changes.nbytes, PIECE_BYTES):
+                _send_data(link, changes[start : start + PIECE_BYTES], deadline_s)
         elif not _send_bytes(link, source, answer.offset, deadline_s, piece_bytes):
             return False
         while (digest := source.digest(IDLE_S)) is None and source.is_valid():
@@ -124,16 +126,13 @@ def _send_bytes(link: Link, source: VersionSource, at: int, deadline_s: float, p
         if not source.is_valid():
             send_frame(link, Trailer(""), deadline_s)
             return False
-        _send_header(link, FrameKind.DATA, end - start, deadline_s)
-        link.send(source.bytes_at(offset, start, end), deadline_s)
+        _send_data(link, source.bytes_at(offset, start, end), deadline_s)
     return True
 
 
-def _send_changes(link: Link, changes: np.ndarray, deadline_s: float) -> None:
-    for start in range(0, changes.nbytes, PIECE_BYTES):
-        piece = changes[start : start + PIECE_BYTES]
-        _send_header(link, FrameKind.DATA, piece.nbytes, deadline_s)
-        link.send(piece, deadline_s)
+def _send_data(link: Link, piece: np.ndarray, deadline_s: float) -> None:
+    _send_header(link, FrameKind.DATA, piece.nbytes, deadline_s)
+    link.send(piece, deadline_s)
 
 
 def send_idle(link: Link, deadline_s: float) -> None:

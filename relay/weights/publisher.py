@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +21,7 @@ from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
 from .chain import chain_order
 from .layout import Layout, host_buffer
-from .protocol import IDLE_S
+from .protocol import IDLE_S, SILENCE_S, send_idle
 from .push import LinkPush, PendingVersion, SharedMemoryPush, SlotUse, open_push
 from .shards import WeightShard
 from .slots import Receipt
@@ -94,7 +95,7 @@ class _Handover:
         self.transport: SharedMemoryPush | LinkPush | None = None
         self._reservation: SlotReserved | None = None
         self._spare: list[np.ndarray] = []
-        self._closed = False
+        self.closed = False
         self.failure: Exception | None = None
 
     def begin(self, version: int) -> PendingVersion:
@@ -105,7 +106,7 @@ class _Handover:
         with self._changed:
             if self.failure is not None:
                 raise self.failure
-            assert not self._closed, "the publisher is closed"
+            assert not self.closed, "the publisher is closed"
             superseded, self._waiting = self._waiting, None
             if superseded is not None and superseded.use is SlotUse.WRITTEN:
                 reservation, buffer = superseded.reservation, superseded.buffer
@@ -131,20 +132,20 @@ class _Handover:
             self._changed.wait_for(
                 lambda: (self._waiting is None and self._sending is None) or not has_relay(), _CLOSE_S
             )
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
     def take(self) -> tuple[PendingVersion | None, bool]:
         """The version to send, waited for a while, and whether there will be another."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._closed, IDLE_S)
+            self._changed.wait_for(lambda: self._waiting is not None or self.closed, IDLE_S)
             taken = self._sending = self._waiting
             self._waiting = None
             if taken is not None and taken.use is SlotUse.NONE:
                 # The reserved slot goes to this version, so no other may be written there.
                 taken.reservation, _ = self._take_reservation()
                 taken.use = SlotUse.NONE if taken.reservation is None else SlotUse.RESERVED
-            return taken, taken is not None or not self._closed
+            return taken, taken is not None or not self.closed
 
     def finish(self, previous: PendingVersion | None) -> None:
         """The taken version has left; the buffer of the one before it is free."""
@@ -162,12 +163,7 @@ class _Handover:
     def is_obsolete(self, timeout_s: float = 0.0) -> bool:
         """True if the taken version need not leave, because a newer one waits or the publisher is closed."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._waiting is not None or self._closed, timeout_s)
-
-    @property
-    def is_closed(self) -> bool:
-        with self._changed:
-            return self._closed
+            return self._changed.wait_for(lambda: self._waiting is not None or self.closed, timeout_s)
 
     def set_transport(self, transport: SharedMemoryPush | LinkPush | None) -> None:
         """Replace the transport; the one before it is closed, and its reservation is void."""
@@ -189,28 +185,26 @@ class _Handover:
 
     def _take_reservation(self) -> tuple[SlotReserved | None, np.ndarray | None]:
         taken, self._reservation = self._reservation, None
-        transport = self.transport
-        if taken is None or not isinstance(transport, SharedMemoryPush) or not transport.is_reserved(taken):
+        if taken is None or not isinstance(self.transport, SharedMemoryPush):
             return None, None
-        return taken, transport.slot(taken)
+        buffer = self.transport.reserved_buffer(taken)
+        return (None if buffer is None else taken), buffer
 
 
+@dataclass
 class _Sender:
     """The state of the thread that pushes versions; no other thread uses it."""
 
-    def __init__(
-        self, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, part: WeightShard, handover: _Handover
-    ) -> None:
-        self._fleet = fleet
-        self._mailbox = mailbox
-        self._settings = settings
-        self._part = part
-        self._handover = handover
-        self._last: PendingVersion | None = None
-        self._head = ("", 0)
-        """The relay that took the last version."""
-        self._suspected_until: dict[tuple[str, int], float] = {}
-        """Relays that did not take a version, and until when others are tried first."""
+    _fleet: Fleet
+    _mailbox: Mailbox
+    _settings: CommSettings
+    _part: WeightShard
+    _handover: _Handover
+    _last: PendingVersion | None = None
+    _head: tuple[str, int] = ("", 0)
+    """The relay that took the last version."""
+    _suspected_until: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Relays that did not take a version, and until when others are tried first."""
 
     def run(self) -> None:
         """Push what is published. Waits for `publish`, then for a relay; woken by `publish`, `close` and messages."""
@@ -236,7 +230,7 @@ class _Sender:
         None if the version was lost with its slot.
         """
         tried: set[tuple[str, int]] = set()
-        while not self._handover.is_closed:
+        while not self._handover.closed:
             relay = next((m for m in self._relays() if (m.name, m.incarnation) not in tried), None)
             if relay is None:
                 tried.clear()
@@ -270,7 +264,7 @@ class _Sender:
                 self._last = None if detached is None else self._push(detached)
             transport = self._transport_to(relays[0])
             if isinstance(transport, LinkPush):
-                transport.keep_alive()
+                send_idle(transport.link, SILENCE_S)
             elif self._handover.needs_reservation:
                 self._handover.add_reservation(transport.reserve_slot(self._part))
         except (LinkBroken, PeerGone, WaitTimeout) as error:

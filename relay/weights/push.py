@@ -23,12 +23,12 @@ from ...comm.shared_memory import Segment
 from ...comm.waits import waiting
 from .byte_ranges import ranges_of
 from .chain import open_push_link
-from .chunk_size import ChunkSizer
 from .delta import DeltaSource, Difference
 from .layout import host_buffer
-from .protocol import MAX_PIECE_BYTES, SILENCE_S, send_idle, send_version
+from .protocol import MAX_PIECE_BYTES, SILENCE_S
 from .shards import WeightShard
 from .slots import READER_LOCK_S, VersionSlots
+from .transfer import ChunkedSender
 
 _log = logging.getLogger(__name__)
 _REPEAT_S = 1.0  # a request is repeated until answered: the relay may have restarted meanwhile
@@ -108,12 +108,10 @@ class SharedMemoryPush:
         self._slots.pin(answer.slot)  # maps the slot now, while the trainer does not wait for it
         return answer
 
-    def is_reserved(self, reservation: SlotReserved) -> bool:
-        """False once the relay has taken the slot back."""
-        return self._slots.generation(reservation.slot) == reservation.generation
-
-    def slot(self, reservation: SlotReserved) -> np.ndarray:
-        """The memory of a reserved slot, uint8 [num_bytes]."""
+    def reserved_buffer(self, reservation: SlotReserved) -> np.ndarray | None:
+        """The memory of a reserved slot, uint8 [num_bytes]; None once the relay has taken the slot back."""
+        if self._slots.generation(reservation.slot) != reservation.generation:
+            return None
         return self._slots.segment.slot(reservation.slot)
 
     def push(self, version: PendingVersion) -> None:
@@ -122,7 +120,7 @@ class SharedMemoryPush:
         answer = version.reservation or self._request(ReserveSlot(next(self._request_ids), offer))
         if isinstance(answer, SlotReserved):
             if version.use is not SlotUse.WRITTEN:
-                slot = self.slot(answer)
+                slot = self._slots.segment.slot(answer.slot)
                 for at, start, end in ranges_of(offer).chunks(0, version.part.num_bytes):
                     np.copyto(slot[start:end], version.bytes_at(at, start, end))
             written = ShardWritten(next(self._request_ids), offer, answer.generation, version.digest(0))
@@ -165,22 +163,17 @@ class LinkPush:
         self._deltas = DeltaSource() if settings.delta else None
         self.link = open_push_link(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
-        self._chunk_sizer = ChunkSizer(MAX_PIECE_BYTES if backend in ("nccl", "staged") else settings.chunk_bytes)
+        self._chunked_sender = ChunkedSender(MAX_PIECE_BYTES if backend in ("nccl", "staged") else settings.chunk_bytes)
 
     def push(self, version: PendingVersion) -> None:
         """Push a version; returns when the relay has checked its bytes. Raises `LinkBroken`."""
-        number, buffer, num_bytes = version.offer.version, version.buffer, version.part.num_bytes
+        number, buffer = version.offer.version, version.buffer
         if self._deltas is not None:
             version.difference = self._deltas.offer(number, buffer, version.part.layout.element_bytes)
-        started, num_nodes = time.monotonic(), 1 + len(self._fleet.alive_members("relay"))
-        if send_version(self.link, version, SILENCE_S, self._chunk_sizer.chunk_bytes(num_nodes, num_bytes)):
-            self._chunk_sizer.record(num_bytes, time.monotonic() - started)
+        num_nodes = 1 + len(self._fleet.alive_members("relay"))
+        self._chunked_sender.send(self.link, version, version.part.num_bytes, num_nodes)
         if self._deltas is not None:
             self._deltas.remember(number, buffer)
-
-    def keep_alive(self) -> None:
-        """Show the relay that this end is alive. Raises `LinkBroken`."""
-        send_idle(self.link, SILENCE_S)
 
     def close(self) -> None:
         self.link.close()

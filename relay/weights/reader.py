@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...comm.errors import HeadraceError, LinkBroken, WrongDigest
+from ...comm.errors import HeadraceError, WrongDigest
 from ...comm.fleet import Fleet, is_shared
 from ...comm.links.base import Link
 from ...comm.links.opening import remote_backend
@@ -64,7 +65,8 @@ class WeightReader:
             segment = Segment.open(relay.info["segment"])
         else:
             segment = Segment.create_anonymous(f"{fleet.name} weights")
-            self._mirror = WeightMirror.open(fleet, segment, settings)
+            self._mirror = WeightMirror(fleet, segment, settings)
+            self._mirror.start()
         self.slots = VersionSlots(segment)
         """The versions in memory that this process can read."""
         self._check: Future[None] | None = None
@@ -162,12 +164,8 @@ class WeightMirror:
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} weight mirror", daemon=True)
 
-    @classmethod
-    def open(cls, fleet: Fleet, segment: Segment, settings: CommSettings) -> "WeightMirror":
-        """A mirror with its thread."""
-        mirror = cls(fleet, segment, settings)
-        mirror._thread.start()
-        return mirror
+    def start(self) -> None:
+        self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
@@ -196,32 +194,22 @@ class WeightMirror:
 
     def _receive_from(self, relay: str) -> None:
         self._link = _request_link(self._fleet, self._mailbox, relay, SubscribeVersions, self._settings)
-        try:
+        with closing(self._link):
             receive_versions(self._link, self._version_store, relay, self._stop.is_set, lambda _: None)
-        finally:
-            self._link.close()
 
 
 def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> str | None:
     """Copy one version into a buffer, uint8 [num_bytes], from any relay that still holds it: its digest, or None."""
-    mailbox = fleet.open_mailbox(f"{fleet.name}/fetch")
-    try:
+    with closing(fleet.open_mailbox(f"{fleet.name}/fetch")) as mailbox:
         for relay in fleet.alive_members("relay", having="segment"):
             try:
                 link = _request_link(fleet, mailbox, relay.name, partial(FetchVersion, version=version), settings)
+                with closing(link):
+                    if (digest := receive_version(link, into)) is not None:
+                        return digest
             except HeadraceError as error:
-                _log.warning("%s: no link to %s: %s", fleet.name, relay.name, str(error))
-                continue
-            try:
-                if (digest := receive_version(link, into)) is not None:
-                    return digest
-            except LinkBroken as error:
                 _log.warning("%s: version %d did not come from %s: %s", fleet.name, version, relay.name, str(error))
-            finally:
-                link.close()
         return None
-    finally:
-        mailbox.close()
 
 
 def _request_link(

@@ -55,7 +55,6 @@ class WeightServer:
         self.chain = Chain(fleet, chain_sender, remote_backend(settings), SILENCE_S)
 
     def start(self) -> "WeightServer":
-        """Start the threads; returns this server."""
         self._thread.start()
         self.chain.start()
         return self
@@ -104,17 +103,15 @@ class WeightServer:
     # ---------------------------------------------------------------------------------- pushes through shared memory
 
     def _reserve_slot(self, sender: str, request: ReserveSlot) -> None:
+        incoming, refusal = None, "this version or a newer one is here or on its way"
         try:
             if request.offer.version < 0:
                 incoming = self.version_store.reserve_slot(request.offer)
-            else:
-                opened = self.version_store.begin_receive(request.offer, _PUSH)
-                incoming = opened[0] if opened else None
+            elif (opened := self.version_store.begin_receive(request.offer, _PUSH)) is not None:
+                incoming = opened[0]
         except (WrongDigest, LinkBroken) as error:
-            self._mailbox.send(sender, PushResult(request.request_id, str(error)))
-            return
+            refusal = str(error)
         if incoming is None:
-            refusal = "this version or a newer one is here or on its way"
             self._mailbox.send(sender, PushResult(request.request_id, refusal))
         else:
             slot = incoming.slot

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ from ...comm.links.base import Link
 from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
 from .byte_ranges import digest, ranges_of
-from .chunk_size import ChunkSizer
+from .chunk_size import START_S, chunk_bytes
 from .protocol import (
     IDLE_S,
     SILENCE_S,
@@ -19,6 +20,7 @@ from .protocol import (
     FrameKind,
     Trailer,
     TransferAck,
+    VersionSource,
     receive_frame,
     receive_header,
     receive_struct,
@@ -31,6 +33,8 @@ from .slots import VersionSlots
 if TYPE_CHECKING:
     from .incoming import IncomingVersion
     from .version_store import VersionStore
+
+_FIRST_BYTE_S = 1 / 2e9  # before the link's speed is known
 
 
 def receive_versions(
@@ -131,12 +135,29 @@ def _fill(link: Link, into: np.ndarray, what: str) -> None:
         at += num_bytes
 
 
+class ChunkedSender:
+    """Sends versions in chunks of k* bytes for the speed of the last transfer, or of `comm.chunk_bytes` where that is set."""
+
+    def __init__(self, fixed_bytes: int | None) -> None:
+        self._fixed_bytes = fixed_bytes
+        self._byte_s = _FIRST_BYTE_S
+
+    def send(self, link: Link, source: VersionSource, num_bytes: int, num_nodes: int) -> bool:
+        """Send a version, or a part of `num_bytes`, down a chain of `num_nodes`, like `send_version`."""
+        piece_bytes = self._fixed_bytes or chunk_bytes(num_nodes, num_bytes, self._byte_s, START_S)
+        started = time.monotonic()
+        is_sent = send_version(link, source, SILENCE_S, piece_bytes)
+        if is_sent:
+            self._byte_s = (time.monotonic() - started) / max(num_bytes, 1)
+        return is_sent
+
+
 class VersionSender:
     """Sends versions of a store over links."""
 
     def __init__(self, version_store: "VersionStore", segment_path: str, chunk_bytes: int | None) -> None:
         """`chunk_bytes` is the setting `comm.chunk_bytes`."""
-        self._chunk_sizer = ChunkSizer(chunk_bytes)
+        self._chunked_sender = ChunkedSender(chunk_bytes)
         self._version_store = version_store
         # An opening of its own, whose locks exclude the writer's; it is mapped now, since that takes too long in a repair.
         self._slots = VersionSlots(Segment.open(segment_path))
@@ -152,13 +173,9 @@ class VersionSender:
             if source is None:
                 send_idle(link, SILENCE_S)
                 continue
-            try:
-                num_bytes, started = source.offer.num_bytes, time.monotonic()
-                if send_version(link, source, SILENCE_S, self._chunk_sizer.chunk_bytes(num_nodes, num_bytes)):
+            with closing(source):
+                if self._chunked_sender.send(link, source, source.offer.num_bytes, num_nodes):
                     sent = source.offer.version
-                    self._chunk_sizer.record(num_bytes, time.monotonic() - started)
-            finally:
-                source.close()
 
     def send_one(self, link: Link, version: int) -> None:
         """Send one complete version if it is still stored, else an empty trailer."""
@@ -166,10 +183,8 @@ class VersionSender:
         if source is None:
             send_frame(link, Trailer(""), SILENCE_S)
             return
-        try:
+        with closing(source):
             send_version(link, source, SILENCE_S)
-        finally:
-            source.close()
 
     def close(self) -> None:
         self._slots.segment.close()

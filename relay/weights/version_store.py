@@ -9,26 +9,75 @@ it had reached.
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from ...comm.errors import LinkBroken
+from ...comm.messages.weights import Offer
+from ...comm.shared_memory import Lock, Segment
 from .delta import DeltaCodec, Difference
 from .incoming import IncomingState, IncomingVersion
-from .slot_source import SlotSource
-from .slots import READER_LOCK_S, StoredVersion, VersionSlots
-
-if TYPE_CHECKING:
-    from ...comm.messages.weights import Offer
-    from ...comm.shared_memory import Segment
+from .slots import READER_LOCK_S, SlotWrite, StoredVersion, VersionSlots
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1e-3  # the kernel does not notify of a lock that a reader gives back
 
 
+class SlotSource:
+    """A version to send, complete or still arriving; its slot is locked for reading as soon as it is complete.
+
+    It reads the store's segment through an opening of the caller's, `slots`, and writes nothing.
+    """
+
+    def __init__(
+        self,
+        slots: VersionSlots,
+        found: IncomingVersion | StoredVersion,
+        differences: Mapping[int, Difference],
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._incoming = found if isinstance(found, IncomingVersion) else None
+        held = found.slot if isinstance(found, IncomingVersion) else found
+        self.offer = Offer(held.version, slots.segment.slot_bytes, slots.fingerprint)
+        self.difference = None if self._incoming is not None else differences.get(held.version)
+        self._slots = slots
+        self._slot = held.slot
+        self._generations = (held.generation, held.generation + (self._incoming is not None))
+        self._digest = "" if isinstance(held, SlotWrite) else held.digest
+        self._is_closed = is_closed
+        self._is_locked = False
+        self._buffer = slots.segment.slot(held.slot)
+
+    def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
+        return self._buffer[start:end]
+
+    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
+        return self.offer.num_bytes if self._incoming is None else self._incoming.wait_bytes_ready(beyond, timeout_s)
+
+    def digest(self, timeout_s: float) -> str | None:
+        return self._digest if self._incoming is None else self._incoming.wait_digest(timeout_s)
+
+    def is_valid(self) -> bool:
+        """False once the slot holds something else; raises `LinkBroken` when the store is closed."""
+        if self._is_closed():
+            raise LinkBroken("this relay ends")
+        if self._incoming is not None and self._incoming.state is IncomingState.ABANDONED:
+            return False
+        if not self._is_locked and (self._incoming is None or not self._incoming.is_open):
+            self._is_locked = self._slots.segment.try_lock(self._slot, Lock.SHARED)
+        return self._slots.generation(self._slot) in self._generations
+
+    def close(self) -> None:
+        if self._is_locked:
+            self._slots.segment.unlock(self._slot, Lock.SHARED)
+            self._is_locked = False
+
+
 class VersionStore:
     """The incoming and complete versions of one segment; any thread may call."""
 
-    def __init__(self, segment: "Segment", reader_lock_s: float = READER_LOCK_S) -> None:
+    def __init__(self, segment: Segment, reader_lock_s: float = READER_LOCK_S) -> None:
         """`reader_lock_s` bounds the wait for readers when they lock all slots that may be written."""
         self.slots = VersionSlots(segment)
         self.num_resumed = 0
@@ -38,15 +87,11 @@ class VersionStore:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._advanced = threading.Condition(lock)
-        self._incoming: IncomingVersion | None = None
+        self.incoming: IncomingVersion | None = None
+        """The version that is on its way in, or for which a slot is reserved."""
         self.differences: dict[int, Difference] = {}
         """The newest version as a difference, if it came as one."""
         self._closed = False
-
-    @property
-    def incoming(self) -> IncomingVersion | None:
-        """The version that is on its way in, or for which a slot is reserved."""
-        return self._incoming
 
     def close(self) -> None:
         """Abandon the incoming version and wake all waits. The next relay sees a broken link and keeps what it received."""
@@ -55,7 +100,7 @@ class VersionStore:
             self._abandon()
             self._notify()
 
-    def begin_receive(self, offer: "Offer", upstream: str) -> tuple[IncomingVersion, int] | None:
+    def begin_receive(self, offer: Offer, upstream: str) -> tuple[IncomingVersion, int] | None:
         """The place for an offered version and the offset to continue at, also after another upstream; None if not wanted.
 
         Raises `WrongDigest` for another layout than that of the stored versions, `LinkBroken` when the store is closed.
@@ -65,7 +110,7 @@ class VersionStore:
             while True:
                 if self._closed:
                     raise LinkBroken("this relay ends")
-                newest, incoming = self.slots.newest(), self._incoming
+                newest, incoming = self.slots.newest(), self.incoming
                 if newest is not None and newest >= offer.version:
                     return None
                 if incoming is not None and incoming.state is IncomingState.ARRIVING:
@@ -80,22 +125,22 @@ class VersionStore:
             self._notify()
             return incoming, at
 
-    def reserve_slot(self, offer: "Offer") -> IncomingVersion | None:
+    def reserve_slot(self, offer: Offer) -> IncomingVersion | None:
         """A slot that an actor may write the next version into before its number is known; None while a version arrives."""
         forced_at = time.monotonic() + self._reader_lock_s
         with self._changed:
             while not self._closed:
-                incoming = self._incoming
+                incoming = self.incoming
                 if incoming is not None and incoming.is_open:
                     return incoming if incoming.state is IncomingState.RESERVED else None
                 if (incoming := self._begin(offer, IncomingState.RESERVED, forced_at)) is not None:
                     return incoming
             return None
 
-    def bind_reservation(self, offer: "Offer", upstream: str, generation: int) -> IncomingVersion | None:
+    def bind_reservation(self, offer: Offer, upstream: str, generation: int) -> IncomingVersion | None:
         """The incoming version in the slot of this generation, bound to the offer if it was reserved; None if it is gone."""
         with self._changed:
-            incoming, newest = self._incoming, self.slots.newest()
+            incoming, newest = self.incoming, self.slots.newest()
             if incoming is None or incoming.slot.generation != generation or not incoming.is_open:
                 return None
             if incoming.state is IncomingState.RESERVED:
@@ -141,7 +186,7 @@ class VersionStore:
                 incoming.digest, incoming.state = whole, IncomingState.COMPLETE
                 self.slots.commit(incoming.slot, whole)
                 self._notify()
-            return not incoming.is_abandoned
+            return incoming.state is not IncomingState.ABANDONED
 
     def abandon(self, incoming: IncomingVersion, part: int, upstream: str) -> None:
         """Abandon a version because `upstream`, which sends this part, has."""
@@ -149,7 +194,7 @@ class VersionStore:
             if incoming.state is IncomingState.ARRIVING and incoming.is_from(part, upstream):
                 self._abandon()
 
-    def _begin(self, offer: "Offer", state: IncomingState, forced_at: float) -> IncomingVersion | None:
+    def _begin(self, offer: Offer, state: IncomingState, forced_at: float) -> IncomingVersion | None:
         """A slot for an offer. While readers lock all slots, waits a moment without the store's lock, and returns None."""
         self.slots.prepare(offer.num_bytes, offer.fingerprint)
         self._abandon()
@@ -157,15 +202,15 @@ class VersionStore:
         if slot is None:
             self._changed.wait(_POLL_S)
             return None
-        self._incoming = IncomingVersion(offer, slot, state, DeltaCodec(), self._advanced)
-        return self._incoming
+        self.incoming = IncomingVersion(offer, slot, state, DeltaCodec(), self._advanced)
+        return self.incoming
 
     def _abandon(self) -> None:
-        if self._incoming is not None and self._incoming.is_open:
-            self._incoming.state = IncomingState.ABANDONED
-            self.slots.abort(self._incoming.slot)
+        if self.incoming is not None and self.incoming.is_open:
+            self.incoming.state = IncomingState.ABANDONED
+            self.slots.abort(self.incoming.slot)
             self._notify()
-        self._incoming = None  # its buffer is a view that would hold the segment's memory
+        self.incoming = None  # its buffer is a view that would hold the segment's memory
 
     def _notify(self) -> None:
         self._changed.notify_all()
@@ -179,13 +224,13 @@ class VersionStore:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._find(above) is not None, timeout_s)
             found = None if self._closed else self._find(above)
-            return None if found is None else self._source(slots, found)
+            return None if found is None else SlotSource(slots, found, self.differences, lambda: self._closed)
 
     def source_of(self, slots: VersionSlots, version: int) -> SlotSource | None:
         """A complete version by its number; None if it is not stored."""
         with self._changed:
             stored = self.slots.find(version)
-            return None if stored is None else self._source(slots, stored)
+            return None if stored is None else SlotSource(slots, stored, self.differences, lambda: self._closed)
 
     def wait_newer(self, version: int, timeout_s: float) -> int | None:
         """The newest complete version; None if it is not above `version` within `timeout_s`."""
@@ -199,13 +244,8 @@ class VersionStore:
             return newer()
 
     def _find(self, above: int) -> IncomingVersion | StoredVersion | None:
-        incoming, newest = self._incoming, self.slots.newest_stored()
+        incoming, newest = self.incoming, self.slots.newest_stored()
         is_arriving = incoming is not None and incoming.state is IncomingState.ARRIVING and not incoming.is_delta
         if incoming is not None and is_arriving and incoming.offer.version > above:
             return incoming
         return newest if newest is not None and newest.version > above else None
-
-    def _source(self, slots: VersionSlots, found: IncomingVersion | StoredVersion) -> SlotSource:
-        if isinstance(found, IncomingVersion):
-            return SlotSource(slots, found.slot, "", None, found, lambda: self._closed)
-        return SlotSource(slots, found, found.digest, self.differences.get(found.version), None, lambda: self._closed)
