@@ -109,7 +109,6 @@ class Rollout:
         self._mailbox.close()
 
     def handle(self, envelope: Envelope) -> None:
-        """Act on a message of the hub or of another rollout."""
         match envelope.message:
             case LeaseGrant() as grant:
                 for lease, fresh in self.leases.take(grant, self.generator.weights.version):
@@ -148,7 +147,6 @@ class Rollout:
             self.handle(envelope)
 
     def _start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
-        """Tokenize a prompt and give its samples to the generator."""
         if not fresh:
             return
         tokens = self.generator.prompt_ids(fresh[0].row)
@@ -203,23 +201,9 @@ class Rollout:
 
     def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
         del self.leases.held[held.row_id.number]
-        done, versions = held.completion, held.token_versions()
-        self._row_writer.submit(
-            FinishedRow(
-                row=held.row_id,
-                attempt=held.attempt,
-                version=min(versions, default=held.version),
-                prompt_ids=done.prompt_ids if done else [],
-                response_ids=done.token_ids if done else [],
-                logprobs=done.logprobs if done else [],
-                versions=versions,
-                reward=reward,
-                failure=failure,
-            )
-        )
+        self._row_writer.submit(FinishedRow(held, reward, failure))
 
     def _report(self) -> None:
-        """Report load and totals to the hub, once a period."""
         now = self._clock.now()
         if now - self._totals.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
             return

@@ -52,15 +52,15 @@ def calibrate(generator: "Generator", max_batch: int) -> GeneratorProfile:
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
     prefill_s = _prefill_s(generator, params)
     curve: list[tuple[int, float]] = []
-    ids: list[int] = []
-    for batch in _doubling(max_batch):
-        new = range(-len(ids) - 1, -batch - 1, -1)
-        ids += new
-        generator.add_group(_prompt(generator, PROMPT_TOKENS), params, new)
+    batch = held = 0
+    while batch < max_batch:
+        batch = min(max(1, 2 * batch), max_batch)
+        generator.add_group(_prompt(generator, PROMPT_TOKENS), params, range(-held - 1, -batch - 1, -1))
+        held = batch
         if (seconds := _step_s(generator, batch)) is None:
             break
         curve.append((batch, seconds))
-        if curve[-1][1] > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
+        if seconds > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
             break
     _drop_all(generator)
     return GeneratorProfile(batch_bound(curve), prefill_s)
@@ -82,13 +82,6 @@ def batch_bound(curve: Iterable[tuple[int, float]]) -> int:
     return before[0]
 
 
-def _doubling(most: int) -> list[int]:
-    batches = [1]
-    while batches[-1] < most:
-        batches.append(min(2 * batches[-1], most))
-    return batches
-
-
 def _step_s(generator: "Generator", batch: int) -> float | None:
     """The fastest of a few steps at this batch, after one warm-up step. None if the cache does not hold the batch."""
     for _ in range(batch):
@@ -107,7 +100,6 @@ def _step_s(generator: "Generator", batch: int) -> float | None:
 
 
 def _prefill_s(generator: "Generator", params: SamplingParams) -> float:
-    """Seconds per token of a long prompt."""
     prompt = _prompt(generator, 512)
     generator.add_group(prompt, params, [-1])
     started = time.monotonic()

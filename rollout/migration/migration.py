@@ -10,7 +10,6 @@ process dies or a message is repeated.
 import logging
 import math
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -137,7 +136,6 @@ class Migration:
         return [t.held for move in self.pending.values() for t in move.rows.values()]
 
     def handle(self, sender: str, message: Message) -> None:
-        """Act on a message of the hub or of another rollout; other messages are ignored."""
         match message:
             case MigrateOrder():
                 self._on_migrate(message)
@@ -179,7 +177,6 @@ class Migration:
     # --------------------------------------------------------------------------------------------------- as the source
 
     def _on_migrate(self, order: MigrateOrder) -> None:
-        """Start the move, or report a refusal to the hub."""
         to, refusal = self._destination(order.to), ""
         if self.profile is None:
             refusal = "unable"
@@ -236,7 +233,7 @@ class Migration:
         if move is None:
             return
         assert move.version == self._generator.weights.version, "the weights changed during a move"
-        self._resume(t for t in move.rows.values() if t.held.row_id.number not in self._leases.held)
+        self._resume([t for t in move.rows.values() if t.held.row_id.number not in self._leases.held])
         self._end(move, reason)
 
     def _on_reassigned(self, rows: dict[RowId, int]) -> None:
@@ -256,7 +253,6 @@ class Migration:
                 self._drop(held)
 
     def _end(self, move: PendingMove, reason: str) -> None:
-        """Close a move and report its result to the hub."""
         transfer = move.transfer
         if move.with_cache and transfer.seconds is not None:
             self._costs.record(bool(transfer.path), transfer.num_bytes, move.export_s + transfer.seconds)
@@ -305,21 +301,18 @@ class Migration:
 
     # ------------------------------------------------------------------------------------------------------------ both
 
-    def _resume(self, moved_rows: Iterable[MovedRow]) -> None:
+    def _resume(self, rows: list[MovedRow]) -> None:
         """Continue trajectories, and claim their leases of the hub."""
-        rows: list[RowId] = []
-        attempts: list[int] = []
+        if not rows:
+            return
         self._last_request_id += 1
-        for held, state in moved_rows:
+        for held, state in rows:
             self._generator.import_sequences([state])
             self._leases.held[state.trajectory_id] = held
             held.claim_id = self._last_request_id
-            rows.append(held.row_id)
-            attempts.append(held.attempt)
-        if rows:
-            claim = ClaimRows(self._last_request_id, rows, attempts)
-            self._claims[self._last_request_id] = (claim, time.monotonic())
-            self._mailbox.send("hub", claim)
+        claim = ClaimRows(self._last_request_id, [t.held.row_id for t in rows], [t.held.attempt for t in rows])
+        self._claims[self._last_request_id] = (claim, time.monotonic())
+        self._mailbox.send("hub", claim)
 
     def _on_claimed(self, answer: ClaimResult) -> None:
         if answer.request_id not in self._claims:
