@@ -55,16 +55,7 @@ class Rollout:
         self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._clock = Clock(recipe.emulated.speed)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
-        self.migration = Migration(
-            fleet,
-            self._mailbox,
-            generator,
-            self.leases,
-            recipe.repack,
-            self.max_running,
-            self._trace,
-            deadlines or MoveDeadlines(),
-        )
+        self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
         self._totals = _Totals()
@@ -163,7 +154,6 @@ class Rollout:
             self._finish_row(held, reward=None, failure=problem)
 
     def _request_leases(self, is_outdated: bool) -> None:
-        """Ask the hub for groups while there is room and no newer version waits."""
         if self.generator.idle:
             self.leases.drained()
         busy = self.generator.num_running + self.generator.num_waiting

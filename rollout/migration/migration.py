@@ -27,7 +27,7 @@ from ...comm.messages.migration import (
     TransferOffered,
     TransferRefused,
 )
-from ...comm.recipe import RepackSettings
+from ...comm.recipe import Recipe
 from ...comm.trace import Trace
 from ...relay.repack import Report, can_fit
 from ..leases import HeldLeases, LeasedRow
@@ -57,8 +57,7 @@ class MoveDeadlines:
 class PendingMove:
     """An offer to another rollout; `rows` are the trajectories that no other rollout has claimed yet."""
 
-    request_id: int
-    version: int
+    order: MigrateOrder
     to: Member
     rows: dict[RowId, MovedRow]
     transfer: OutgoingTransfer
@@ -80,25 +79,24 @@ class Migration:
         mailbox: Mailbox,
         generator: "Generator",
         leases: HeldLeases,
-        settings: RepackSettings,
-        max_batch: int,
+        recipe: Recipe,
         trace: Trace,
-        deadlines: MoveDeadlines,
+        deadlines: MoveDeadlines | None = None,
     ) -> None:
         self._fleet = fleet
         self._mailbox = mailbox
         self._generator = generator
         self._leases = leases
-        self._settings = settings
-        self._max_batch = max_batch
+        self._settings = recipe.repack
+        self._max_batch = recipe.generator.max_running
         self._trace = trace
-        self._deadlines = deadlines
+        self._deadlines = deadlines or MoveDeadlines()
         self.profile: GeneratorProfile | None = None
         """None until `begin`: every order and offer is refused."""
         self.pending: dict[int, PendingMove] = {}
         self._incoming: dict[tuple[str, int], tuple[TransferOffered, IncomingTransfer]] = {}
         self._claims: dict[int, tuple[ClaimRows, float]] = {}
-        self._costs = TransferCostModel(settings.transfer)
+        self._costs = TransferCostModel(recipe.repack.transfer)
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._last_request_id = fleet.incarnation << 32
         self._io_pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"{fleet.name} transfer")
@@ -205,16 +203,8 @@ class Migration:
         transfer = OutgoingTransfer(
             self._fleet, self._io_pool, to, self._last_request_id, pieces, self._deadlines.link_s
         )
-        self.pending[self._last_request_id] = PendingMove(
-            order.request_id,
-            order.version,
-            to,
-            {row.held.row_id: row for row in rows},
-            transfer,
-            with_cache,
-            export_s,
-            began,
-        )
+        by_id = {row.held.row_id: row for row in rows}
+        self.pending[self._last_request_id] = PendingMove(order, to, by_id, transfer, with_cache, export_s, began)
         offer = TransferOffered(
             request_id=self._last_request_id,
             version=order.version,
@@ -232,7 +222,7 @@ class Migration:
         move = self.pending.pop(request_id, None)
         if move is None:
             return
-        assert move.version == self._generator.weights.version, "the weights changed during a move"
+        assert move.order.version == self._generator.weights.version, "the weights changed during a move"
         self._resume([t for t in move.rows.values() if t.held.row_id.number not in self._leases.held])
         self._end(move, reason)
 
@@ -259,7 +249,7 @@ class Migration:
         transfer.close()
         self._trace.span("move", move.began, to=move.to.name, rows=move.num_gone, refusal=reason)
         moved = (move.num_gone, transfer.num_bytes, "") if move.num_gone else (0, 0, reason)
-        self._mailbox.send("hub", MigrateResult(move.request_id, *moved))
+        self._mailbox.send("hub", MigrateResult(move.order.request_id, *moved))
 
     # ---------------------------------------------------------------------------------------------- as the destination
 
