@@ -16,8 +16,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import msgspec
+import torch.distributed as dist
 from torch.distributed import DistError
 
 from .errors import STORE_GONE_EXIT, SettingError, StoreGone
@@ -52,7 +55,7 @@ def member_name(role: str, index: int) -> str:
 
 
 class Fleet(ABC):
-    """One member's view of the run. `Fleet.join` joins over the store; `MemoryFleet` is the counterpart in one process."""
+    """One member's view of the run. `Fleet.join` joins over the store; tests have a counterpart in one process."""
 
     def __init__(self, me: Member, mailboxes: Mailboxes, settings: CommSettings, secret: bytes = b"") -> None:
         self.me = me
@@ -80,6 +83,12 @@ class Fleet(ABC):
     @abstractmethod
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         """One end (0 or 1) of the link `name`, once the other end is open too. Raises `LinkBroken` or `WaitTimeout`."""
+
+    @abstractmethod
+    def open_group(
+        self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """The process group `name` of this role's ranks; `timeout` bounds each of its collectives. Raises `StoreGone`."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -200,6 +209,14 @@ class StoreFleet(Fleet):
         return throttled(
             open_link(backend, self._store, name, end, deadline_s, **options), self.settings.max_bytes_per_s
         )
+
+    def open_group(
+        self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        store: Any = dist.PrefixStore(name, connect_store(self.store_address, deadline_s))  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def leave(self) -> None:
         if self._leaving.is_set():

@@ -46,7 +46,7 @@ class TrainerService:
         shapes = policy.weights()
         self._names = list(shapes)
         layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))
-        self._publisher = WeightPublisher.open(fleet, layout, recipe.comm)
+        self._publisher = WeightPublisher(fleet, layout, recipe.comm)
 
     def start(self, weights: Mapping[str, Tensor]) -> "TrainerService":
         """Publish the initial weights as version 0 and start to fetch experience.

@@ -46,8 +46,9 @@ class WeightPublisher:
         self._thread = threading.Thread(target=sender.run, name=f"{fleet.name} publisher", daemon=True)
 
     def start(self) -> "WeightPublisher":
-        """Start the thread that sends."""
-        self._thread.start()
+        """Start the thread that sends, if it does not run yet; `publish` does so too."""
+        if self._thread.ident is None:
+            self._thread.start()
         return self
 
     @property
@@ -64,6 +65,7 @@ class WeightPublisher:
 
         Raises the error that ended the thread, if it has ended.
         """
+        self.start()
         pending = self._handover.begin(version)
         self._part.write(tensors, pending.buffer)
         self._handover.commit(pending)

@@ -8,17 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ...comm.errors import PeerGone
-from ...comm.fleet import Fleet, Member, StoreFleet
-from ...comm.in_memory import MemoryFleet, MemoryNetwork
-from ...comm.store import connect_store
+from ...comm.fleet import Fleet, Member
 from ...comm.waits import waiting
 from ...trainer.policy.tensor_parallel import TensorParallel
 from .calls import Call, decode, encode
@@ -30,7 +25,6 @@ POLL_S = 0.2
 """Seconds between two looks at the fleet for the other ranks."""
 _SMALL = 4096
 """Bytes of the first broadcast; a body that fits needs no second one."""
-_MEMORY_GROUPS: WeakKeyDictionary[MemoryNetwork, Any] = WeakKeyDictionary()
 
 
 class TensorParallelGroup:
@@ -62,7 +56,8 @@ class TensorParallelGroup:
         watch.start()
         with waiting(", ".join(names), "their process group", deadline_s), _naming(names):
             rank, backend = names.index(fleet.name), _backend([member.info["device"] for member in members])
-            return TensorParallelGroup(_open_group(fleet, meeting, rank, tp, backend, deadline_s), names, is_over)
+            group = fleet.open_group(meeting, rank, tp, backend, deadline_s, _GROUP_TIMEOUT)
+            return TensorParallelGroup(group, names, is_over)
 
     def enqueue(self, call: Call) -> None:
         """Rank 0: keep a call for the next `flush`."""
@@ -138,20 +133,6 @@ def _meet(fleet: Fleet, tp: int, deadline_s: float) -> tuple[list[Member], str]:
         found, meeting = wait.until(announced, interval_s=0.02)
     fleet.announce(meeting=meeting)
     return found, meeting
-
-
-def _open_group(fleet: Fleet, meeting: str, rank: int, size: int, backend: str, deadline_s: float) -> dist.ProcessGroup:
-    """The group of a meeting: the default group of this process; in a `MemoryFleet`, whose ranks are threads, another one."""
-    if isinstance(fleet, MemoryFleet):
-        with fleet.network.lock:
-            store = _MEMORY_GROUPS.setdefault(fleet.network, dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
-        group: Any = dist.ProcessGroupGloo(PrefixStore(meeting, store), rank, size, _GROUP_TIMEOUT)
-        return group
-    assert isinstance(fleet, StoreFleet)
-    store = PrefixStore(meeting, connect_store(fleet.store_address, deadline_s))  # pyright: ignore[reportArgumentType]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _watch(fleet: Fleet, members: Sequence[Member], is_over: threading.Event) -> None:

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.errors import STORE_GONE_EXIT, WaitTimeout
 from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.closing import at_end
+from support.in_memory import MemoryLink
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.in_memory import MemoryLink
 from headrace.comm.links.opening import ThrottledLink, open_link
 from headrace.comm.store import StoreServer, connect_store
 from headrace.comm.waits import waiting

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 from support.closing import at_end
+from support.in_memory import MemoryMailboxes
 
 from headrace.comm.errors import StoreGone
-from headrace.comm.in_memory import MemoryMailboxes
 from headrace.comm.mailbox import MessageSigner, StoreMailboxes
 from headrace.comm.messages import Interrupted, ListStoredRows, Stop
 from headrace.comm.store import StoreServer, connect_store

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import RowId
 from headrace.comm.messages.migration import (

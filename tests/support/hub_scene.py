@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.comm.in_memory import MemoryNetwork
+from support.in_memory import MemoryNetwork
+
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import Interrupted, Stop
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe

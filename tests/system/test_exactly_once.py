@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from support.in_memory import MemoryMailboxes
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.in_memory import MemoryMailboxes
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     DropRows,

@@ -5,9 +5,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from support.in_memory import MemoryFleet
 from support.system import PATIENCE_S, System
 
-from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.links.base import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.messages import DropRows, HeldRows, LeaseGrant, LeaseRequest, Stop

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.closing import at_end
+from support.in_memory import MemoryFleet
 from support.system import System
 
-from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import HeldRows, Interrupted, Message, Stop
 from headrace.comm.messages.migration import MigrateOrder, TransferOffered
 from headrace.relay.hub import loop as hub_loop

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting

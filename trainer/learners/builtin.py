@@ -35,7 +35,7 @@ class ActorLearner(Actor):
         weights = self.policy.weights()
         layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, splits_for(weights, self.policy.config))
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
-        self.publisher = WeightPublisher(fleet, layout, recipe.comm, shard).start()
+        self.publisher = WeightPublisher(fleet, layout, recipe.comm, shard)
         self.num_bytes = layout.num_bytes
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:

@@ -34,7 +34,7 @@ class EmulatedLearner:
         self._run_dir = recipe.run.dir
         self._weights = dummy_weights(e)
         layout = Layout.of(self._weights, torch.float32)
-        self._publisher = WeightPublisher(fleet, layout, recipe.comm).start()
+        self._publisher = WeightPublisher(fleet, layout, recipe.comm)
         self.num_bytes = layout.num_bytes
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:

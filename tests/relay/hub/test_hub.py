@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.hub_scene import Scene
+from support.in_memory import MemoryFleet
 
-from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import (
     BusyReport,
     ConnectionLost,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hub_scene import Scene
+from support.in_memory import MemoryFleet
 
-from headrace.comm.in_memory import MemoryFleet
 from headrace.comm.messages import HeldRows, LeaseGrant, LoadReport, Message, RowDone, RowId, VersionReady
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, MigrateOrder, MigrateResult, RowsReassigned
 from headrace.comm.recipe import RepackSettings

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.errors import PeerGone
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages.base import process_of, storage_id_of
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer

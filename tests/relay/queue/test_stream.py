@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.base import storage_id_of
 from headrace.comm.messages.queue import GroupRef

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.timed_link import Clock, TimedLink
 
 from headrace.comm.fleet import Member
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting

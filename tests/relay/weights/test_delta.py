@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages.weights import Delta, Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.errors import SettingError, WaitTimeout, WrongDigest
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.messages.weights import Offer, VersionReady
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.fleet import Fleet
-from headrace.comm.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.links.opening import staging_of
 from headrace.comm.recipe import CommSettings, RelaySettings
 from headrace.comm.shared_memory import Segment

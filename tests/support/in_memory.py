@@ -6,17 +6,20 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
-from .errors import LinkBroken
-from .fleet import Fleet, Member, member_name, sorted_members
-from .links.base import Link
-from .links.opening import throttled
-from .mailbox import Mailbox, Mailboxes
-from .recipe import CommSettings
-from .waits import waiting
+from headrace.comm.errors import LinkBroken
+from headrace.comm.fleet import Fleet, Member, member_name, sorted_members
+from headrace.comm.links.base import Link
+from headrace.comm.links.opening import throttled
+from headrace.comm.mailbox import Mailbox, Mailboxes
+from headrace.comm.recipe import CommSettings
+from headrace.comm.waits import waiting
 
 _PIPE_BYTES = 64 << 20
 
@@ -122,6 +125,7 @@ class MemoryNetwork:
         self.members: dict[str, Member] = {}
         self.incarnations: dict[str, int] = {}
         self.link_ends: dict[str, Link] = {}
+        self.store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
 class MemoryFleet(Fleet):
@@ -170,6 +174,14 @@ class MemoryFleet(Fleet):
                 wait.check()
                 self.network.lock.wait(wait.remaining_s)
             return throttled(ends[mine], self.settings.max_bytes_per_s)
+
+    def open_group(
+        self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """A group of its own for each rank, since the ranks are threads of one process."""
+        store = dist.PrefixStore(name, self.network.store)  # pyright: ignore[reportPrivateImportUsage]
+        group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return group
 
     def crash(self) -> None:
         """Simulate a crash: the member counts as dead without having left."""

@@ -1,0 +1,24 @@
+"""The documents name files, modules and settings that exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.source_tree import FLOORS, MODULES, ROOT
+
+DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+FILE = re.compile(rf"\b(?:{'|'.join((*FLOORS, 'tests', 'docs'))})/[\w/]+\.(?:py|sh|yaml|json|md)\b")
+MODULE = re.compile(r"python -m headrace\.([a-z_.]+)")
+
+
+def named(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
+    """(document, name) for each match of a pattern."""
+    return ((path, match) for path in DOCUMENTS for match in pattern.findall(path.read_text()))
+
+
+def test_every_file_that_the_documents_name_exists():
+    assert not [(path.name, file) for path, file in named(FILE) if not (ROOT / file).is_file()]
+
+
+def test_every_module_that_the_documents_run_exists():
+    assert not [(path.name, module) for path, module in named(MODULE) if module.rstrip(".") not in MODULES]
