@@ -52,11 +52,10 @@ def calibrate(generator: "Generator", max_batch: int) -> GeneratorProfile:
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
     prefill_s = _prefill_s(generator, params)
     curve: list[tuple[int, float]] = []
-    batch = held = 0
+    batch = 0
     while batch < max_batch:
-        batch = min(max(1, 2 * batch), max_batch)
-        generator.add_group(_prompt(generator, PROMPT_TOKENS), params, range(-held - 1, -batch - 1, -1))
-        held = batch
+        before, batch = batch, min(max(1, 2 * batch), max_batch)
+        generator.add_group(_prompt(generator, PROMPT_TOKENS), params, range(-before - 1, -batch - 1, -1))
         if (seconds := _step_s(generator, batch)) is None:
             break
         curve.append((batch, seconds))
@@ -100,6 +99,7 @@ def _step_s(generator: "Generator", batch: int) -> float | None:
 
 
 def _prefill_s(generator: "Generator", params: SamplingParams) -> float:
+    """Seconds per token of a long prompt."""
     prompt = _prompt(generator, 512)
     generator.add_group(prompt, params, [-1])
     started = time.monotonic()
