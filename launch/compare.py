@@ -170,33 +170,30 @@ def rows_of(results: Mapping[str, Result]) -> Iterator[Measurement]:
 
 def table(results: Mapping[str, Result]) -> str:
     """The results in Markdown."""
-    head = (
-        "schedule", "rollouts + train GPUs", "tokens/s", "over sync-colocated", "s/step", "idle trainer", "idle rollouts",
-        "KV in use", "computed again", "staleness mean (max)", "latency mean / max, s", "weight wait, s", "machine's CPU (own)",
-    )  # fmt: skip
     base = results.get("sync-colocated")
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    rows: list[dict[str, str]] = []
     for name, result in results.items():
         f = result.figures
         staleness = sum(int(lag) * share for lag, share in f.staleness.items())
         validity = "" if result.cpu <= CPU_LIMIT else " INVALID"
-        cells = (
-            name,
-            f"{result.rollouts} + {result.train_gpus}",
-            f"{f.tokens_per_s:,.0f}",
-            f"{f.tokens_per_s / base.figures.tokens_per_s:.2f}" if base else "-",
-            f"{f.step_s:.0f}",
-            f"{f.idle_actor:.1%}",
-            f"{f.idle_rollout:.1%}",
-            f"{f.kv_util:.1%}",
-            f"{f.recompute_share:.1%}",
-            f"{staleness:.2f} ({max(map(int, f.staleness))})",
-            f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
-            f"{f.weight_wait_s:.1f}",
-            f"{result.cpu:.0%} ({result.own_cpu:.0%}){validity}",
-        )
-        lines.append(" | ".join(cells))
-    return "".join(f"| {line} |\n" for line in lines)
+        cells = {
+            "schedule": name,
+            "rollouts + train GPUs": f"{result.rollouts} + {result.train_gpus}",
+            "tokens/s": f"{f.tokens_per_s:,.0f}",
+            "over sync-colocated": f"{f.tokens_per_s / base.figures.tokens_per_s:.2f}" if base else "-",
+            "s/step": f"{f.step_s:.0f}",
+            "idle trainer": f"{f.idle_actor:.1%}",
+            "idle rollouts": f"{f.idle_rollout:.1%}",
+            "KV in use": f"{f.kv_util:.1%}",
+            "computed again": f"{f.recompute_share:.1%}",
+            "staleness mean (max)": f"{staleness:.2f} ({max(map(int, f.staleness))})",
+            "latency mean / max, s": f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
+            "weight wait, s": f"{f.weight_wait_s:.1f}",
+            "machine's CPU (own)": f"{result.cpu:.0%} ({result.own_cpu:.0%}){validity}",
+        }
+        rows.append(cells)
+    lines = [rows[0], ["---"] * len(rows[0]), *(cells.values() for cells in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def ablation(results: Mapping[str, Result]) -> str:

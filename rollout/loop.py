@@ -55,16 +55,7 @@ class Rollout:
         self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._clock = Clock(recipe.emulated.speed)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
-        self.migration = Migration(
-            fleet,
-            self._mailbox,
-            generator,
-            self.leases,
-            recipe.repack,
-            self.max_running,
-            self._trace,
-            deadlines or MoveDeadlines(),
-        )
+        self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
         self._totals = _Totals()
@@ -109,7 +100,6 @@ class Rollout:
         self._mailbox.close()
 
     def handle(self, envelope: Envelope) -> None:
-        """Act on a message of the hub or of another rollout."""
         match envelope.message:
             case LeaseGrant() as grant:
                 for lease, fresh in self.leases.take(grant, self.generator.weights.version):
@@ -148,7 +138,6 @@ class Rollout:
             self.handle(envelope)
 
     def _start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
-        """Tokenize a prompt and give its samples to the generator."""
         if not fresh:
             return
         tokens = self.generator.prompt_ids(fresh[0].row)
@@ -165,7 +154,6 @@ class Rollout:
             self._finish_row(held, reward=None, failure=problem)
 
     def _request_leases(self, is_outdated: bool) -> None:
-        """Ask the hub for groups while there is room and no newer version waits."""
         if self.generator.idle:
             self.leases.drained()
         busy = self.generator.num_running + self.generator.num_waiting
@@ -203,23 +191,9 @@ class Rollout:
 
     def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
         del self.leases.held[held.row_id.number]
-        done, versions = held.completion, held.token_versions()
-        self._row_writer.submit(
-            FinishedRow(
-                row=held.row_id,
-                attempt=held.attempt,
-                version=min(versions, default=held.version),
-                prompt_ids=done.prompt_ids if done else [],
-                response_ids=done.token_ids if done else [],
-                logprobs=done.logprobs if done else [],
-                versions=versions,
-                reward=reward,
-                failure=failure,
-            )
-        )
+        self._row_writer.submit(FinishedRow(held, reward, failure))
 
     def _report(self) -> None:
-        """Report load and totals to the hub, once a period."""
         now = self._clock.now()
         if now - self._totals.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
             return

@@ -31,7 +31,6 @@ class RolloutPacing:
 
     @staticmethod
     def from_recipe(recipe: Recipe) -> "RolloutPacing":
-        """The rules for each rollout of a run."""
         settings = (recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas)
         return RolloutPacing.of(recipe.run.schedule, *settings)
 

@@ -4,41 +4,39 @@ import queue
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..comm.mailbox import Mailbox
-from ..comm.messages import RowDone, RowId
+from ..comm.messages import RowDone
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
+
+if TYPE_CHECKING:
+    from .leases import LeasedRow
 
 POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class FinishedRow:
-    """A finished trajectory: prompt and response tokens, log-probs, reward, and the lease that it belongs to."""
+    """A finished trajectory with its lease and its reward; with `failure` it may have no completion."""
 
-    row: RowId
-    attempt: int
-    version: int
-    """The lowest of `versions`."""
-    prompt_ids: list[int]
-    response_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    """The version that drew each token of the response."""
+    held: "LeasedRow"
     reward: float | None
     failure: str = ""
 
     def columns(self) -> dict[str, np.ndarray]:
         """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
+        done = self.held.completion
+        assert done is not None
         return {
-            "prompt_ids": np.array(self.prompt_ids, dtype=np.int32),
-            "response_ids": np.array(self.response_ids, dtype=np.int32),
-            "rollout_logprobs": np.array(self.logprobs, dtype=np.float32),
-            "versions": np.array(self.versions, dtype=np.int32),
-            "loss_mask": np.ones(len(self.response_ids), dtype=np.uint8),
+            "prompt_ids": np.array(done.prompt_ids, dtype=np.int32),
+            "response_ids": np.array(done.token_ids, dtype=np.int32),
+            "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
+            "versions": np.array(self.held.token_versions(), dtype=np.int32),
+            "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
             "reward": np.array([self.reward], dtype=np.float32),
         }
 
@@ -82,16 +80,15 @@ class RowWriter:
             self._error = error
 
     def _write(self, row: FinishedRow) -> None:
-        units = [] if row.failure else self._storage.put_row(row.row.key(row.attempt), row.columns())
-        num_tokens = len(row.prompt_ids) + len(row.response_ids)
-        done = RowDone(
-            row=row.row,
-            attempt=row.attempt,
-            version=row.version,
-            storage_ids=units,
-            num_tokens=num_tokens,
+        held, done, versions = row.held, row.held.completion, row.held.token_versions()
+        message = RowDone(
+            row=held.row_id,
+            attempt=held.attempt,
+            version=min(versions, default=held.version),
+            storage_ids=[] if row.failure else self._storage.put_row(held.row_id.key(held.attempt), row.columns()),
+            num_tokens=len(done.prompt_ids) + len(done.token_ids) if done else 0,
             reward=row.reward,
-            num_versions=len(set(row.versions)) or 1,
+            num_versions=len(set(versions)) or 1,
             failure=row.failure,
         )
-        self._mailbox.send("hub", done)
+        self._mailbox.send("hub", message)

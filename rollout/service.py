@@ -18,6 +18,7 @@ from ..relay.weights.layout import Layout, host_buffer
 from ..relay.weights.reader import WeightReader
 from ..trainer.policy.model import load_policy
 from ..trainer.policy.tensor_parallel import splits_for
+from .engine.sequence import Completion
 from .leases import HeldLeases, LeasedRow
 from .pacing import RolloutPacing
 from .row_writer import FinishedRow, RowWriter
@@ -42,7 +43,6 @@ class GeneratorService:
         self._reader = WeightReader(fleet, self._layout, recipe.comm)
 
     def start(self) -> "GeneratorService":
-        """Start the thread that writes finished trajectories."""
         self._row_writer.start()
         return self
 
@@ -96,19 +96,9 @@ class GeneratorService:
     ) -> None:
         """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks."""
         del self._leases.held[sample.row_id.number]
-        self._row_writer.submit(
-            FinishedRow(
-                row=sample.row_id,
-                attempt=sample.attempt,
-                version=self.version,
-                prompt_ids=list(prompt_ids),
-                response_ids=list(response_ids),
-                logprobs=list(logprobs),
-                versions=[self.version] * len(response_ids),
-                reward=reward,
-                failure=failure,
-            )
-        )
+        tokens = (list(prompt_ids), list(response_ids), list(logprobs))
+        sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="")
+        self._row_writer.submit(FinishedRow(sample, reward, failure))
 
     def close(self) -> None:
         """Deliver the submitted trajectories, report the unfinished ones to the hub, close the connections."""

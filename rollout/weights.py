@@ -51,7 +51,6 @@ class RolloutWeights:
         policy.to(device)
 
     def newest(self) -> int:
-        """The newest complete version that the relay shows; -1 before the first."""
         newest = self._reader.newest()
         return -1 if newest is None else newest
 

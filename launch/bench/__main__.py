@@ -83,12 +83,6 @@ def choose(words: Sequence[str]) -> list[Workload]:
     return [workload for workload in CATALOGUE if not words or workload.names & {*words}]
 
 
-def describe(workload: Workload) -> str:
-    """The line of `--list` for a workload."""
-    rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
-    return f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}\n"
-
-
 def main(words: Sequence[str]) -> int:
     """Run the chosen workloads, print the table; returns the exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=(__doc__ or "").split("\n")[0])
@@ -109,7 +103,9 @@ def main(words: Sequence[str]) -> int:
     if given.runs < 1:
         parser.error("--runs: at least 1")
     if given.list:
-        sys.stdout.writelines(map(describe, chosen))
+        for workload in chosen:
+            rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
+            print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
         return 0
     run(chosen, Options(given.megabytes, given.seconds, given.events, given.peer_python), given.runs, given.json)
     return 0

@@ -59,7 +59,6 @@ class Scenario:
         ]
 
     def requests(self) -> list[tuple[list[int], int]]:
-        """The prompt and the response length of each sample."""
         return [(prompt, length) for prompt, lengths in self.groups() for length in lengths]
 
 
@@ -155,9 +154,8 @@ def by_generate_batch(path: Path, scenario: Scenario) -> Callable[[], None]:
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     done[result.request_id] = len(result.logprobs)
-        assert done == {str(i): n for i, (_, n) in enumerate(requested)}, (
-            "generate_batch returned other lengths than requested"
-        )
+        lengths = {str(index): n for index, (_, n) in enumerate(requested)}
+        assert done == lengths, "generate_batch returned other lengths than requested"
 
     return run
 

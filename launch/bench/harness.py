@@ -23,16 +23,12 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The sizes that a user can set."""
+    """The sizes that a user can set; the help texts of the command say what they are."""
 
     megabytes: int = 256
-    """Size of a version in the workloads tcp-link and shm-copies."""
     seconds: float = 60.0
-    """Duration of `load`."""
     events: int = 1_000_000
-    """Length of the journal that `journal-replay` reads."""
     peer_python: str | None = None
-    """An interpreter that has TransferQueue."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -72,12 +68,9 @@ def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """The medians of several runs of one workload, one measurement for each figure."""
     rows: list[Measurement] = []
     for same in zip(*runs, strict=True):
-        values, ratios = [row.value for row in same], [row.ratio for row in same]
-        pairs = tuple(zip(values, ratios, strict=True))
-        row = msgspec.structs.replace(
-            same[0], value=statistics.median(values), ratio=statistics.median(ratios), runs=pairs
-        )
-        rows.append(row)
+        pairs = tuple((row.value, row.ratio) for row in same)
+        value, ratio = map(statistics.median, zip(*pairs, strict=True))
+        rows.append(msgspec.structs.replace(same[0], value=value, ratio=ratio, runs=pairs))
     return rows
 
 
@@ -105,10 +98,9 @@ def command(module: str, *words: object) -> list[str]:
 
 
 class BenchProcess:
-    """A process that reports in lines. It ends by itself or when its standard input ends."""
+    """A process that reports in lines. It ends by itself or when its standard input ends; `environment` replaces ours."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start the process, with `environment` in place of the benchmarks' own."""
         self.name = " ".join(words)
         self.process = subprocess.Popen(
             words,

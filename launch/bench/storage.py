@@ -13,6 +13,7 @@ from .harness import ENVIRONMENT, BenchProcess, Measurement, Options, best_secon
 
 _NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS = 1024, 9, 8192
 _ROUNDS = 8
+_PEER = Path(__file__).with_name("transferqueue_peer.py")
 
 
 def beside_peer(name: str, options: Options) -> list[Measurement]:
@@ -22,10 +23,13 @@ def beside_peer(name: str, options: Options) -> list[Measurement]:
         return []
     table = np.random.default_rng(0).integers(0, 1000, (_NUM_COLUMNS, _NUM_ROWS, _NUM_TOKENS), dtype=np.int32)
     rows = {str(i): {f"column_{j}": table[j, i] for j in range(_NUM_COLUMNS)} for i in range(_NUM_ROWS)}
+    sizes = map(str, (_NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS))
+    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", *ENVIRONMENT}}
     with ExitStack() as stack:
         unit = stack.enter_context(BenchProcess(command("storage_load", "unit")))
         client = stack.enter_context(closing(StorageClient(unit.line())))
-        peer = stack.enter_context(_peer(options.peer_python))
+        peer = stack.enter_context(BenchProcess([options.peer_python, str(_PEER), *sizes], environment))
+        peer.line("ready")
         rounds: list[dict[str, float]] = []
         works = {
             "put": lambda: client.put_many(rows),
@@ -41,15 +45,3 @@ def beside_peer(name: str, options: Options) -> list[Measurement]:
         Measurement(name, "transferqueue", value, unit, min(each[name] for each in rounds) / ours[name])
         for name, (value, unit) in figures.items()
     ]
-
-
-def _peer(python: str) -> BenchProcess:
-    """TransferQueue in its own interpreter and environment, once it is ready."""
-    script = str(Path(__file__).with_name("transferqueue_peer.py"))
-    sizes = [str(size) for size in (_NUM_ROWS, _NUM_COLUMNS, _NUM_TOKENS)]
-    ours = {"PYTHONPATH", *ENVIRONMENT}
-    peer = BenchProcess(
-        [python, script, *sizes], {name: value for name, value in os.environ.items() if name not in ours}
-    )
-    peer.line("ready")
-    return peer

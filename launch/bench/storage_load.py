@@ -40,12 +40,11 @@ def load(name: str, options: Options) -> list[Measurement]:
         stack.callback(ended.set)
         reading = [pool.submit(_read, address, reader, ended) for reader in range(_NUM_READERS)]
         started = time.monotonic()
-        writers = [
-            stack.enter_context(
-                BenchProcess(command("storage_load", "writers", address, first, per_process, options.seconds))
-            )
-            for first in range(0, _NUM_WRITERS, per_process)
+        firsts = range(0, _NUM_WRITERS, per_process)
+        commands = [
+            command("storage_load", "writers", address, first, per_process, options.seconds) for first in firsts
         ]
+        writers = [stack.enter_context(BenchProcess(words)) for words in commands]
         time.sleep(options.seconds / 4)
         _, early = map(int, unit.ask().split())
         num_written = sum(int(writer.line(deadline_s=options.seconds + _PATIENCE_S)) for writer in writers)

@@ -69,16 +69,17 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
     for row in inside:
         trained.update(row["staleness/hist"])
     waits = [weight_wait_s(timeline.spans[name], window) for name in rollouts]
+    kv_utils = [util for name in rollouts for util in _inside(timeline.samples[name], "kv_util", window)]
     return Figures(
         tokens_per_s=sum(row["perf/throughput"] * row["timing_s/step"] for row in inside) / window.seconds,
         step_s=window.seconds / len(inside),
         idle_actor=1 - _share(timeline.spans["actor-0"], "train", window),
         idle_rollout=1 - sum(_share(timeline.spans[name], "generate", window) for name in rollouts) / len(rollouts),
-        kv_util=_mean_sample([timeline.samples[name] for name in rollouts], "kv_util", window),
+        kv_util=sum(kv_utils) / max(len(kv_utils), 1),
         recompute_share=_growth([timeline.samples[name] for name in rollouts], "recomputed", window) * prefill_s,
         weight_wait_s=sum(waits) / len(waits) / len(inside),
         latency=_latency(run_dir, timeline.speed, window),
-        staleness=_shares(trained),
+        staleness={lag: trained[lag] / trained.total() for lag in sorted(trained, key=int)},
     )
 
 
@@ -109,11 +110,6 @@ def _share(spans: Sequence[Span], state: str, window: Window) -> float:
     return sum(window.share(span) for span in spans if span.state == state) / window.seconds
 
 
-def _mean_sample(samples: Sequence[Sequence[CounterSample]], name: str, window: Window) -> float:
-    values = [value for each in samples for value in _inside(each, name, window)]
-    return sum(values) / max(len(values), 1)
-
-
 def _inside(samples: Sequence[CounterSample], name: str, window: Window) -> list[float]:
     return [sample.values[name] for sample in samples if window.start <= sample.at < window.end]
 
@@ -141,8 +137,3 @@ def _latency(run_dir: Path, speed: float, window: Window) -> Latency:
             case _:
                 pass
     return Latency(sum(seconds) / max(len(seconds), 1), max(seconds, default=0.0))
-
-
-def _shares(counts: Counter[str]) -> dict[str, float]:
-    total = sum(counts.values())
-    return {key: counts[key] / total for key in sorted(counts, key=int)}

@@ -21,12 +21,13 @@ def draw_comparison(figures: Mapping[str, "Figures"], path: Path) -> None:
     """Plot the figures of all runs: throughput, idle shares, KV use, staleness, trajectory latency, weight waiting."""
     names = list(figures)
     each = list(figures.values())
+    lags = sorted({lag for f in each for lag in f.staleness}, key=int)
     figure, axes = pyplot().subplots(2, 3, figsize=(15, 7), layout="constrained")
     panels: dict[str, dict[str, list[float]]] = {
         "tokens/s": {"": [f.tokens_per_s for f in each]},
         "idle share": {"trainer": [f.idle_actor for f in each], "rollouts": [f.idle_rollout for f in each]},
         "KV cache in use": {"": [f.kv_util for f in each]},
-        "staleness, share of trajectories": _staleness(each),
+        "staleness, share of trajectories": {lag: [f.staleness.get(lag, 0.0) for f in each] for lag in lags},
         "trajectory latency, s": {"mean": [f.latency.mean for f in each], "max": [f.latency.max for f in each]},
         "weight waiting, s per rollout and step": {"": [f.weight_wait_s for f in each]},
     }
@@ -62,11 +63,6 @@ def draw_gantt(timeline: "Timeline", title: str, path: Path) -> None:
     axis.set_xlabel("seconds (emulated, where devices are)")
     axis.set_title(f"{title}: {', '.join(_COLOURS)}")
     _save(figure, path)
-
-
-def _staleness(each: list["Figures"]) -> dict[str, list[float]]:
-    lags = sorted({lag for figures in each for lag in figures.staleness}, key=int)
-    return {lag: [figures.staleness.get(lag, 0.0) for figures in each] for lag in lags}
 
 
 def pyplot() -> Any:

@@ -33,14 +33,13 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and text of each line of the table."""
-    account, has_reward = summary["accounting"], "reward_first" in summary
+    account = summary["accounting"]
+    reward = "{reward_first:.3f} -> {reward_last:.3f}  (first and last tenth)"
     parts = " + ".join(f"{account[key]} {key.replace('_', ' ')}" for key in _PARTS if key in account)
     verdict = "holds" if account["holds"] else "DOES NOT HOLD"
     rows = {
         "run": f"{summary.get('status')} after {summary.get('steps')} steps",
-        "reward": "{reward_first:.3f} -> {reward_last:.3f}  (first and last tenth)".format_map(summary)
-        if has_reward
-        else "",
+        "reward": reward.format_map(summary) if "reward_first" in summary else "",
         "tokens/s": f"{summary.get('tokens_per_s', 0):,.0f}",
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
@@ -52,6 +51,4 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _histogram(counts: Mapping[str, int]) -> str:
     total = sum(counts.values())
-    if not total:
-        return "none"
-    return ", ".join(f"{key}: {100 * count / total:.1f} %" for key, count in counts.items())
+    return ", ".join(f"{key}: {100 * count / total:.1f} %" for key, count in counts.items()) if total else "none"

@@ -1,7 +1,6 @@
 """The timeline of a run: the processes' files under `trace/` on one time axis, and `trace.json` for Perfetto."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +43,11 @@ class Timeline:
     def _read(self, path: Path) -> None:
         spans, samples = self.spans.setdefault(path.stem, []), self.samples.setdefault(path.stem, [])
         shift = 0.0
-        for line in _lines(path):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                line: dict[str, Any] = json.loads(text)
+            except ValueError:
+                continue  # the last line of a process that was killed
             if "process" in line:
                 self.speed = line["speed"]
                 shift = line["wall"] * self.speed - line["clock"]
@@ -70,11 +73,3 @@ class Timeline:
                     point = {"ph": "C", "name": counter, "ts": 1e6 * (sample.at - zero), "args": {counter: value}}
                     events.append(point | common)
         path.write_text(json.dumps({"traceEvents": events}))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            continue  # the last line of a process that was killed

@@ -52,15 +52,14 @@ def calibrate(generator: "Generator", max_batch: int) -> GeneratorProfile:
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
     prefill_s = _prefill_s(generator, params)
     curve: list[tuple[int, float]] = []
-    ids: list[int] = []
-    for batch in _doubling(max_batch):
-        new = range(-len(ids) - 1, -batch - 1, -1)
-        ids += new
-        generator.add_group(_prompt(generator, PROMPT_TOKENS), params, new)
+    batch = 0
+    while batch < max_batch:
+        before, batch = batch, min(max(1, 2 * batch), max_batch)
+        generator.add_group(_prompt(generator, PROMPT_TOKENS), params, range(-before - 1, -batch - 1, -1))
         if (seconds := _step_s(generator, batch)) is None:
             break
         curve.append((batch, seconds))
-        if curve[-1][1] > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
+        if seconds > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
             break
     _drop_all(generator)
     return GeneratorProfile(batch_bound(curve), prefill_s)
@@ -80,13 +79,6 @@ def batch_bound(curve: Iterable[tuple[int, float]]) -> int:
             return int(before[0] + share * (point[0] - before[0]))
         before = point
     return before[0]
-
-
-def _doubling(most: int) -> list[int]:
-    batches = [1]
-    while batches[-1] < most:
-        batches.append(min(2 * batches[-1], most))
-    return batches
 
 
 def _step_s(generator: "Generator", batch: int) -> float | None:

@@ -48,14 +48,11 @@ _decoder = msgspec.msgpack.Decoder(list[_PayloadItem], dec_hook=_refuse)
 
 def encode_rows(rows: Sequence[MovedRow]) -> list[np.ndarray]:
     """The payload in pieces, each uint8 [num_bytes]; caches are not copied."""
-    caches = [t.state.cache for t in rows]
-    items = [
-        _PayloadItem(t.held, replace(t.state, cache=None), *_form(cache)) for t, cache in zip(rows, caches, strict=True)
-    ]
-    head = _encoder.encode(items)
+    caches = [t.state.cache for t in rows if t.state.cache is not None]
+    head = _encoder.encode([_PayloadItem(t.held, replace(t.state, cache=None), *_form(t.state.cache)) for t in rows])
     padding = bytes(-(_LENGTH_BYTES + len(head)) % _LENGTH_BYTES)
     pieces = [np.frombuffer(len(head).to_bytes(_LENGTH_BYTES, "little") + head + padding, dtype=np.uint8)]
-    return pieces + [c.contiguous().flatten().view(torch.uint8).numpy() for c in caches if c is not None]
+    return pieces + [c.contiguous().flatten().view(torch.uint8).numpy() for c in caches]
 
 
 def decode_rows(payload: np.ndarray) -> list[MovedRow]:

@@ -10,7 +10,6 @@ process dies or a message is repeated.
 import logging
 import math
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from ...comm.messages.migration import (
     TransferOffered,
     TransferRefused,
 )
-from ...comm.recipe import RepackSettings
+from ...comm.recipe import Recipe
 from ...comm.trace import Trace
 from ...relay.repack import Report, can_fit
 from ..leases import HeldLeases, LeasedRow
@@ -58,8 +57,7 @@ class MoveDeadlines:
 class PendingMove:
     """An offer to another rollout; `rows` are the trajectories that no other rollout has claimed yet."""
 
-    request_id: int
-    version: int
+    order: MigrateOrder
     to: Member
     rows: dict[RowId, MovedRow]
     transfer: OutgoingTransfer
@@ -81,25 +79,24 @@ class Migration:
         mailbox: Mailbox,
         generator: "Generator",
         leases: HeldLeases,
-        settings: RepackSettings,
-        max_batch: int,
+        recipe: Recipe,
         trace: Trace,
-        deadlines: MoveDeadlines,
+        deadlines: MoveDeadlines | None = None,
     ) -> None:
         self._fleet = fleet
         self._mailbox = mailbox
         self._generator = generator
         self._leases = leases
-        self._settings = settings
-        self._max_batch = max_batch
+        self._settings = recipe.repack
+        self._max_batch = recipe.generator.max_running
         self._trace = trace
-        self._deadlines = deadlines
+        self._deadlines = deadlines or MoveDeadlines()
         self.profile: GeneratorProfile | None = None
         """None until `begin`: every order and offer is refused."""
         self.pending: dict[int, PendingMove] = {}
         self._incoming: dict[tuple[str, int], tuple[TransferOffered, IncomingTransfer]] = {}
         self._claims: dict[int, tuple[ClaimRows, float]] = {}
-        self._costs = TransferCostModel(settings.transfer)
+        self._costs = TransferCostModel(recipe.repack.transfer)
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._last_request_id = fleet.incarnation << 32
         self._io_pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"{fleet.name} transfer")
@@ -137,7 +134,6 @@ class Migration:
         return [t.held for move in self.pending.values() for t in move.rows.values()]
 
     def handle(self, sender: str, message: Message) -> None:
-        """Act on a message of the hub or of another rollout; other messages are ignored."""
         match message:
             case MigrateOrder():
                 self._on_migrate(message)
@@ -179,7 +175,6 @@ class Migration:
     # --------------------------------------------------------------------------------------------------- as the source
 
     def _on_migrate(self, order: MigrateOrder) -> None:
-        """Start the move, or report a refusal to the hub."""
         to, refusal = self._destination(order.to), ""
         if self.profile is None:
             refusal = "unable"
@@ -208,16 +203,8 @@ class Migration:
         transfer = OutgoingTransfer(
             self._fleet, self._io_pool, to, self._last_request_id, pieces, self._deadlines.link_s
         )
-        self.pending[self._last_request_id] = PendingMove(
-            order.request_id,
-            order.version,
-            to,
-            {row.held.row_id: row for row in rows},
-            transfer,
-            with_cache,
-            export_s,
-            began,
-        )
+        by_id = {row.held.row_id: row for row in rows}
+        self.pending[self._last_request_id] = PendingMove(order, to, by_id, transfer, with_cache, export_s, began)
         offer = TransferOffered(
             request_id=self._last_request_id,
             version=order.version,
@@ -235,8 +222,8 @@ class Migration:
         move = self.pending.pop(request_id, None)
         if move is None:
             return
-        assert move.version == self._generator.weights.version, "the weights changed during a move"
-        self._resume(t for t in move.rows.values() if t.held.row_id.number not in self._leases.held)
+        assert move.order.version == self._generator.weights.version, "the weights changed during a move"
+        self._resume([t for t in move.rows.values() if t.held.row_id.number not in self._leases.held])
         self._end(move, reason)
 
     def _on_reassigned(self, rows: dict[RowId, int]) -> None:
@@ -256,14 +243,13 @@ class Migration:
                 self._drop(held)
 
     def _end(self, move: PendingMove, reason: str) -> None:
-        """Close a move and report its result to the hub."""
         transfer = move.transfer
         if move.with_cache and transfer.seconds is not None:
             self._costs.record(bool(transfer.path), transfer.num_bytes, move.export_s + transfer.seconds)
         transfer.close()
         self._trace.span("move", move.began, to=move.to.name, rows=move.num_gone, refusal=reason)
         moved = (move.num_gone, transfer.num_bytes, "") if move.num_gone else (0, 0, reason)
-        self._mailbox.send("hub", MigrateResult(move.request_id, *moved))
+        self._mailbox.send("hub", MigrateResult(move.order.request_id, *moved))
 
     # ---------------------------------------------------------------------------------------------- as the destination
 
@@ -305,21 +291,18 @@ class Migration:
 
     # ------------------------------------------------------------------------------------------------------------ both
 
-    def _resume(self, moved_rows: Iterable[MovedRow]) -> None:
+    def _resume(self, rows: list[MovedRow]) -> None:
         """Continue trajectories, and claim their leases of the hub."""
-        rows: list[RowId] = []
-        attempts: list[int] = []
+        if not rows:
+            return
         self._last_request_id += 1
-        for held, state in moved_rows:
+        for held, state in rows:
             self._generator.import_sequences([state])
             self._leases.held[state.trajectory_id] = held
             held.claim_id = self._last_request_id
-            rows.append(held.row_id)
-            attempts.append(held.attempt)
-        if rows:
-            claim = ClaimRows(self._last_request_id, rows, attempts)
-            self._claims[self._last_request_id] = (claim, time.monotonic())
-            self._mailbox.send("hub", claim)
+        claim = ClaimRows(self._last_request_id, [t.held.row_id for t in rows], [t.held.attempt for t in rows])
+        self._claims[self._last_request_id] = (claim, time.monotonic())
+        self._mailbox.send("hub", claim)
 
     def _on_claimed(self, answer: ClaimResult) -> None:
         if answer.request_id not in self._claims:
