@@ -28,13 +28,6 @@ class CheckpointSource:
 
         Raises `VersionNotAvailable` if the run has no checkpoint of it, `WrongDigest` if that is not what was published.
         """
-        published, folder = self._find(version)
-        layout.write(self._load(folder), into)
-        if layout.digest(into) != published.digest:
-            raise WrongDigest(f"{folder} does not hold version {version}: the journal has another digest of it")
-        return published.digest
-
-    def _find(self, version: int) -> tuple[Published, Path]:
         journal = self._run_dir / "journal.jsonl"
         published, folders = None, {}
         for _, event in read_events(journal) if journal.exists() else ():
@@ -51,4 +44,7 @@ class CheckpointSource:
                 f"no relay holds version {version}, and the run has no checkpoint of step {version};"
                 " checkpoint.every and checkpoint.keep decide which are kept"
             )
-        return published, folder
+        layout.write(self._load(folder), into)
+        if layout.digest(into) != published.digest:
+            raise WrongDigest(f"{folder} does not hold version {version}: the journal has another digest of it")
+        return published.digest

@@ -121,9 +121,13 @@ def encode(base: np.ndarray, new: np.ndarray, width: int) -> np.ndarray:
 
 def encode_at(new: np.ndarray, changed: np.ndarray, width: int) -> np.ndarray:
     """The delta that carries the elements of `new` at the places `changed`, int64 in ascending order."""
-    positions = _with_waypoints(changed)
-    gaps = np.diff(positions, prepend=-1).astype(np.uint16)
-    return np.concatenate([gaps.view(np.uint8), new.view(f"u{width}")[positions].view(np.uint8)])
+    gaps = np.diff(changed, prepend=-1)
+    far = np.flatnonzero(gaps > _FARTHEST)
+    if far.size:
+        waypoints = [np.arange(changed[i] - gaps[i] + _FARTHEST, changed[i], _FARTHEST) for i in far]
+        changed = np.sort(np.concatenate([changed, *waypoints]))
+        gaps = np.diff(changed, prepend=-1)
+    return np.concatenate([gaps.astype(np.uint16).view(np.uint8), new.view(f"u{width}")[changed].view(np.uint8)])
 
 
 def decode(delta: np.ndarray, width: int, num_elements: int) -> tuple[np.ndarray, np.ndarray]:
@@ -133,15 +137,6 @@ def decode(delta: np.ndarray, width: int, num_elements: int) -> tuple[np.ndarray
     if rest or (count and positions[-1] >= num_elements):
         raise ValueError(f"a delta of {delta.nbytes} bytes does not fit {num_elements} elements")
     return positions, delta[2 * count :].copy().view(f"u{width}")
-
-
-def _with_waypoints(changed: np.ndarray) -> np.ndarray:
-    before = np.concatenate([[-1], changed[:-1]]) if changed.size else changed
-    far = np.flatnonzero(changed - before > _FARTHEST)
-    if not far.size:
-        return changed
-    waypoints = [np.arange(before[i] + _FARTHEST, changed[i], _FARTHEST) for i in far]
-    return np.sort(np.concatenate([changed, *waypoints]))
 
 
 def _places(ranges: ByteRanges, elements: np.ndarray, width: int) -> np.ndarray:

@@ -171,15 +171,12 @@ class VersionSlots:
         """The slot's generation: odd while it is written."""
         return int(self._slot(slot)[_GENERATION])
 
-    def read(self, into: np.ndarray, version: int | None = None) -> StoredVersion:
-        """Copy a version (the newest for None) into a buffer, uint8 [num_bytes]. Raises `VersionNotAvailable`.
-
-        The copy is never torn: a slot that was written meanwhile is read again. Never waits for a writer.
-        """
-        return self.read_with(lambda source: np.copyto(into, source), version)[0]
-
     def read_with(self, copy: Callable[[np.ndarray], T], version: int | None = None) -> tuple[StoredVersion, T]:
-        """Like `read`, with the caller's own way to copy; also returns its result."""
+        """Copy a version (the newest for None) from its slot, uint8 [num_bytes]; also returns the result of `copy`.
+
+        The copy is never torn: a slot that was written meanwhile is read again. Never waits for a writer. Raises
+        `VersionNotAvailable`.
+        """
         while (stored := self.find(version)) is not None:
             is_locked = self.segment.try_lock(stored.slot, Lock.SHARED)
             try:

@@ -156,7 +156,6 @@ class VersionSender:
     """Sends versions of a store over links."""
 
     def __init__(self, version_store: "VersionStore", segment_path: str, chunk_bytes: int | None) -> None:
-        """`chunk_bytes` is the setting `comm.chunk_bytes`."""
         self._chunked_sender = ChunkedSender(chunk_bytes)
         self._version_store = version_store
         # An opening of its own, whose locks exclude the writer's; it is mapped now, since that takes too long in a repair.

@@ -86,8 +86,7 @@ class StoreUnderLoad(RuleBasedStateMachine):
         newest = self.reader.newest()
         if newest is None:
             return
-        into = np.zeros(NUM_BYTES, np.uint8)
-        held = self.reader.read(into)
+        held, into = self.reader.read_with(np.copy)
         assert held.version == newest >= self.seen
         assert np.array_equal(into, content(held.version))
         self.seen = newest
