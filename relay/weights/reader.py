@@ -66,7 +66,6 @@ class WeightReader:
         else:
             segment = Segment.create_anonymous(f"{fleet.name} weights")
             self._mirror = WeightMirror(fleet, segment, settings)
-            self._mirror.start()
         self.slots = VersionSlots(segment)
         """The versions in memory that this process can read."""
         self._check: Future[None] | None = None
@@ -77,6 +76,7 @@ class WeightReader:
 
         Another thread checks the bytes of a version seen for the first time against its digest, so `pull` can skip that.
         """
+        self._start_mirror()
         if (newest := self.slots.newest_stored()) is None:
             return None
         if self.checked != newest and (self._check is None or self._check.done()):
@@ -89,6 +89,7 @@ class WeightReader:
         Waits for a relay's first version if there is none yet; raises `WaitTimeout` past the deadline, `WrongDigest` if the
         relay serves another layout or its bytes are still wrong the third time.
         """
+        self._start_mirror()
         with waiting(self.relay, "a first version", deadline_s) as wait:
             wait.until(lambda: self.slots.newest() is not None)
         self.layout.check(self.slots.fingerprint, self.relay)
@@ -126,6 +127,11 @@ class WeightReader:
         if whole is not into:
             self._take(whole, into)
         return Receipt(version, found)
+
+    def _start_mirror(self) -> None:
+        """On a host without a relay, start to receive versions with the first call of `newest` or `pull`."""
+        if self._mirror is not None:
+            self._mirror.start()
 
     def close(self) -> None:
         if self._mirror is not None:
@@ -165,7 +171,9 @@ class WeightMirror:
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} weight mirror", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Start to receive; a second call changes nothing."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
