@@ -65,8 +65,7 @@ class WeightReader:
             segment = Segment.open(relay.info["segment"])
         else:
             segment = Segment.create_anonymous(f"{fleet.name} weights")
-            self._mirror = WeightMirror(fleet, segment, settings)
-            self._mirror.start()
+            self._mirror = WeightMirror.open(fleet, segment, settings)
         self.slots = VersionSlots(segment)
         """The versions in memory that this process can read."""
         self._check: Future[None] | None = None
@@ -164,8 +163,11 @@ class WeightMirror:
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"{fleet.name} weight mirror", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    @classmethod
+    def open(cls, fleet: Fleet, segment: Segment, settings: CommSettings) -> "WeightMirror":
+        mirror = cls(fleet, segment, settings)
+        mirror._thread.start()
+        return mirror
 
     def close(self) -> None:
         self._stop.set()
