@@ -1,4 +1,4 @@
-"""What every test gets: folders of its own, and a look at what it leaves behind."""
+"""Every test gets folders of its own, and must leave nothing behind."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ MARK = "HEADRACE_TEST"
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 PATIENCE_S = 60.0
 
-# A busy machine is slow; that is no failure of an example.
+# On a busy machine an example may take long without being wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -44,7 +44,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a process, a thread, a shared-memory segment or a patched library behind.
 
     Its processes are known by a mark in the environment that they inherit, so orphans are found as well, and other tests
-    that run at the same time are left alone. What the test has handed to `at_end` is closed first; a process that is left
+    that run at the same time are left alone. The functions that the test gave to `at_end` are called first; a process that is left
     after that is killed, so that it spoils no other test.
     """
     mark = uuid.uuid4().hex
@@ -80,7 +80,7 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
             if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append((int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
         except OSError:
-            continue  # it has ended meanwhile, or belongs to somebody else
+            continue  # it has ended meanwhile, or belongs to another user
     return found
 
 

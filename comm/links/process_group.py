@@ -10,9 +10,6 @@ from ..errors import LinkBroken
 if TYPE_CHECKING:
     from ..store import StoreClient
 
-_NO_TIMEOUT = timedelta(days=1)
-"""The watchdog of NCCL ends the process at its timeout, so the users of a group check the clock instead."""
-
 
 def open_group(
     backend: str, store: "StoreClient", name: str, end: int, deadline_s: float, interface: str
@@ -34,7 +31,8 @@ def open_group(
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = _NO_TIMEOUT
+        # The watchdog of NCCL ends the process at its timeout, so the users of a group check the clock instead.
+        options._timeout = timedelta(days=1)
         return ProcessGroupNCCL(prefix, end, 2, options)  # pyright: ignore[reportReturnType]
     except RuntimeError as error:
         raise LinkBroken(f"link {name}: {error}") from error

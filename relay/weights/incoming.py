@@ -129,7 +129,6 @@ class IncomingVersion:
             return join_digests(self._chunks) if len(self._chunks) * GRID_BYTES >= self.offer.num_bytes else ""
 
     def part_digest(self, part: int) -> str:
-        """The digest of one part's bytes."""
         if self.offer.num_parts == 1:
             return self.whole_digest()
         return digest_of_ranges(self.buffer, self._ranges[part].spans)

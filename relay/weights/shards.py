@@ -41,7 +41,6 @@ class WeightShard:
 
     @staticmethod
     def whole(layout: Layout) -> "WeightShard":
-        """The whole layout, of a single rank."""
         return WeightShard(layout, 0, 1, ())
 
     @staticmethod

@@ -155,8 +155,7 @@ class VersionSlots:
         return None
 
     def complete_versions(self) -> list[StoredVersion]:
-        found = [s for i in range(NUM_SLOTS) if self.fingerprint and (s := self._stored(i)) is not None]
-        return sorted(found)
+        return sorted(s for i in range(NUM_SLOTS) if self.fingerprint and (s := self._stored(i)) is not None)
 
     def find(self, version: int | None) -> StoredVersion | None:
         """A complete version, or the newest for None."""

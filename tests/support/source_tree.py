@@ -59,7 +59,7 @@ def import_graph(nodes: Callable[[ast.AST], Iterable[ast.AST]] = at_import) -> G
 
 
 def circles(graph: Graph) -> Graph:
-    """What is left of a graph when modules without imports are taken away again and again."""
+    """The rest of a graph after modules without imports are removed again and again."""
     while ends := {name for name, targets in graph.items() if not targets}:
         graph = {name: targets - ends for name, targets in graph.items() if name not in ends}
     return graph
