@@ -1,85 +1,31 @@
 """One inbox for each name: small messages between processes, in order for each sender, signed with the run's secret.
 
-An envelope is one line of JSON (sender, sequence number, signature), then the message's JSON. The signature is an HMAC-SHA256
-over sender, receiver, sequence number and body. An envelope that is malformed, forged, addressed to another inbox or already
+An envelope (`signing.py`) that is malformed, forged, addressed to another inbox or already
 seen is counted in `refused`, logged and dropped; no part of it is ever executed.
 
 Names are "hub", "relay-0", "actor-0", "rollout-1"; a part of a process may own a sub-inbox such as "relay-0/weights".
 """
 
-import hashlib
-import hmac
 import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import msgspec
 from torch.distributed import DistError
 
 from .errors import MessageRefused, StoreGone
 from .messages.base import Message
-from .messages.codec import decode, encode
+from .signing import Envelope, MessageSigner
 from .waits import join_thread
 
 if TYPE_CHECKING:
     from .store import StoreClient
 
 _log = logging.getLogger(__name__)
-_MAX_ENVELOPE_BYTES = 4 << 20  # a store takes 8 MiB a value; above that it resets the connection
 _FLUSH_S = 10.0
 _IDLE_S = 60.0
 _Inbox = queue.SimpleQueue[bytes | None]
-
-
-class Envelope(NamedTuple):
-    """A message as it was received."""
-
-    sender: str
-    message: Message
-
-
-class _Head(msgspec.Struct, frozen=True, array_like=True):
-    sender: str
-    sequence: int
-    signature: str
-
-
-class MessageSigner:
-    """Signs messages and verifies them; remembers the highest sequence number seen of each sender."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._seen: dict[tuple[str, str], int] = {}
-
-    def sign(self, sender: str, to: str, sequence: int, message: Message) -> bytes:
-        """The bytes of an envelope."""
-        body = encode(message)
-        if len(body) > _MAX_ENVELOPE_BYTES:
-            raise ValueError(
-                f"a {type(message).__name__} of {len(body)} bytes to {to}: at most {_MAX_ENVELOPE_BYTES} fit"
-            )
-        head = _Head(sender, sequence, self._signature(sender, to, sequence, body))
-        return msgspec.json.encode(head) + b"\n" + body
-
-    def verify(self, to: str, envelope: bytes) -> Envelope:
-        """The message in an envelope that arrived in the inbox `to`; raises `MessageRefused`."""
-        line, _, body = envelope.partition(b"\n")
-        try:
-            head = msgspec.json.decode(line, type=_Head)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MessageRefused(f"not an envelope: {error}") from error
-        if not hmac.compare_digest(head.signature, self._signature(head.sender, to, head.sequence, body)):
-            raise MessageRefused(f"wrong signature for sender {head.sender!r}")
-        if head.sequence <= self._seen.get((head.sender, to), -1):
-            raise MessageRefused(f"message {head.sequence} of {head.sender!r} was seen before")
-        self._seen[head.sender, to] = head.sequence
-        return Envelope(head.sender, decode(body))
-
-    def _signature(self, sender: str, to: str, sequence: int, body: bytes) -> str:
-        parts = msgspec.json.encode([sender, to, sequence]) + b"\n" + body
-        return hmac.new(self._secret, parts, hashlib.sha256).hexdigest()
 
 
 class Mailboxes(ABC):

@@ -12,9 +12,9 @@ from msgspec.structs import asdict
 from ..comm.clock import Clock
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
-from ..comm.mailbox import Envelope
 from ..comm.messages import Lease, LeaseGrant, LoadReport, Stop, WeightsPulled
 from ..comm.recipe import Recipe
+from ..comm.signing import Envelope
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows

@@ -173,7 +173,7 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int
     ]
     if not doubtful:
         return {}
-    from ...rollout.engine.text import prompt_tokens
+    from ...rollout.engine.chat_template import prompt_tokens
     from ...trainer.policy.model import load_tokenizer
 
     tokenizer = load_tokenizer(policy.folder)

@@ -7,10 +7,11 @@ after the next message.
 import time
 from collections.abc import Callable, Mapping
 
-from ...comm.mailbox import Envelope, Mailbox
+from ...comm.mailbox import Mailbox
 from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
 from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
+from ...comm.signing import Envelope
 from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal

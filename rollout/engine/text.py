@@ -57,21 +57,6 @@ class Text:
         return text[: min(cuts)] if cuts else text
 
 
-def prompt_tokens(row: dict[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of the `prompt` of a data set's row: text as it is, chat messages through the tokenizer's template.
-
-    Raises `SettingError` for chat messages if the tokenizer has no template.
-    """
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    if not getattr(tokenizer, "chat_template", None):
-        raise SettingError(
-            "data.path: the prompts are chat messages, but the tokenizer of model.path has no chat template"
-        )
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-
-
 def check_prompt(prompt_ids: list[int], policy: "Policy") -> None:
     """Raise SettingError for a prompt that the policy cannot take."""
     if not prompt_ids:

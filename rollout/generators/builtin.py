@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
+from ..engine.chat_template import prompt_tokens
 from ..engine.engine import Engine
-from ..engine.text import prompt_tokens
 from ..tensor_parallel.lockstep import LeadEngine, run_follower
 from ..tensor_parallel.replica import TensorParallelGroup
 from ..weights import RolloutWeights

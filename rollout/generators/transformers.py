@@ -18,9 +18,9 @@ from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.weights.slots import Receipt
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
+from ..engine.chat_template import prompt_tokens
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion, SequenceProgress, SequenceState
-from ..engine.text import prompt_tokens
 from ..weights import RolloutWeights
 
 _BLOCK_TOKENS = 256  # of the KV cache; transformers' own default

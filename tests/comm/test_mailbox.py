@@ -9,8 +9,9 @@ from support.closing import at_end
 from support.in_memory import MemoryMailboxes
 
 from headrace.comm.errors import StoreGone
-from headrace.comm.mailbox import MessageSigner, StoreMailboxes
+from headrace.comm.mailbox import StoreMailboxes
 from headrace.comm.messages import Interrupted, ListStoredRows, Stop
+from headrace.comm.signing import MessageSigner
 from headrace.comm.store import StoreServer, connect_store
 
 SECRET = b"a secret of the run"

@@ -14,7 +14,6 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import random_prompts, tiny_policy
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import RowId
 from headrace.comm.messages.migration import (
     ClaimResult,
@@ -25,6 +24,7 @@ from headrace.comm.messages.migration import (
     TransferRefused,
 )
 from headrace.comm.recipe import Recipe
+from headrace.comm.signing import Envelope
 from headrace.launch.config.load import read_recipe
 from headrace.launch.report.timeline import Timeline
 from headrace.relay.dataset import JsonLines, PromptPool

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from support.in_memory import MemoryNetwork
 
-from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
+from headrace.comm.signing import Envelope
 from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-STORIES = Path(__file__).parent.parent.parent / "shared/models/stories260k"
+STORIES = Path(__file__).resolve().parents[3] / "shared/models/stories260k"
 """A real pre-trained policy of 260K parameters, where it is at hand."""
 
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not there")
@@ -74,8 +74,9 @@ def random_prompts(count, longest, seed=0) -> list[list[int]]:
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
-    """Log-probabilities [n] of a response by a plain transformers forward."""
+    """Log-probabilities [n] of a response by a plain transformers forward, in float32 or, for a float64 model, float64."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt_ids + token_ids])).logits[0].float()
+        logits = model(torch.tensor([prompt_ids + token_ids])).logits[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     rows = logits[len(prompt_ids) - 1 : -1] / temperature
     return rows.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from support.in_memory import MemoryMailboxes
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     DropRows,
     LeaseGrant,
@@ -37,6 +36,7 @@ from headrace.comm.messages.base import process_of
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
 from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
+from headrace.comm.signing import Envelope
 from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev

@@ -14,7 +14,7 @@ from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import Checkpoints
-from headrace.trainer.learners.actor import Actor
+from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.policy.model import load_tokenizer, save_policy
 from headrace.trainer.step_stats import StepStats
 

@@ -47,13 +47,17 @@ def test_greedy_responses_equal_those_of_transformers_generate(tmp_path, family)
 
 
 @needs_stories
-def test_logprobs_are_those_of_a_plain_forward():
+def test_logprobs_are_as_near_to_float64_as_those_of_a_plain_forward():
     engine = Engine(STORIES, max_running=16)
-    model = AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    plain = AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    exact = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float64).eval()
+    ours, theirs = [], []
     for completion in engine.generate(["Once upon a time", "Lily"] * 12, SamplingParams(max_new_tokens=200)):
-        expected = plain_logprobs(model, completion.prompt_ids, completion.token_ids)
-        assert (torch.tensor(completion.logprobs) - expected).abs().max() <= 2e-5
+        expected = plain_logprobs(exact, completion.prompt_ids, completion.token_ids)
+        ours.append((torch.tensor(completion.logprobs) - expected).abs().max())
+        theirs.append((plain_logprobs(plain, completion.prompt_ids, completion.token_ids) - expected).abs().max())
         assert (completion.finish_reason == "stop") == (completion.token_ids[-1] in (1, 2))
+    assert max(ours) <= 1.5 * max(theirs) and max(ours) < 4e-5
 
 
 def test_a_trajectory_does_not_depend_on_its_batch(llama):
