@@ -4,8 +4,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test
+cores=$(env -u OMP_NUM_THREADS nproc)  # nproc obeys OMP_NUM_THREADS
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 ruff format --check .
 ruff check .
 pyright
-python -m pytest -m "not slow" --numprocesses "$(nproc)" --maxprocesses 16 --dist worksteal "$@"
+python -m pytest -m "not slow" --numprocesses "$cores" --maxprocesses 16 --dist worksteal "$@"
