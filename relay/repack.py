@@ -17,7 +17,7 @@ class Report(NamedTuple):
     kv_used: int
     """C_used: the tokens of its unfinished trajectories."""
     kv_before: int
-    """C_prev: the same at the previous observation; 0 at the first of a version, so that it is no candidate yet."""
+    """C_prev: the same at the previous observation; 0 at the first of a version, which makes no candidate."""
     kv_max: int
     """C_max: the tokens that its cache holds."""
     num_requests: int

@@ -70,7 +70,7 @@ class Child:
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Send a signal; a process that has ended is no error."""
+        """Send a signal; a process that has already ended is ignored."""
         self._process.send_signal(number)
 
     def log_tail(self, num_lines: int = 12) -> str:
