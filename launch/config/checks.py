@@ -1,6 +1,6 @@
 """Checks of a recipe before any process is started: settings that exclude each other, files, data, functions.
 
-Every check raises `SettingError`. Bounds of one setting are at its field in `comm/recipe.py`.
+Every check raises `SettingError`. Bounds of one setting are at its field in `comm/recipe/`.
 """
 
 import ast

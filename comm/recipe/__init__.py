@@ -1,0 +1,43 @@
+"""The recipe: every setting of a run, with its default, its bounds or choices, and its meaning.
+
+`launch.config` reads and checks recipe files, and `--help` prints this list. Settings that are built in code are not checked.
+A section is a struct in one of these files; `Recipe` below is their sum.
+"""
+
+# ruff: noqa: F401 - sections and types are for importers of the package
+from msgspec import Struct
+
+from .devices import CommSettings, EmulatedSettings, RelaySettings
+from .fields import ScheduleName
+from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
+from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
+from .run import DataSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
+from .training import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
+
+
+class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting of a run, by section."""
+
+    run: RunSettings = RunSettings()
+    roles: RoleSettings = RoleSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    reward: RewardSettings = RewardSettings()
+    batch: BatchSettings = BatchSettings()
+    queue: QueueSettings = QueueSettings()
+    repack: RepackSettings = RepackSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    generator: GeneratorSettings = GeneratorSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    relay: RelaySettings = RelaySettings()
+    emulated: EmulatedSettings = EmulatedSettings()
+    comm: CommSettings = CommSettings()
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the generator."""
+        return self.roles.rollout // self.rollout.tp

@@ -1,0 +1,17 @@
+"""Types of settings that several sections share, with their bounds."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+OptionalCount = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+ScheduleName = Literal["sync", "one_step", "stream", "partial", "headrace"]
+
+
+def words(*words: str) -> Meta:
+    """One of the words, or a user's own class."""
+    return Meta(pattern=f"^({'|'.join(words)})$|:", examples=[*words, "FILE.py:CLASS"])

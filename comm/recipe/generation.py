@@ -1,0 +1,56 @@
+"""`sampling`, `generator` and `rollout`: how tokens are drawn, and by which engine."""
+
+from typing import Annotated
+
+from msgspec import Struct
+
+from .fields import Count, NotNegative, OptionalCount, Positive, Share, words
+
+
+class SamplingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`sampling.*`: how tokens are drawn."""
+
+    max_new_tokens: Count = 256
+    """Longest response in tokens."""
+    temperature: NotNegative = 1.0
+    """Divisor of the logits; 0 takes the most probable token."""
+    top_p: Share = 1.0
+    """Draw from the most probable tokens whose probabilities sum to this (1 is off)."""
+    top_k: OptionalCount = 0
+    """Draw from this many most probable tokens (0 is off)."""
+    min_p: Share = 0.0
+    """Draw from tokens with at least this fraction of the highest probability (0 is off)."""
+    repetition_penalty: Positive = 1.0
+    """Lowers the scores of tokens that already occur in prompt or response by this factor (1 is off)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the policy's stop tokens."""
+
+
+class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`generator.*`: the engine of one rollout."""
+
+    max_running: Count = 32
+    """Trajectories that are decoded together."""
+    kv_gb: NotNegative | None = None
+    """GB of the KV cache; null is the rest of `gpu_share`; on a CPU the need of `max_running`, at most half of free memory."""
+    gpu_share: Share = 0.85
+    """Fraction of its GPU's memory that a rollout may use."""
+    prefill_tokens: Count = 2048
+    """Most prompt tokens that are prefilled in one step."""
+    exact: bool = False
+    """Make the log-probabilities of generator and trainer equal bit for bit (CPU; Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
+    attention: str = "auto"
+    """Attention backend of decoding: `auto`, or the name of one (docs/generator.md)."""
+
+
+class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`rollout.*`: the cycle of one rollout."""
+
+    engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
+    """The generator: the project's own, an emulated device, transformers', or your own adapter (docs/service.md)."""
+    report_s: NotNegative = 1.0
+    """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
+    batch_groups: Count | None = None
+    """Groups between two checks for a newer version; null is a rollout's share of a step, for `partial` no limit."""
+    tp: Count = 1
+    """Tensor-parallel ranks of one replica of the generator; `roles.rollout` is a multiple of it."""

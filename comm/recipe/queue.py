@@ -1,0 +1,61 @@
+"""`batch`, `queue` and `repack`: the data of a step, how far generation runs ahead, and moved trajectories."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..messages.base import MAX_SAMPLES
+from .fields import Count, OptionalCount
+
+
+class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`batch.*`: the data of one optimizer step."""
+
+    prompts_per_step: Count = 16
+    """Groups per optimizer step."""
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 8
+    """Trajectories per group."""
+
+
+class TaskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of `queue.tasks`.
+
+    FILE.py:FUNCTION gets the columns `needs` and returns the columns `yields`; a column is a list of one array for each row.
+    """
+
+    name: str = ""
+    function: str = ""
+    needs: tuple[str, ...] = ()
+    yields: tuple[str, ...] = ()
+
+
+class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`queue.*`: how far generation may run ahead of training."""
+
+    capacity: Count | None = None
+    """Most groups leased or ready at one time; null means those of two steps, or of S + 1 under a bound S on staleness."""
+    max_staleness: OptionalCount | None = None
+    """Upper bound of (version in training - version that generated); with null only the capacity bounds it."""
+    filter_zero_std: bool = False
+    """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
+    on_stale: Literal["wait", "evict"] = "wait"
+    """For groups at the bound of `max_staleness`: `wait` delays the step for them, `evict` discards those beyond it."""
+    on_failed: Literal["keep", "drop"] = "keep"
+    """For a group with a failed trajectory: `keep` trains its other trajectories, `drop` discards them."""
+    sampler: str = ""
+    """FILE.py:CLASS that chooses the next groups to train (see relay/queue/samplers.py); empty takes the oldest."""
+    tasks: tuple[TaskSettings, ...] = ()
+    """Your own tasks for every trajectory, with `name`, `function`, `needs` and `yields`; the `roles.task` ranks run them."""
+
+
+class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`repack.*`: moving the last trajectories of a version to few rollouts, so that the others can start the next."""
+
+    enabled: bool = True
+    """Whether trajectories are moved."""
+    period_s: Annotated[float, Meta(ge=0.01)] = 5.0
+    """Seconds between two plans; a new version also causes one."""
+    batch_bound: Count | None = None
+    """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
+    transfer: Literal["auto", "pages", "prefill"] = "auto"
+    """KV cache of a moved trajectory: `pages` sends it, `prefill` computes it again, `auto` measures which is cheaper."""

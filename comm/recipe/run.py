@@ -1,0 +1,74 @@
+"""`run`, `roles`, `model`, `data` and `reward`: what a run trains on, and with which processes."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from .fields import Count, NotNegative, OptionalCount, ScheduleName
+
+
+class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`run.*`: folder, length and schedule of the run."""
+
+    dir: str = "runs/run"
+    """Run folder: metrics, journal, logs, checkpoints, summary."""
+    seed: OptionalCount = 0
+    """Seed of the data order, of sampling and of every other random choice."""
+    steps: Count = 100
+    """Optimizer steps of the run."""
+    schedule: ScheduleName = "headrace"
+    """The order of generation, training and weight updates (docs/schedules.md)."""
+    mode: Literal["train", "replay"] = "train"
+    """`replay` repeats the training of the finished run in `run.dir` from its saved rows, and compares every step."""
+    save_rows: bool = True
+    """Save the rows of each step under `rows/`, for `run.mode=replay`."""
+    resume: Literal["never", "auto"] = "never"
+    """`never` refuses a run folder with a journal; `auto` continues from its newest checkpoint if there is one."""
+
+
+class RoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`roles.*`: the number of ranks of each role; torchrun starts their sum."""
+
+    actor: Count = 1
+    """Ranks of the trainer."""
+    relay: Count = 1
+    """CPU processes that hold weights and experience; each host gets one before any host gets two."""
+    rollout: Count = 1
+    """Ranks of the generator; `rollout.tp` of them make one replica."""
+    reference: OptionalCount = 0
+    """Ranks that compute the initial policy for a KL term, each with a whole copy; with 0 the trainer's ranks compute it."""
+    task: OptionalCount = 0
+    """CPU processes for `queue.tasks`."""
+
+
+class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`model.*`: the policy."""
+
+    path: str = ""
+    """Folder or Hugging Face Hub id of a decoder-only checkpoint with its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of generator and trainer."""
+
+
+class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`data.*`: the prompts."""
+
+    path: str = ""
+    """JSONL or parquet file, or Hugging Face data set, with prompts (text or chat messages) in the column `prompt`."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    shuffle: bool = True
+    """Shuffle the prompts in each epoch, by `run.seed`."""
+    too_long: Literal["error", "drop"] = "error"
+    """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
+
+
+class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`reward.*`: the user's reward function."""
+
+    path: str = ""
+    """`FILE.py:FUNCTION`, called as f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]."""
+    timeout_s: NotNegative = 30.0
+    """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
+    workers: Count = 1
+    """Reward processes per rollout."""
