@@ -2,7 +2,7 @@
 
 A call that raises, hangs or crashes costs the rewards of its trajectories, never the run. If the first `PATIENCE` trajectories
 fail, the function itself is taken to be broken, which is a mistake in the settings; so is a wrong number of rewards at any time.
-A reward of None leaves its trajectory out and is no failure of the function; neither finite nor None counts as a failure.
+A reward of None leaves its trajectory out and does not count as a failure of the function; NaN and infinity do.
 """
 
 import json
