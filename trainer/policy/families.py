@@ -4,12 +4,9 @@ A feature that the policy would compute wrongly is refused by name: before a run
 when a checkpoint is loaded.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
-
-if TYPE_CHECKING:
-    import torch
 
 _POSITIONAL_ROPES = frozenset(("default", "linear", "llama3", "yarn", "dynamic"))
 """Rotary embeddings that depend on a token's position alone. `dynamic` begins to depend on the length of the sequence
@@ -46,6 +43,16 @@ FAMILIES = {
 }
 """By transformers' model type. Each is tested against transformers."""
 
+MULTIMODAL = frozenset(("gemma3",))
+"""Model types whose language model (`text_config`) is of a family above. The other parts are not loaded and not exported."""
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """What `config.json` holds of the language model: all of it, or the part of a multimodal checkpoint."""
+    if config.get("model_type") not in MULTIMODAL:
+        return config
+    return {"quantization_config": config.get("quantization_config")} | config.get("text_config", {})
+
 
 def has_sinks(config: Any) -> bool:
     """Whether attention needs `AttentionSpec.sinks`."""
@@ -55,7 +62,7 @@ def has_sinks(config: Any) -> bool:
 def is_llama_line(config: Any) -> bool:
     """Whether `decoder` and `exact_decoder` compute this policy."""
     is_declared = FAMILIES[config.model_type].is_llama_line
-    return is_declared and config.hidden_act == "silu" and not getattr(config, "mlp_bias", False)
+    return is_declared and getattr(config, "hidden_act", "silu") == "silu" and not getattr(config, "mlp_bias", False)
 
 
 def check_supported(config: Any) -> None:
@@ -63,9 +70,10 @@ def check_supported(config: Any) -> None:
 
     config: transformers' configuration, or a namespace of what `config.json` holds.
     """
-    if config.model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise SettingError(f"model.path: model type '{config.model_type}' is not supported (supported: {known})")
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted((*FAMILIES, *MULTIMODAL)))
+        raise SettingError(f"model.path: model type '{model_type}' is not supported (supported: {known})")
     rope_type = _rope_type(config)
     wrong = {
         f"rope type '{rope_type}', which depends on the sequence's length": rope_type not in _POSITIONAL_ROPES,
@@ -75,15 +83,15 @@ def check_supported(config: Any) -> None:
     } | {name: (getattr(config, name, None) or 0.0) > 0 for name in ("attention_dropout", "resid_pdrop", "embd_pdrop")}
     for feature, is_present in wrong.items():
         if is_present:
-            raise SettingError(f"model.path: {config.model_type} with {feature} is not supported")
+            raise SettingError(f"model.path: {model_type} with {feature} is not supported")
 
 
-def check_exact_supported(config: Any, device: "torch.device") -> None:
+def check_exact_supported(config: Any, device_type: str = "cpu") -> None:
     """Raise SettingError where exact mode cannot keep its promise."""
     if not is_llama_line(config):
         raise SettingError(f"generator.exact is not available for model type '{config.model_type}'")
-    if device.type != "cpu":
-        raise SettingError(f"generator.exact is not available on {device.type}, only on the CPU")
+    if device_type != "cpu":
+        raise SettingError(f"generator.exact is not available on {device_type}, only on the CPU")
 
 
 def check_splittable(config: Any, size: int) -> None:

@@ -75,7 +75,7 @@ class Policy(nn.Module):
 
     def make_exact(self) -> ExactDecoder:
         """From now on run packed forward passes in exact mode; SettingError where it is not available."""
-        check_exact_supported(self.config, self.device)
+        check_exact_supported(self.config, self.device.type)
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
 

@@ -1,6 +1,7 @@
 """Model families: the generator's tokens and log-probabilities are those of transformers."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_a_family_s_logprobs_are_those_of_transformers(tmp_path, family):
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_greedy_tokens_are_those_of_transformers_and_logprobs_those_of_the_trainer(tmp_path, family):
     path = tiny_policy(tmp_path, family)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     policy, engine = load_policy(path), Engine(path, max_running=4)
     params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
     for completion in engine.generate(random_prompts(3, longest=70, seed=1), params):
