@@ -46,8 +46,8 @@ def grpo_loss(
     `rollout_logprobs` of the version that generated, `mask` 0 for tokens without loss, `ref_logprobs` of the initial policy,
     for a KL term.
     """
-    log_ratio = logprobs - rollout_logprobs
-    ratio = log_ratio.exp()
+    log_ratios = log_ratio(logprobs, rollout_logprobs)
+    ratio = log_ratios.exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
     pg_loss = (per_token * mask).sum()
@@ -57,10 +57,15 @@ def grpo_loss(
         loss=pg_loss - settings.entropy_coef * entropy_sum + settings.kl_coef * kl,
         pg_loss=pg_loss.detach(),
         clipped=((clipped * advantages < ratio * advantages) * mask).sum(),
-        ppo_kl=((ratio - 1 - log_ratio) * mask).sum().detach(),
+        ppo_kl=((ratio - 1 - log_ratios) * mask).sum().detach(),
         entropy=entropy_sum.detach(),
         kl=kl.detach(),
     )
+
+
+def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """log(p / p_other) of each token, [T], within +-20 (as verl): the gradient of an infinite ratio is NaN even when it is clipped."""
+    return (logprobs - other_logprobs).clamp(-20, 20)
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -68,5 +73,5 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     Never negative and unbiased (J. Schulman, "Approximating KL divergence", 2020; DeepSeekMath, arXiv 2402.03300, formula 4).
     """
-    log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - 1 - log_ratio
+    log_ratios = log_ratio(ref_logprobs, logprobs)
+    return log_ratios.exp() - 1 - log_ratios
