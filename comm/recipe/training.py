@@ -33,7 +33,7 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """`optimizer.*`: AdamW."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
-    """`adamw8bit` keeps its moments in 8 bits (torchao or bitsandbytes)."""
+    """`adamw8bit` keeps its moments in 8 bits, by torchao."""
     lr: NotNegative = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt"] = "constant"

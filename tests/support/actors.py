@@ -1,7 +1,8 @@
 """Actors without a fleet, alone or as two FSDP ranks, and random batches for them."""
 
-import multiprocessing
-from collections.abc import Callable
+import atexit
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.step_stats import StepStats
 
 DEADLINE_S = 120.0
+TESTS = Path(__file__).resolve().parents[1]
 ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)
 
 
@@ -60,6 +62,13 @@ def row_of(prompt: int, sample: int, length: int) -> dict[str, np.ndarray]:
     }
 
 
+def explode(batch: Batch) -> Batch:
+    """The batch with advantages whose gradient is beyond float32."""
+    for columns in batch.columns.values():
+        columns["advantages"] = np.full(len(columns["response_ids"]), 3e38, np.float32)
+    return batch
+
+
 def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
     """One step with these batches; its metrics."""
     stats, version = StepStats(max_new_tokens=99), actor.version
@@ -68,21 +77,28 @@ def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
     return {**actor.step(stats), **stats.metrics(version)}
 
 
-def on_two_ranks(folder: Path, main: Callable[..., None], *args: object) -> None:
-    """Call main(group, *args) in two processes, each with its rank of one group."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, folder / "ranks", main, args)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(DEADLINE_S)
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+def on_two_ranks(folder: Path, script: str, *args: object) -> None:
+    """Run a script in two processes. It finds its rank of one `group`, and `args` as strings."""
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK + script, *map(str, [TESTS, folder / "ranks", rank, *args])])
+        for rank in range(2)
+    ]
+    codes = [process.wait(DEADLINE_S) for process in ranks]
+    assert codes == [0, 0]
 
 
-def _rank(rank: int, store: Path, main: Callable[..., None], args: tuple[object, ...]) -> None:
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.actors import *
+group, args = rank_of(sys.argv[2], int(sys.argv[3])), sys.argv[4:]
+"""
+
+
+def rank_of(store: str, rank: int) -> ActorGroup:
+    """One of two ranks, which meet through a file; the end of the process closes it."""
     torch.set_num_threads(1)
     group = ActorGroup(rank, 2, torch.device("cpu"), DEADLINE_S)
-    group.connect(FileStore(str(store), 2))
-    main(group, *args)
-    group.close()
+    group.connect(FileStore(store, 2))
+    atexit.register(group.close)
+    return group
