@@ -1,6 +1,7 @@
 """The optimizer of one model: AdamW on two groups of parameters, its learning rate, and updates that are finite or skipped."""
 
 import math
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from ...comm.errors import SettingError
@@ -75,6 +77,7 @@ def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> flo
     schedule = get_scheduler(
         name, SGD([torch.zeros(1)], lr=settings.lr), settings.warmup_steps, num_steps, scheduler_specific_kwargs=options
     )
+    assert isinstance(schedule, LambdaLR)
     return settings.lr * schedule.lr_lambdas[0](step)
 
 
@@ -97,7 +100,7 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
 
 
-def optimizer_class(name: str) -> type[Optimizer]:
+def optimizer_class(name: str) -> Callable[..., Optimizer]:
     """The class for `optimizer.name`; raises SettingError if its package is not installed."""
     if name == "adamw":
         return AdamW

@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_a_cosine_ends_at_its_share_of_the_peak():
 def test_the_parameters_with_weight_decay_are_those_of_transformers(family, tmp_path):
     changes = {"attention_bias": True} if family == "llama" else {}
     model = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path, family, **changes))
-    expected = Trainer.get_decay_parameter_names(None, model)
+    expected = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
     assert [name for name, parameter in model.named_parameters() if decays(name, parameter)] == [
         name for name, _ in model.named_parameters() if name in expected
     ]
