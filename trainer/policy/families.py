@@ -14,7 +14,7 @@ beyond `max_position_embeddings`, and no sequence here is longer."""
 
 
 class Family(NamedTuple):
-    """What the program must know about a model type. The rest is in transformers' modules, which compute every family."""
+    """The facts about a model type that the program needs. The rest is in transformers' modules, which compute every family."""
 
     is_llama_line: bool = False
     """`decoder` and `exact_decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
