@@ -27,6 +27,8 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0
     """Weight of a KL term (k3) against the initial policy, by the task `reference`; 0 for none."""
+    router_aux_coef: NotNegative = 0.0
+    """Weight of the load-balancing loss of the routers of a mixture of experts; 0 for none."""
 
 
 class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
