@@ -1,6 +1,6 @@
 """Trajectories with the columns that training needs, packed into micro-batches without padding."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +28,15 @@ class Trajectory:
     """[R] float32, by the initial policy."""
 
     @classmethod
-    def of(cls, row: RowRef, columns: dict[str, np.ndarray], advantage: float) -> "Trajectory":
-        """A row with its columns; a column `advantages` replaces `advantage`."""
+    def of(
+        cls, row: RowRef, columns: Mapping[str, np.ndarray], advantage: np.ndarray, mask: np.ndarray
+    ) -> "Trajectory":
+        """A row with its columns, its advantages [R] and its loss mask [R]; a column `advantages` replaces the advantages."""
         return cls(
             prompt_ids=columns["prompt_ids"],
             response_ids=columns["response_ids"],
             rollout_logprobs=columns["rollout_logprobs"],
-            loss_mask=columns["loss_mask"],
+            loss_mask=mask,
             version=row.version,
             advantage=columns.get("advantages", advantage),
             ref_logprobs=columns.get("ref_logprobs"),
@@ -44,6 +46,11 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+def loss_mask(columns: Mapping[str, np.ndarray], *, mask_truncated: bool) -> np.ndarray:
+    """[R] uint8: the row's own mask; zeros for a response that was cut at its longest length, if `mask_truncated`."""
+    return columns["loss_mask"] * np.uint8(not (mask_truncated and columns["truncated"][0]))
 
 
 _ZERO = np.zeros(1, np.int32)

@@ -25,7 +25,9 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Divide advantages of `grpo` by the rewards' standard deviation in the group or in the step; `none` is Dr. GRPO."""
     loss: Annotated[str, words("clip", "gspo", "cispo", "reinforce", own="FILE.py:FUNCTION")] = "clip"
     """Loss of a token: `clip` is the clipped surrogate of PPO, GRPO and DAPO; or your own function of `LossInputs`."""
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """Mean of the loss: over tokens (DAPO), over responses (GRPO), or with constant length `sampling.max_new_tokens` (Dr. GRPO)."""
     clip_low: float = 0.2
     """Lower clip of the importance ratio: 1 - clip_low."""
