@@ -15,6 +15,7 @@ from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ..placement import check_replicas
+from .algorithm_checks import check_algorithm
 from .model_files import ModelFiles
 
 _SPECIAL_TOKENS = 16
@@ -30,10 +31,11 @@ def check_recipe(recipe: Recipe) -> list[str]:
         check_data(recipe.data)
         return []
     _check_functions(recipe)
+    warnings = check_algorithm(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_tp(recipe, policy)
-    return check_lengths(recipe, data, policy)
+    return warnings + check_lengths(recipe, data, policy)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -111,6 +113,9 @@ def _check_functions(recipe: Recipe) -> None:
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
+    for name in ("advantage", "loss"):
+        if ":" in (path := getattr(recipe.algorithm, name)):
+            check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
 

@@ -30,7 +30,7 @@ def test_two_ranks_find_the_numbers_of_one():
         def add(values: list[float]) -> list[float]:
             parts[number] = values
             barrier.wait()
-            total = [sum(pair) for pair in zip(*parts, strict=True)]
+            total = [float(sum(pair)) for pair in zip(*parts, strict=True)]
             barrier.wait()
             return total
 
