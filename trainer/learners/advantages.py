@@ -49,7 +49,7 @@ def kl_penalty(columns: Columns, algorithm: AlgorithmSettings) -> np.ndarray:
         return np.zeros(len(columns["response_ids"]))
     ours, reference = (torch.from_numpy(columns[name]).double() for name in ("rollout_logprobs", "ref_logprobs"))
     kl = KL_ESTIMATORS[algorithm.kl_estimator](ours, reference).numpy()
-    return algorithm.kl_coef * kl * columns["loss_mask"]
+    return algorithm.kl_coef * np.nan_to_num(kl) * columns["loss_mask"]
 
 
 def _shaped_rewards(
