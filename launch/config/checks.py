@@ -17,6 +17,7 @@ from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
+from .algorithm_checks import check_algorithm
 from .model_files import ModelFiles, read_config
 
 _SPECIAL_TOKENS = 16
@@ -33,11 +34,12 @@ def check_recipe(recipe: Recipe) -> list[str]:
         return []
     _check_functions(recipe)
     _check_optimizer(recipe)
+    warnings = check_algorithm(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    return check_lengths(recipe, data, policy)
+    return warnings + check_lengths(recipe, data, policy)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -125,6 +127,9 @@ def _check_functions(recipe: Recipe) -> None:
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
+    for name in ("advantage", "loss"):
+        if ":" in (path := getattr(recipe.algorithm, name)):
+            check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
 

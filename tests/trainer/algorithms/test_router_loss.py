@@ -61,7 +61,7 @@ def test_a_step_adds_the_weighted_mean_of_its_micro_batches_losses(tmp_path):
     batches = [batch_of(0, first, num_groups=2, total=2) for first in (0, 2)]
     gradients, metrics = [], {}
     for coef in (0.0, 0.5):
-        actor, stats = actor_of(recipe_of(path, algorithm__router_aux_coef=coef)), StepStats(max_new_tokens=99)
+        actor, stats = actor_of(recipe_of(path, algorithm__router_aux_coef=coef)), StepStats()
         for batch in batches:
             actor.accumulate(batch, stats)
         named = actor.policy.weights().items()
