@@ -80,6 +80,11 @@ class Actor:
             "timing_s/update_actor": update_s,
         }
 
+    def discard(self) -> None:
+        """Discard what the step has so far: the run ends within it."""
+        self.held = []
+        self.updater.discard()
+
     def _train_held(self, stats: StepStats) -> None:
         """Add the gradients of the batches that are held, which need their advantages first."""
         advantages = row_advantages(self.held, self.recipe, self.group)
@@ -127,10 +132,6 @@ class ActorLearner(Actor):
             self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
             self.group.shard(self.reference)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
-
-    def discard(self) -> None:
-        self.held = []
-        self.updater.discard()
 
     def publish(self) -> None:
         self.publisher.publish(self.version, self.policy.weights())
