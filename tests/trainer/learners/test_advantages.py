@@ -46,7 +46,7 @@ def centred_in_groups(batch: Batch, rewards: dict[str, float]) -> dict[str, floa
     found: dict[str, float] = {}
     for group in batch.row_batch.groups:
         keys = [row.key for row in group.rows()]
-        mean = np.mean([rewards[key] for key in keys])
+        mean = float(np.mean([rewards[key] for key in keys]))
         found |= {key: rewards[key] - mean for key in keys}
     return found
 
