@@ -5,15 +5,13 @@ that transformers gives them; a tied weight has one name.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
@@ -21,16 +19,15 @@ from transformers.utils import logging as transformers_logging
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
 from .exact_attention import ExactPackedAttention
-from .exact_decoder import ExactDecoder, exact_logits
+from .exact_decoder import ExactDecoder
 from .families import check_exact_supported, check_splittable, check_supported
+from .head import LogitsHead
 from .tensor_parallel import TensorParallel, splits_for
 
 transformers_logging.disable_progress_bar()
 
 LOADING = threading.RLock()
 """Held while a model is made: transformers then sets switches of the whole process (dtype, initialisation, tying)."""
-LOGPROB_ROWS = 256
-"""Tokens whose logits are in memory at one time while log-probabilities are computed."""
 
 
 class Policy(nn.Module):
@@ -55,6 +52,7 @@ class Policy(nn.Module):
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.vocab_size: int = self.config.vocab_size
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.logit_divisor: float = getattr(self.config, "logits_scaling", 1.0)
         self.tensor_parallel = TensorParallel()
 
     @property
@@ -125,55 +123,24 @@ class Policy(nn.Module):
         return (self.exact or self)(token_ids, positions, attention(lengths, token_ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
-        head = self.head
-        if self.exact is not None:
-            return _Logits.apply(hidden, head.weight, exact_logits)  # pyright: ignore[reportReturnType]
-        if head.weight.is_cuda and head.weight.dtype != torch.float32:
-            logits = _Logits.apply(hidden, head.weight, _wide_logits)
-            assert isinstance(logits, Tensor)
-        else:
-            logits = F.linear(hidden.float(), head.weight.float(), head.bias)
-        if self.logit_softcap is not None:
-            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits
+        """Logits [T, vocab] in fp32 of hidden states [T, hidden]. Differentiable."""
+        return self._logits_head().logits(hidden)
 
-    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden].
+    def token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden]. Differentiable.
 
-        Differentiable. Logits are computed for LOGPROB_ROWS tokens at a time, and again in the backward pass.
+        On a GPU the products of the LM head are of numbers of this type, by default the weights'.
         """
+        return self._logits_head(dtype).token_logprobs(hidden, targets, temperature)
 
-        def chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs = torch.log_softmax(self.logits(rows) * (1 / temperature), dim=-1)
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-            return logprobs.gather(1, wanted[:, None])[:, 0], entropy
-
-        parts = [
-            checkpoint(chunk, rows, wanted, use_reentrant=False) if torch.is_grad_enabled() else chunk(rows, wanted)
-            for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-class _Logits(torch.autograd.Function):
-    """fp32 logits by `compute(hidden, weight)`; the backward pass computes in the weights' type."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return compute(hidden, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden, None
-
-
-def _wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Of half-precision hidden states and weights on a GPU: sums in fp32, without an fp32 copy of the weights."""
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    def _logits_head(self, dtype: torch.dtype | None = None) -> LogitsHead:
+        head = self.head
+        dtype = (dtype or self.dtype) if head.weight.is_cuda else torch.float32
+        return LogitsHead(
+            head.weight, head.bias, dtype, self.exact is not None, self.logit_divisor, self.logit_softcap
+        )
 
 
 def load_policy(
