@@ -127,7 +127,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, head: LogitsHead
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        head: LogitsHead,
     ) -> tuple[Tensor, Tensor]:
         operand, count = head.operand(weight), len(hidden)
         found, entropy, normalizer = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))

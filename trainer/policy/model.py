@@ -138,9 +138,7 @@ class Policy(nn.Module):
     def _logits_head(self, dtype: torch.dtype | None = None) -> LogitsHead:
         head = self.head
         dtype = (dtype or self.dtype) if head.weight.is_cuda else torch.float32
-        return LogitsHead(
-            head.weight, head.bias, dtype, self.exact is not None, self.logit_divisor, self.logit_softcap
-        )
+        return LogitsHead(head.weight, head.bias, dtype, self.exact is not None, self.logit_divisor, self.logit_softcap)
 
 
 def load_policy(
