@@ -21,7 +21,7 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.tp
-trainer.engine
+trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 algorithm.clip_low algorithm.clip_high algorithm.scale_by_std algorithm.entropy_coef algorithm.kl_coef
 optimizer.lr optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
 optimizer.max_grad_norm optimizer.micro_tokens

@@ -5,23 +5,27 @@ that transformers gives them; a tied weight has one name.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
+from .checkpoint_files import find_checkpoint
 from .exact_attention import ExactPackedAttention
 from .exact_decoder import ExactDecoder
 from .families import check_exact_supported, check_splittable, check_supported
 from .head import LogitsHead
+from .loading import read_weights
 from .tensor_parallel import TensorParallel, splits_for
 
 transformers_logging.disable_progress_bar()
@@ -75,6 +79,13 @@ class Policy(nn.Module):
         check_exact_supported(self.config, self.device)
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
+
+    def checkpoint_activations(self) -> None:
+        """From now on keep only the layers' inputs for the backward pass, which computes the layers again."""
+        assert self.exact is None, "exact mode computes the layers itself"
+        layers: Any = self.model.base_model.layers
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     @torch.no_grad()
     def split(self, tensor_parallel: TensorParallel) -> None:
@@ -148,12 +159,14 @@ def load_policy(
     weights: bool = True,
     exact: bool = False,
     tensor_parallel: TensorParallel | None = None,
+    shard: Callable[[Policy], None] | None = None,
 ) -> Policy:
     """The policy of a Hugging Face checkpoint.
 
-    With `weights=False` only its structure, with uninitialised parameters. With `tensor_parallel` it is split before it is
-    moved, so the device never holds more than this rank's slices. Raises SettingError for a missing checkpoint and for a
-    feature that would be computed wrongly.
+    With `weights=False` only its structure, with uninitialised parameters. `shard` distributes such a policy over ranks and
+    their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before it is moved, so the
+    device never holds more than this rank's slices. Raises SettingError for a missing or damaged checkpoint and for a feature
+    that would be computed wrongly.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
@@ -164,30 +177,25 @@ def load_policy(
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
     check_supported(config)
     with LOADING:
-        model = _load(path, config, wanted) if weights else _build(path, config, wanted)
+        model = _build(path, config, wanted)
     policy = Policy(model.eval(), _stop_ids(path, config))
     if tensor_parallel is not None:
+        if weights:
+            read_weights(model, find_checkpoint(path))
         policy.split(tensor_parallel)
-    policy.to(device)
+    if shard is not None:
+        shard(policy)
+    else:
+        policy.to(device)
+    if weights and tensor_parallel is None:
+        read_weights(model, find_checkpoint(path))
     if exact:
         policy.make_exact()
     return policy
 
 
-def _load(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
-    except OSError as error:
-        raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
-    if config.tie_word_embeddings and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        raise SettingError(
-            f"model.path: the configuration at {path} ties LM head and embedding (tie_word_embeddings), "
-            "but its weights hold two different ones: set tie_word_embeddings to false there"
-        )
-    return model
-
-
 def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with uninitialised parameters, which take no memory until they are written, and with its buffers."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     model.tie_weights()
