@@ -76,7 +76,7 @@ class Policy(nn.Module):
 
     def make_exact(self) -> ExactDecoder:
         """From now on run packed forward passes in exact mode; SettingError where it is not available."""
-        check_exact_supported(self.config, self.device)
+        check_exact_supported(self.config, self.device.type)
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
 
@@ -164,9 +164,9 @@ def load_policy(
     """The policy of a Hugging Face checkpoint.
 
     With `weights=False` only its structure, with uninitialised parameters. `shard` distributes such a policy over ranks and
-    their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before it is moved, so the
-    device never holds more than this rank's slices. Raises SettingError for a missing or damaged checkpoint and for a feature
-    that would be computed wrongly.
+    their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before
+    it is moved, so the device never holds more than this rank's slices. Raises SettingError for a missing or damaged
+    checkpoint and for a feature that would be computed wrongly.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
