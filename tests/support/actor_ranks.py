@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import torch
 from support.policies import random_prompts
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from headrace.comm.recipe import TrainerSettings
+from headrace.relay.weights.layout import local_tensor
 from headrace.trainer.actor_group import ActorGroup, gather_full
 from headrace.trainer.policy.model import load_policy
 
@@ -71,7 +72,7 @@ def train(job: Job, group: ActorGroup) -> dict[str, Any]:
         norms.append(float(gather_full(torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5))))
         optimizer.step()
         optimizer.zero_grad()
-    shards = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in policy.parameters())
+    shards = sum(local_tensor(parameter).nbytes for parameter in policy.parameters())
     weights = {name: gather_full(tensor.detach()) for name, tensor in policy.weights().items()} if job.steps else {}
     return {"weights": weights, "norms": norms, "loading_kb": loaded, "shard_bytes": shards}
 

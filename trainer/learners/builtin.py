@@ -35,6 +35,8 @@ class Actor:
         self.policy: Policy = load_policy(
             recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
         )
+        if recipe.trainer.activation_checkpointing is True:
+            self.policy.checkpoint_activations()
         self.updater = Updater(self.policy, recipe.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer)
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step

@@ -55,7 +55,7 @@ class LogitsHead:
             return exact_logits(hidden, weight)
         if weight.dtype == torch.float32:
             return F.linear(hidden, weight, self.bias)
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = _wide_product(hidden, weight.t())
         return logits if self.bias is None else logits.add_(self.bias)
 
     def scaled(self, products: Tensor) -> Tensor:
@@ -79,10 +79,9 @@ class _Gradients:
         self._operand = head.operand(head.weight)
         self._hidden = hidden
         of_hidden, of_weight, of_bias = wanted[:3]
-        wide = {"dtype": torch.float32}
         self.hidden = torch.empty_like(hidden) if of_hidden else None
-        self.weight = torch.zeros_like(head.weight, **wide) if of_weight else None
-        self.bias = torch.zeros_like(head.bias, **wide) if of_bias and head.bias is not None else None
+        self.weight = torch.zeros_like(head.weight, dtype=torch.float32) if of_weight else None
+        self.bias = torch.zeros_like(head.bias, dtype=torch.float32) if of_bias and head.bias is not None else None
 
     def products(self, rows: slice) -> Tensor:
         return self._head.products(self._head.operand(self._hidden[rows]), self._operand)
@@ -99,7 +98,7 @@ class _Gradients:
             if narrow.dtype == torch.float32:
                 self.weight.addmm_(narrow.t(), hidden)
             else:
-                self.weight += narrow.t() @ hidden
+                self.weight += _wide_product(narrow.t(), hidden)
 
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         head, weight, bias = self._head, self.weight, self.bias
@@ -162,6 +161,13 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = _logits_gradient(logprobs, targets[rows], entropy[rows], *_rows((of_logprobs, of_entropy), rows))
             gradients.add(rows, grad if slope is None else grad.mul_(slope))
         return *gradients.found(), None, None, None
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """The product of half-precision matrices in fp32; only GPUs have it without copies in fp32."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def _rows(tensors: tuple[Tensor | None, Tensor | None], rows: slice) -> tuple[Tensor | None, Tensor | None]:
