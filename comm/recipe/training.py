@@ -12,6 +12,12 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated")] = "builtin"
     """The trainer: the project's own, emulated devices, or your own adapter (docs/service.md)."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only the layers' inputs for the backward pass and compute the rest again; `auto` where a GPU is too small else."""
+    offload: bool = False
+    """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
+    shard_ranks: Count | None = None
+    """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

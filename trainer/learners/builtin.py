@@ -34,8 +34,11 @@ class Actor:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
-        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
-        group.shard(self.policy)
+        self.policy: Policy = load_policy(
+            recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
+        )
+        if recipe.trainer.activation_checkpointing is True:
+            self.policy.checkpoint_activations()
         self.updater = Updater(self.policy, recipe.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer)
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
@@ -122,7 +125,9 @@ class ActorLearner(Actor):
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         device = default_device(exact=recipe.generator.exact)
         torch.manual_seed(recipe.run.seed)
-        super().__init__(recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s))
+        super().__init__(
+            recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s, recipe.trainer)
+        )
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.checkpoints = Checkpoints(Path(recipe.run.dir), recipe.checkpoint.keep, self.group)
@@ -138,8 +143,8 @@ class ActorLearner(Actor):
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """The initial policy is loaded for the first batch."""
         if self.reference is None:
-            self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
-            self.group.shard(self.reference)
+            path, group = self.recipe.model.path, self.group
+            self.reference = load_policy(path, "float32", group.device, shard=group.shard)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def publish(self) -> None:
