@@ -25,7 +25,7 @@ trainer.engine
 algorithm.clip_low algorithm.clip_high algorithm.scale_by_std algorithm.entropy_coef algorithm.kl_coef
 optimizer.lr optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
 optimizer.max_grad_norm optimizer.micro_tokens
-checkpoint.every checkpoint.keep
+checkpoint.every checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms
 emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s
