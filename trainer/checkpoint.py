@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
@@ -57,6 +58,10 @@ class TrainingState(Stateful):
 
 def staged(state: Any) -> Any:
     """A state with all its tensors, or shards of tensors, copied into the host's memory."""
+    if is_traceable_wrapper_subclass(state):  # a shard, or an 8-bit state: `to` would not copy its parts on a CPU
+        names, context = state.__tensor_flatten__()
+        parts = {name: staged(getattr(state, name)) for name in names}
+        return type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
