@@ -29,7 +29,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a whole checkpoint holds; `score` is the value of `checkpoint.best` after its last step."""
+    """The content of a whole checkpoint; `score` is the value of `checkpoint.best` after its last step."""
 
     step: int
     files: dict[str, FileEntry]

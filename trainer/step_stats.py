@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
+    "router_loss",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -30,11 +31,10 @@ class StepStats:
     mismatch of generator and trainer apart from staleness.
     """
 
-    def __init__(self, max_new_tokens: int) -> None:
+    def __init__(self) -> None:
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
         self.group_stds: list[float] = []
-        self._max_new_tokens = max_new_tokens
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
@@ -57,9 +57,9 @@ class StepStats:
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
-        for length in map(len, batch["response_ids"]):
-            self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
-            self._update_max(response_tokens=length)
+        for response, truncated in zip(batch["response_ids"], batch["truncated"], strict=True):
+            self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
+            self._update_max(response_tokens=len(response))
 
     def add_trajectories(self, trajectories: list[Trajectory]) -> None:
         """Count the tokens without finite numbers."""
@@ -82,6 +82,10 @@ class StepStats:
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
+
+    def add_router_loss(self, router_loss: Tensor) -> None:
+        """Add the load-balancing loss of a micro-batch, times its weight."""
+        self._add(router_loss=router_loss)
 
     def non_finite(self) -> list[str]:
         """Names of the sums that are not finite."""
@@ -120,6 +124,8 @@ class StepStats:
             "staleness/max": float(max(staleness)),
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
+        if s["router_loss"]:
+            out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:
             out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
             out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]

@@ -15,8 +15,9 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
-from ...trainer.policy.families import check_exact_supported, check_supported
+from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
+from .algorithm_checks import check_algorithm
 from .model_files import ModelFiles, read_config
 
 _SPECIAL_TOKENS = 16
@@ -33,11 +34,12 @@ def check_recipe(recipe: Recipe) -> list[str]:
         return []
     _check_functions(recipe)
     _check_optimizer(recipe)
+    warnings = check_algorithm(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    return check_lengths(recipe, data, policy)
+    return warnings + check_lengths(recipe, data, policy)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -84,11 +86,13 @@ def _check_emulation(recipe: Recipe) -> None:
 
 
 def check_family(recipe: Recipe, folder: Path) -> None:
-    """The policy's family is supported, and has exact mode where the recipe asks for it. Reads `config.json` alone."""
+    """The policy's family is supported, and has the features that the recipe asks for. Reads `config.json` alone."""
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
     if recipe.generator.exact:
         check_exact_supported(config)
+    if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
+        raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
 
 def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
@@ -123,6 +127,9 @@ def _check_functions(recipe: Recipe) -> None:
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
+    for name in ("advantage", "loss"):
+        if ":" in (path := getattr(recipe.algorithm, name)):
+            check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
 
