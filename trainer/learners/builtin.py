@@ -22,6 +22,7 @@ from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, Trajectory, loss_mask, pack
 from ..checkpoint import TrainingState, load_state, save_state, staged
 from ..logprobs import packed_logprobs, response_logprobs
+from ..memory import PolicySizes, wants_checkpointing
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.routers import recorded_routers
 from ..policy.tensor_parallel import splits_for
@@ -39,7 +40,8 @@ class Actor:
         self.policy: Policy = load_policy(
             recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
         )
-        if recipe.trainer.activation_checkpointing is True:
+        memory = torch.cuda.mem_get_info()[1] if group.device.type == "cuda" else None
+        if wants_checkpointing(PolicySizes.of(self.policy.config.to_dict()), recipe, memory):
             self.policy.checkpoint_activations()
         self.updater = Updater(self.policy, recipe.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer)
