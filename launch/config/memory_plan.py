@@ -4,7 +4,8 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
@@ -30,7 +31,8 @@ _ADVICE = {
 }
 
 
-class Gpus(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Gpus:
     """The GPUs of each host, alike."""
 
     count: int = 0
