@@ -126,22 +126,22 @@ class ThreadGroup:
         self._deadline_s = deadline_s
         ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         assert isinstance(ranks, dist.ProcessGroup)
-        self._ranks = ranks
+        self.process_group = ranks
 
     def broadcast(self, message: Message | None) -> Message:
         """Rank 0's message on all ranks; the others pass None and wait for it."""
         with waiting("actor 0", "the next message", self._deadline_s):
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
             length = torch.tensor([len(body)])
-            dist.broadcast(length, 0, group=self._ranks)
+            dist.broadcast(length, 0, group=self.process_group)
             if message is None:
                 body = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(body, 0, group=self._ranks)
+            dist.broadcast(body, 0, group=self.process_group)
         return decode(body.numpy().tobytes())
 
     def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._ranks)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.process_group)
         return tensor.bool().tolist()
 
 

@@ -90,6 +90,10 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount = 0
-    """Optimizer steps between two checkpoints; with 0 only the export at the end is written."""
+    """Optimizer steps between two checkpoints; with 0 a signal alone writes one."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
+    best: str = ""
+    """A metric such as `reward/mean`: the checkpoint with its highest value stays on disk too; empty keeps the newest only."""
+    grace_s: NotNegative = 60.0
+    """Seconds that an interrupted run has, beyond the usual 20, to write its last checkpoint."""

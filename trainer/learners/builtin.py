@@ -1,6 +1,7 @@
 """The built-in learner: the policy, gradients by groups of trajectories, clipping, the optimizer step, publishing weights."""
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from ...comm.fleet import Fleet
 from ...comm.messages.queue import RowRef
 from ...comm.recipe import Recipe
+from ...relay.checkpoints import CheckpointFolder
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
@@ -18,7 +20,7 @@ from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import policy_loss
 from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, Trajectory, loss_mask, pack
-from ..checkpoint import Checkpoints, TrainingState
+from ..checkpoint import TrainingState, load_state, save_state, staged
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.routers import recorded_routers
@@ -130,10 +132,8 @@ class ActorLearner(Actor):
         )
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.checkpoints = Checkpoints(Path(recipe.run.dir), recipe.checkpoint.keep, self.group)
-        resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
-        if resume is not None:
-            self.checkpoints.load(self.state, resume)
+        self._checkpoint_team = self.group.clone_for_thread()
+        self._staged_version = -1
         weights = self.policy.weights()
         layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, splits_for(weights, self.policy.config))
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
@@ -152,15 +152,36 @@ class ActorLearner(Actor):
 
     def export(self) -> str:
         """Write the policy in Hugging Face format; a collective."""
-        path = self.checkpoints.path(self.version) / "hf"
-        weights = {name: gather_full(tensor.detach()) for name, tensor in self.policy.weights().items()}
-        if self.group.is_lead:
-            save_policy(self.policy, path, self.tokenizer, weights)
+        path = CheckpointFolder(Path(self.recipe.run.dir)).path(self.version) / "hf"
+        if self._staged_version != self.version:  # else its checkpoint has the export
+            self._write_policy(path, self._whole_weights())
         return str(path)
 
-    def checkpoint(self) -> str:
-        self.export()
-        return str(self.checkpoints.save(self.state))
+    def stage(self) -> Callable[[Path], None]:
+        self._staged_version = self.version
+        state, weights = staged(self.state.state_dict()), self._whole_weights()
+
+        def write(folder: Path) -> None:
+            self._write_policy(folder / "hf", weights)
+            save_state(state, folder, self._checkpoint_team)
+
+        return write
+
+    def restore(self, folder: Path) -> None:
+        load_state(self.state, folder, is_alone=self.group.size == 1)
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the policy's weights in rank 0's host memory, one at a time; a collective."""
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.policy.weights().items():
+            whole = gather_full(tensor.detach())
+            if self.group.is_lead:
+                weights[name] = whole.to("cpu", copy=True)
+        return weights
+
+    def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        if self.group.is_lead:
+            save_policy(self.policy, folder, self.tokenizer, weights)
 
     def close(self) -> None:
         self.publisher.close()
