@@ -48,7 +48,7 @@ def group_relative(rewards: Tensor, group_sizes: Sequence[int], scale: str = "no
 
 
 def leave_one_out(rewards: Tensor, group_sizes: Sequence[int]) -> Tensor:
-    """RLOO (arXiv 2402.14740, formula 10): r minus the mean of the group's other rewards; 0 for a group of one."""
+    """RLOO (arXiv 2402.14740): r minus the mean of the group's other rewards; 0 for a group of one."""
     return torch.cat([_centred(g) * (len(g) / max(len(g) - 1, 1)) for g in rewards.split(list(group_sizes))])
 
 

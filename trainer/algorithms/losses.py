@@ -44,7 +44,7 @@ def clipped_surrogate(x: LossInputs) -> tuple[Tensor, Tensor]:
     """PPO's loss, which GRPO and DAPO share (arXiv 1707.06347, formula 7; bounds of their own: DAPO, arXiv 2503.14476, formula 10).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old; for A < 0 at most -clip_dual A (dual clip,
-    arXiv 1912.09729, formula 5; verl's `clip_ratio_c`, TRL's `delta`).
+    arXiv 1912.09729; verl's `clip_ratio_c`, TRL's `delta`).
     """
     return _pessimistic(log_ratio(x.logprobs, x.old_logprobs).exp(), x)
 
