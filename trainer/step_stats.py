@@ -1,5 +1,6 @@
 """Sums over the micro-batches of a step, and the metrics computed from them."""
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..comm.messages.queue import RowRef
+from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
-from .batch import PackedBatch
+from .batch import PackedBatch, Trajectory
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
-    "mismatch_kl", "kl", "responses", "response_tokens", "truncated",
+    "mismatch_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -59,6 +61,10 @@ class StepStats:
             self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
             self._update_max(response_tokens=length)
 
+    def add_trajectories(self, trajectories: list[Trajectory]) -> None:
+        """Count the tokens without finite numbers."""
+        self._add(non_finite=sum(trajectory.num_non_finite for trajectory in trajectories))
+
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
         mask = batch.mask.bool()
@@ -66,16 +72,20 @@ class StepStats:
             return
         self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
-        ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
+        ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
         fresh = mask & batch.is_fresh
         if fresh.any():
             ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
-            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), ours - theirs
+            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), (ours - theirs).clamp(max=MAX_LOG_RATIO)
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
+
+    def non_finite(self) -> list[str]:
+        """Names of the sums that are not finite."""
+        return [name for name, value in self._sums.items() if not math.isfinite(value)]
 
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""
@@ -101,6 +111,7 @@ class StepStats:
             "actor/pg_clipfrac": s["clipped"] / n,
             "actor/ppo_kl": s["ppo_kl"] / n,
             "actor/kl_loss": s["kl"] / n,
+            "actor/non_finite_tokens": s["non_finite"],
             "is/mean": s["ratio"] / n,
             "is/max": self._maxima["ratio"],
             "is/clip_frac": s["clipped"] / n,

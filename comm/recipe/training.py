@@ -1,6 +1,6 @@
 """`trainer`, `algorithm`, `optimizer` and `checkpoint`: the trainer's engine, its loss and its updates."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Struct
 
@@ -32,10 +32,16 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`optimizer.*`: AdamW."""
 
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit` keeps its moments in 8 bits, by torchao."""
     lr: NotNegative = 1e-6
     """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt"] = "constant"
+    """Learning rate after the warm-up, over `run.steps`; as `transformers.get_scheduler`."""
+    min_lr_ratio: Share = 0.0
+    """Share of `lr` at the end of the schedule `cosine`."""
     warmup_steps: OptionalCount = 0
-    """Steps of linear warm-up; constant afterwards."""
+    """Steps of linear warm-up."""
     beta1: Share = 0.9
     """Decay of the running mean of the gradient."""
     beta2: Share = 0.95
@@ -43,9 +49,9 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eps: NotNegative = 1e-8
     """Added to the denominator of an update."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay, times `lr`."""
+    """Decoupled weight decay, times `lr`; none for norms and biases."""
     max_grad_norm: NotNegative = 1.0
-    """Largest norm of the gradient; a longer one is scaled down."""
+    """Largest norm of the gradient; a longer one is scaled down (0 is off)."""
     micro_tokens: Count = 8192
     """Token budget of one packed micro-batch."""
 

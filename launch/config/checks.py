@@ -30,6 +30,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         check_data(recipe.data)
         return []
     _check_functions(recipe)
+    _check_optimizer(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_tp(recipe, policy)
@@ -113,6 +114,20 @@ def _check_functions(recipe: Recipe) -> None:
         check_function("queue.tasks", task.function)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer
+    if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
+        raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
+    if optimizer.warmup_steps >= recipe.run.steps > 1 and optimizer.lr_schedule != "constant":
+        raise SettingError(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave none"
+        )
+    if optimizer.name != "adamw":
+        from ...trainer.learners.optimizer import optimizer_class
+
+        optimizer_class(optimizer.name)
 
 
 def check_function(setting: str, path: str) -> None:

@@ -23,8 +23,8 @@ generator.max_running generator.kv_gb generator.gpu_share generator.prefill_toke
 rollout.engine rollout.report_s rollout.batch_groups rollout.tp
 trainer.engine
 algorithm.clip_low algorithm.clip_high algorithm.scale_by_std algorithm.entropy_coef algorithm.kl_coef
-optimizer.lr optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
-optimizer.max_grad_norm optimizer.micro_tokens
+optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
+optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
 checkpoint.every checkpoint.keep
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms

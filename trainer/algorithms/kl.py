@@ -5,8 +5,10 @@ J. Schulman, "Approximating KL divergence", 2020.
 
 from torch import Tensor
 
+from .losses import MAX_LOG_RATIO
+
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """r - 1 - log r with r = p_ref / p, [R]: never negative and unbiased (also DeepSeekMath, arXiv 2402.03300, formula 4)."""
-    log_ratio = ref_logprobs - logprobs
+    log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp() - 1 - log_ratio

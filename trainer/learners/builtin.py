@@ -21,6 +21,7 @@ from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from ..step_stats import StepStats
+from .optimizer import Updater, learning_rate
 
 
 class Actor:
@@ -31,11 +32,8 @@ class Actor:
         self.group = group
         self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
         group.shard(self.policy)
-        o = recipe.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
-        )
-        self.state = TrainingState(self.policy.model, self.optimizer)
+        self.updater = Updater(self.policy, recipe.optimizer)
+        self.state = TrainingState(self.policy.model, self.updater.optimizer)
         self.update_s = 0.0
 
     @property
@@ -44,9 +42,8 @@ class Actor:
         return self.state.step
 
     def lr(self) -> float:
-        """Learning rate of the next step: linear warm-up, then constant."""
-        o = self.recipe.optimizer
-        return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
+        """Learning rate of the next step."""
+        return learning_rate(self.recipe.optimizer, self.version, self.recipe.run.steps)
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of a batch, summed over its micro-batches; a collective of all ranks."""
@@ -55,6 +52,7 @@ class Actor:
         advantages = self._advantages(batch)
         for part in batch.micro_batches:
             rows = [Trajectory.of(row, batch.columns[row.key], advantages[row.key]) for row in part]
+            stats.add_trajectories(rows)
             self._backward(rows or [PADDING_TRAJECTORY], stats)
         self.update_s += time.monotonic() - started
 
@@ -63,19 +61,21 @@ class Actor:
         started = time.monotonic()
         stats.reduce(self.group)
         lr = self.lr()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
         scale = self.group.size / max(stats.weight, 1.0)
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= scale
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        broken = stats.non_finite()
+        update = self.updater.update(scale, lr, is_finite=not broken)
+        if not update.is_applied and self.group.is_lead:
+            cause = f"the gradient's norm is {update.grad_norm}" if not broken else f"{', '.join(broken)} not finite"
+            print(f"step {self.version + 1}: the update of the weights is skipped: {cause}", flush=True)
         self.state.step += 1
         update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
-        return {"actor/grad_norm": float(gather_full(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
+        return {
+            "actor/grad_norm": update.grad_norm,
+            "actor/lr": lr,
+            "actor/skipped_updates": float(not update.is_applied),
+            "timing_s/update_actor": update_s,
+        }
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         """By key of the row, for the rows of all ranks: several ranks may share the rows of a group."""
@@ -121,7 +121,7 @@ class ActorLearner(Actor):
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def discard(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.updater.discard()
 
     def publish(self) -> None:
         self.publisher.publish(self.version, self.policy.weights())
