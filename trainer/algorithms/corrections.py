@@ -5,7 +5,7 @@ section 5.2): the behaviour policy b drew it, the update starts from the proxima
 
     weight * L(p / q)    with weight = q / b, truncated or masked, and L the loss with its clip around 1
 
-`algorithm.proximal` chooses q, `algorithm.importance` bounds the weight. With one update for each version, q is p without its
+`algorithm.proximal` chooses q, `algorithm.importance_sampling` bounds the weight. With one update for each version, q is p without its
 gradient: the ratio in the clip is exactly 1, and staleness acts through the weight alone. Nothing here carries a gradient.
 """
 
@@ -75,21 +75,21 @@ def widened(clip_low: Tensor, clip_high: Tensor, staleness: Tensor) -> tuple[Ten
 def importance_weights(log_weights: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor]:
     """Bounded weights [R], and [R] bool where a bound acts: log_weights [R] = log(q / b).
 
-    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Masked: w within [floor, cap], else 0
-    (IcePop, arXiv 2510.18855, formula 3). By `sequence` w is the product over the response's tokens with loss (verl's and
+    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Masked: w within [1 / cap, cap], else 0
+    (IcePop, arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product over the response's tokens with loss (verl's and
     TRL's modes of these names). Tokens of the version in training have the bounds of engine mismatch, the others those of
     staleness; a response is stale if any token of it is.
     """
     is_stale = batch.staleness > 0
-    if settings.importance.startswith("sequence"):
+    if settings.importance_sampling.startswith("sequence"):
         has_loss = batch.mask > 0
         sums = sequence_sums(torch.where(has_loss, log_weights, 0.0), batch.response_lengths)
         log_weights = spread(log_ratio(sums, torch.zeros_like(sums)), batch.response_lengths)
         stale_tokens = sequence_sums((is_stale & has_loss).to(sums.dtype), batch.response_lengths)
         is_stale = spread(stale_tokens > 0, batch.response_lengths)
     weight = log_weights.exp()
-    cap = torch.where(is_stale, settings.importance_cap, settings.mismatch_cap).to(weight.dtype)
-    if settings.importance.endswith("mask"):
+    cap = torch.full_like(weight, settings.mismatch_cap).masked_fill(is_stale, settings.importance_sampling_cap)
+    if settings.importance_sampling.endswith("mask"):
         is_outside = (weight > cap) | (weight < 1 / cap)
         return weight.masked_fill(is_outside, 0.0), is_outside
     return torch.minimum(weight, cap), weight > cap

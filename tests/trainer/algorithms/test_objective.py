@@ -26,7 +26,10 @@ def by_response(values: np.ndarray) -> list[list[float]]:
 
 
 def recipe_of(**settings: object) -> Recipe:
-    return Recipe(algorithm=AlgorithmSettings(**settings), sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS))  # pyright: ignore[reportArgumentType]
+    return Recipe(
+        algorithm=AlgorithmSettings(proximal="rollout", **settings),
+        sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS),
+    )  # pyright: ignore[reportArgumentType]
 
 
 def formula(loss_agg: str, new: np.ndarray, entropy: np.ndarray) -> float:
