@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
+    "router_loss",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -85,6 +86,10 @@ class StepStats:
         difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)[mask & ~batch.is_fresh]
         self._add(stale_kl=(difference.exp() - 1 - difference).sum())
 
+    def add_router_loss(self, router_loss: Tensor) -> None:
+        """Add the load-balancing loss of a micro-batch, times its weight."""
+        self._add(router_loss=router_loss)
+
     def non_finite(self) -> list[str]:
         """Names of the sums that are not finite."""
         return [name for name, value in self._sums.items() if not math.isfinite(value)]
@@ -122,6 +127,8 @@ class StepStats:
             "staleness/max": float(max(staleness)),
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
+        if s["router_loss"]:
+            out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:
             out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
             out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]

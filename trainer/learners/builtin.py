@@ -16,10 +16,12 @@ from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import policy_loss
+from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, Trajectory, loss_mask, pack
 from ..checkpoint import Checkpoints, TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
+from ..policy.routers import recorded_routers
 from ..policy.tensor_parallel import splits_for
 from ..step_stats import StepStats
 from .advantages import row_advantages
@@ -96,9 +98,16 @@ class Actor:
 
     def _backward(self, part: list[Trajectory], stats: StepStats) -> None:
         batch = pack(part, self.version, self.group.device)
-        logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
+        router_coef = self.recipe.algorithm.router_aux_coef
+        with recorded_routers(self.policy, is_needed=router_coef > 0) as router_logits:
+            logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         terms = policy_loss(logprobs, entropy, batch, self.recipe)
-        terms.loss.backward()
+        loss = terms.loss
+        if router_logits:  # of this micro-batch alone: a step has the mean of its micro-batches, by their weights
+            router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
+            loss = loss + router_coef * terms.weight * router_loss
+            stats.add_router_loss(router_loss.detach() * terms.weight)
+        loss.backward()
         stats.add_batch(batch, logprobs.detach(), terms)
 
 
