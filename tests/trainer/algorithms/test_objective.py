@@ -2,6 +2,8 @@
 
 import itertools
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,11 +27,9 @@ def by_response(values: np.ndarray) -> list[list[float]]:
     return split(values.tolist(), LENGTHS)
 
 
-def recipe_of(**settings: object) -> Recipe:
-    return Recipe(
-        algorithm=AlgorithmSettings(proximal="rollout", **settings),
-        sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS),
-    )  # pyright: ignore[reportArgumentType]
+def recipe_of(**settings: Any) -> Recipe:
+    algorithm = AlgorithmSettings(proximal="rollout", **settings)
+    return Recipe(algorithm=algorithm, sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS))
 
 
 def formula(loss_agg: str, new: np.ndarray, entropy: np.ndarray) -> float:
