@@ -1,7 +1,6 @@
 """The loss of a step is its formula over whole responses, and does not depend on how they are split over micro-batches."""
 
 import itertools
-
 from typing import Any
 
 import numpy as np
