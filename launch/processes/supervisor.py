@@ -16,9 +16,10 @@ from pathlib import Path
 
 from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV
 from ...comm.errors import STORE_GONE_EXIT
+from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..placement import Placement, check_staging, count_gpus, place_ranks, restartable_roles, visible_devices
-from .child import WATCHED, Child, block_signals, describe_exit, end_with_parent, print_message
+from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
