@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV
+from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
 from ...comm.errors import STORE_GONE_EXIT
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
@@ -123,7 +123,7 @@ class Supervisor:
             flags = ["--interface", self.recipe.comm.interface, "--publish", "--expect", members]
             self._start("store", [*self.commands.store, *flags], console=False)
         if self.placement.role == "relay":
-            self.segment = os.memfd_create(f"headrace-{self.placement.name}")
+            self.segment = create_memfd(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
                 self._start_worker("hub")
         self._start_worker(self.placement.name)
