@@ -56,7 +56,8 @@ class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
-    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training.
+    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training;
+    response_lengths [n] int64: response tokens of each trajectory, R in all.
     """
 
     token_ids: Tensor
@@ -67,6 +68,7 @@ class PackedBatch:
     advantages: Tensor
     mask: Tensor
     is_fresh: Tensor
+    response_lengths: Tensor
     ref_logprobs: Tensor | None
 
 
@@ -95,5 +97,6 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
             [np.repeat([t.version == version for t in trajectories], [len(t.response_ids) for t in trajectories])],
             torch.bool,
         ),
+        response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
         ref_logprobs=None if len(refs) < len(trajectories) else joined(refs, torch.float32),
     )

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from ..comm.messages.queue import RowRef
+from .algorithms.objective import LossTerms
 from .batch import PackedBatch
-from .loss import LossTerms
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
     from .actor_group import ActorGroup
 
 _SUMS = (
-    "tokens", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
+    "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "kl", "responses", "response_tokens", "truncated",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
@@ -42,6 +42,11 @@ class StepStats:
         return self._sums["tokens"]
 
     @property
+    def weight(self) -> float:
+        """Divisor of the step's loss: of this rank before `reduce`, of all ranks after it."""
+        return self._sums["weight"]
+
+    @property
     def mean_reward(self) -> float:
         return sum(row.reward for row in self.rows) / len(self.rows)
 
@@ -59,7 +64,7 @@ class StepStats:
         mask = batch.mask.bool()
         if not mask.any():
             return
-        self._add(tokens=batch.mask.sum(), pg_loss=terms.pg_loss, clipped=terms.clipped)
+        self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
         ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
@@ -92,7 +97,7 @@ class StepStats:
             "response_length/clip_ratio": s["truncated"] / s["responses"],
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,
-            "actor/pg_loss": s["pg_loss"] / n,
+            "actor/pg_loss": s["pg_loss"] / max(s["weight"], 1.0),
             "actor/pg_clipfrac": s["clipped"] / n,
             "actor/ppo_kl": s["ppo_kl"] / n,
             "actor/kl_loss": s["kl"] / n,

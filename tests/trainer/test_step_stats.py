@@ -11,8 +11,8 @@ from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.algorithms.objective import policy_loss
 from headrace.trainer.batch import PADDING_TRAJECTORY, Trajectory, pack
-from headrace.trainer.loss import grpo_loss
 from headrace.trainer.step_stats import StepStats
 
 VERSION = 5
@@ -44,9 +44,7 @@ def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)
-    terms = grpo_loss(
-        logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, AlgorithmSettings(clip_high=0.05)
-    )
+    terms = policy_loss(logprobs, entropy, batch, AlgorithmSettings(clip_high=0.05))
     stats.add_batch(batch, logprobs, terms)
     return stats
 
@@ -85,7 +83,7 @@ def test_a_trajectory_without_weight_adds_nothing():
     before = stats.metrics(VERSION)
     batch = pack([PADDING_TRAJECTORY], VERSION, torch.device("cpu"))
     ones = torch.ones(1)
-    terms = grpo_loss(ones, batch.rollout_logprobs, batch.advantages, ones, batch.mask, AlgorithmSettings())
+    terms = policy_loss(ones, ones, batch, AlgorithmSettings())
     stats.add_batch(batch, ones, terms)
     assert stats.metrics(VERSION) == before
 

@@ -13,10 +13,11 @@ from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
+from ..algorithms.advantages import group_advantages
+from ..algorithms.objective import policy_loss
 from ..batch import PADDING_TRAJECTORY, Trajectory, pack
 from ..checkpoint import Checkpoints, TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
-from ..loss import group_advantages, grpo_loss
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from ..step_stats import StepStats
@@ -48,7 +49,7 @@ class Actor:
         return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of a batch, summed over tokens; a collective of all ranks."""
+        """Add the gradient of a batch, summed over its micro-batches; a collective of all ranks."""
         started = time.monotonic()
         stats.add(batch)
         advantages = self._advantages(batch)
@@ -58,14 +59,14 @@ class Actor:
         self.update_s += time.monotonic() - started
 
     def step(self, stats: StepStats) -> dict[str, float]:
-        """Scale the accumulated gradient to the mean over tokens, clip it, update; returns the optimizer's metrics."""
+        """Scale the accumulated gradient to the mean over the step, clip it, update; returns the optimizer's metrics."""
         started = time.monotonic()
         stats.reduce(self.group)
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
-        scale = self.group.size / max(stats.num_tokens, 1.0)
+        scale = self.group.size / max(stats.weight, 1.0)
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scale
@@ -88,10 +89,7 @@ class Actor:
     def _backward(self, part: list[Trajectory], stats: StepStats) -> None:
         batch = pack(part, self.version, self.group.device)
         logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
-        algorithm = self.recipe.algorithm
-        terms = grpo_loss(
-            logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm, batch.ref_logprobs
-        )
+        terms = policy_loss(logprobs, entropy, batch, self.recipe.algorithm)
         terms.loss.backward()
         stats.add_batch(batch, logprobs.detach(), terms)
 

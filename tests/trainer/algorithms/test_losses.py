@@ -1,17 +1,18 @@
 """The loss and the advantages follow their formulas."""
 
 import torch
+from support.packed import packed
 
 from headrace.comm.recipe import AlgorithmSettings
-from headrace.trainer.loss import group_advantages, grpo_loss
+from headrace.trainer.algorithms.advantages import group_advantages
+from headrace.trainer.algorithms.objective import policy_loss
 
 
 def terms(
     logprobs: list[float], old: list[float], advantages: list[float], mask: list[float] | None = None, **settings
 ):
-    new, behind, gain = (torch.tensor(x) for x in (logprobs, old, advantages))
-    ones = torch.ones(len(logprobs))
-    return grpo_loss(new, behind, gain, ones, torch.tensor(mask) if mask else ones, AlgorithmSettings(**settings))
+    batch = packed([[x] for x in old], advantages, masks=[[x] for x in mask] if mask else None)
+    return policy_loss(torch.tensor(logprobs), torch.ones(len(logprobs)), batch, AlgorithmSettings(**settings))
 
 
 def test_advantages_are_centred_and_scaled_within_the_group():
@@ -35,8 +36,7 @@ def test_at_ratio_one_the_loss_is_minus_the_advantage():
 def test_a_good_token_has_no_gradient_beyond_the_upper_clip():
     inside, outside = (torch.tensor([x], requires_grad=True) for x in (0.1, 0.4))
     for logprob in (inside, outside):
-        one = torch.ones(1)
-        grpo_loss(logprob, torch.zeros(1), one, one, one, AlgorithmSettings()).loss.backward()
+        policy_loss(logprob, torch.ones(1), packed([[0.0]], [1.0]), AlgorithmSettings()).loss.backward()
     assert inside.grad is not None and inside.grad.item() < 0
     assert outside.grad is not None and outside.grad.item() == 0
 
