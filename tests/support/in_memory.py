@@ -68,6 +68,7 @@ class MemoryLink:
     """A link within one process. The pieces need not match; `send` waits while more than 64 MiB are under way."""
 
     backend = "memory"
+    seal = None
 
     def __init__(self, out: _Pipe, into: _Pipe) -> None:
         self._out = out

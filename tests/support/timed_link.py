@@ -28,6 +28,7 @@ class TimedLink:
     start_s: float
     byte_s: float
     backend: str = "timed"
+    seal: None = None
     _free_at: float = 0.0
     _pieces: deque[tuple[float, np.ndarray]] = field(default_factory=deque)
 
