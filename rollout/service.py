@@ -94,7 +94,10 @@ class GeneratorService:
         reward: float | None,
         failure: str = "",
     ) -> None:
-        """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks."""
+        """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks.
+
+        Log-probabilities are those of the policy at the temperature of sampling, before filters and penalties.
+        """
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="")

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 POLL_S = 0.1
+_MAX_REASONS = 10
+"""Most reasons for failed trajectories in the summary: the most frequent ones."""
 
 
 class RunEnd(NamedTuple):
@@ -139,6 +141,7 @@ class Shutdown:
             "accounting": account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
+            "failures": dict(self.hub.results.failures.most_common(_MAX_REASONS)),
             "fenced": self.hub.results.num_fenced,
             "moved": state.num_moved,
             "moves_refused": dict(self.hub.repacking.refusals),
