@@ -292,10 +292,17 @@ class StoreFleet(Fleet):
                 self._on_gone(StoreGone(f"{self.name}: the fleet's store at {self.store_address} is gone ({error})"))
 
     def _watch(self) -> None:
-        """End the process when the store stops answering: a frozen host wakes no client. Waits for its own clock."""
-        patience_s = 3 * self.settings.expiry_s
+        """End the process when the store stops answering: a frozen host wakes no client. Waits for its own clock.
+
+        Time that this process itself was stopped (a debugger, a frozen container) does not count.
+        """
+        patience_s, looked_at = 3 * self.settings.expiry_s, time.monotonic()
         while not self._leaving.wait(self.settings.heartbeat_s):
-            if (silence_s := time.monotonic() - self._heard_at) > patience_s:
+            stopped_s = time.monotonic() - looked_at - self.settings.heartbeat_s
+            looked_at += self.settings.heartbeat_s + stopped_s
+            if stopped_s > self.settings.heartbeat_s:
+                self._heard_at = min(self._heard_at + stopped_s, looked_at)
+            if (silence_s := looked_at - self._heard_at) > patience_s:
                 error = f"{self.name}: the fleet's store at {self.store_address} has not answered for {silence_s:.0f} s"
                 self._on_gone(StoreGone(error))
                 return
