@@ -221,6 +221,20 @@ def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
     assert "has not answered" in member.stderr.read()
 
 
+def test_a_process_that_was_stopped_itself_is_a_member_again_when_it_continues(processes):
+    member = processes.member("stay", expiry_s=0.5)
+    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
+    at_end(hub.leave)
+    hub.wait_for("rollout", 1, PATIENCE_S)
+    os.kill(member.pid, signal.SIGSTOP)
+    assert until(
+        lambda: not hub.members("rollout")[0].is_alive
+    )  # after more time than the member's watchdog grants a store
+    os.kill(member.pid, signal.SIGCONT)
+    assert until(lambda: hub.members("rollout")[0].is_alive)
+    assert member.poll() is None
+
+
 def test_the_store_ends_without_output_after_the_last_member_left(processes):
     member = processes.member("leave")
     member.stdin.write("\n")
