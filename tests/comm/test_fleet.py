@@ -224,7 +224,6 @@ def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
 def test_a_process_that_was_stopped_itself_is_a_member_again_when_it_continues(processes):
     member = processes.member("stay", expiry_s=0.5)
     hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
-    at_end(hub.leave)
     hub.wait_for("rollout", 1, PATIENCE_S)
     os.kill(member.pid, signal.SIGSTOP)
     assert until(
@@ -232,6 +231,7 @@ def test_a_process_that_was_stopped_itself_is_a_member_again_when_it_continues(p
     )  # after more time than the member's watchdog grants a store
     os.kill(member.pid, signal.SIGCONT)
     assert until(lambda: hub.members("rollout")[0].is_alive)
+    hub.leave()
     assert member.poll() is None
 
 
