@@ -22,6 +22,7 @@ from .queue import (
 )
 from .run import (
     BusyReport,
+    CheckpointRequested,
     CheckpointWritten,
     ConnectionLost,
     DeclaredDead,

@@ -7,6 +7,7 @@ import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ...comm.errors import SettingError
@@ -14,8 +15,10 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
+from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
-from .model_files import ModelFiles
+from .algorithm_checks import check_algorithm
+from .model_files import ModelFiles, read_config
 
 _SPECIAL_TOKENS = 16
 """More than any tokenizer adds around a text."""
@@ -30,10 +33,13 @@ def check_recipe(recipe: Recipe) -> list[str]:
         check_data(recipe.data)
         return []
     _check_functions(recipe)
+    _check_optimizer(recipe)
+    warnings = check_algorithm(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    return check_lengths(recipe, data, policy)
+    return warnings + check_lengths(recipe, data, policy)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -64,7 +70,20 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
+    _check_trainer(recipe)
     _check_emulation(recipe)
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    trainer, actors = recipe.trainer, recipe.roles.actor
+    if actors % (trainer.shard_ranks or actors):
+        raise SettingError(
+            f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"
+        )
+    if recipe.generator.exact and trainer.activation_checkpointing is True:
+        raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
+    if recipe.generator.exact and trainer.offload:
+        raise SettingError("trainer.offload: not with generator.exact, which runs on the CPU")
 
 
 def _check_emulation(recipe: Recipe) -> None:
@@ -77,6 +96,16 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
     if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
         raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
+
+
+def check_family(recipe: Recipe, folder: Path) -> None:
+    """The policy's family is supported, and has the features that the recipe asks for. Reads `config.json` alone."""
+    config = SimpleNamespace(**read_config(folder))
+    check_supported(config)
+    if recipe.generator.exact:
+        check_exact_supported(config)
+    if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
+        raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
 
 def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
@@ -111,8 +140,25 @@ def _check_functions(recipe: Recipe) -> None:
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
+    for name in ("advantage", "loss"):
+        if ":" in (path := getattr(recipe.algorithm, name)):
+            check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer
+    if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
+        raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
+    if optimizer.warmup_steps >= recipe.run.steps > 1 and optimizer.lr_schedule != "constant":
+        raise SettingError(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave none"
+        )
+    if optimizer.name != "adamw":
+        from ...trainer.learners.optimizer import optimizer_class
+
+        optimizer_class(optimizer.name)
 
 
 def check_function(setting: str, path: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...comm.process_tree import end_with_parent
 
-WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """The signals that a parent waits for: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
 
 
@@ -37,6 +37,7 @@ class Child:
         parent = os.getpid()
 
         def prepare() -> None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
             end_with_parent(death_signal, parent)
 
