@@ -1,4 +1,4 @@
-"""What a supervisor gives its children: environment variables and memory. Without numpy and torch, so a supervisor stays small."""
+"""Environment variables and memory for the children of a supervisor. Without numpy and torch, so a supervisor stays small."""
 
 import fcntl
 import os

@@ -36,7 +36,7 @@ def derive_key(secret: bytes, purpose: str) -> bytes:
 
 
 def sign_entry(secret: bytes, name: str, entry: bytes) -> bytes:
-    """What a member writes under the store's key `name`: the signature, then the entry."""
+    """The value of the store's key `name`: the signature, then the entry."""
     return hmac.digest(derive_key(secret, f"entry {name}"), entry, "sha256") + entry
 
 

@@ -184,7 +184,7 @@ def test_a_seal_accepts_the_frames_of_the_other_end_in_their_order_and_nothing_e
 
 
 def opened_later(receiver, frame):
-    """What a copy of the receiver finds in the frame: a receiver that has refused a frame is not asked again."""
+    """The body that a copy of the receiver finds in the frame. A real connection ends with its first forged frame."""
     again = Seal(b"key", 1)
     again._num_received = receiver._num_received
     return again.open(frame)
