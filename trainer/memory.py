@@ -124,9 +124,11 @@ def actor_memory(
     work["activations"] = tokens * _activations(sizes, half=is_half, checkpointing=checkpointing)
     work["LM head"] = _head(sizes, chunk, half=is_half)
     published = sizes.num_parameters * (2 if is_half else 4) / actors
+    kept = (4 + _MOMENTS[recipe.optimizer.name]) * share
+    host = {"published weights": 2 * published, "copy for a checkpoint": kept}
     if recipe.trainer.offload:
-        return MemoryEstimate(work, states | {"published weights": 2 * published})
-    return MemoryEstimate(states | work, {"published weights": 2 * published})
+        return MemoryEstimate(work, states | host)
+    return MemoryEstimate(states | work, host)
 
 
 def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:

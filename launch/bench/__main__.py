@@ -67,6 +67,9 @@ CATALOGUE = (
     Workload("load", "queue", "storage_load.load",
              "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
+    Workload("resident-memory", "memory", "resident_memory.long_run",
+             "resident memory of each role over 500 steps of the quickstart",
+             ("actor-0-memory", "hub-0-memory", "relay-0-memory", "rollout-0-memory", "rollout-1-memory")),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
     Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip

@@ -67,7 +67,7 @@ class Gpus:
 
 
 class MemoryPlan:
-    """What the processes at `places` need, by the `config` of the policy (what `config.json` holds)."""
+    """The needs of the processes at `places`, by the `config` of the policy (the content of `config.json`)."""
 
     def __init__(self, recipe: Recipe, config: Mapping[str, Any], places: Sequence[Placement], gpus: Gpus) -> None:
         self.sizes = PolicySizes.of(config)
