@@ -1,0 +1,161 @@
+"""The actor: gradients of the policy from batches as they arrive, and the updates of a step."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...comm.recipe import Recipe
+from ...relay.queue.batch import Batch
+from ..actor_group import ActorGroup
+from ..algorithms.advantages import open_estimator
+from ..algorithms.objective import policy_loss
+from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack, trainable
+from ..checkpoint import TrainingState
+from ..logprobs import packed_logprobs, response_logprobs
+from ..policy.model import Policy, load_policy
+from ..step_stats import StepStats
+from .advantages import add_advantages
+from .critic import Critic
+from .optimizer import Update, Updater, learning_rate
+from .start_weights import StartWeights
+
+
+class Actor:
+    """fp32 weights, sharded over several ranks.
+
+    Gradients accumulate as groups arrive, and an update follows each part of a step's groups (`batch.updates_per_version`). Rows
+    are held only for later passes, and until the step is complete where their advantages need all of it.
+    """
+
+    def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
+        group.shard(self.policy)
+        self.updater = Updater(self.policy, recipe.optimizer)
+        self.critic = Critic(recipe, group) if recipe.algorithm.advantage == "gae" else None
+        self.state = TrainingState(self.policy.model, self.updater.optimizer)
+        self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
+        self.batches: list[Batch] = []
+        self.updates: list[Update] = []
+        self.start = StartWeights(self.policy)
+        self._num_updates = recipe.batch.updates_per_version * recipe.batch.passes
+        self._num_groups = 0
+        self._loss = self._weight = self._update_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version in training: the number of steps so far."""
+        return self.state.step
+
+    def lr(self) -> float:
+        """Learning rate of the step in progress."""
+        return learning_rate(self.recipe.optimizer, self.version, self.recipe.run.steps)
+
+    def accumulate(self, batch: Batch, stats: StepStats) -> None:
+        """Train a batch of the step in progress; a collective of all ranks."""
+        started = time.monotonic()
+        stats.add(batch)
+        batch, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
+        stats.add_non_finite(num_non_finite)
+        if self.critic is not None:
+            _add(batch, "values", self.critic.values(batch))
+        if self.needs_whole_step or self.recipe.batch.passes > 1:
+            self.batches.append(batch)
+        if not self.needs_whole_step:
+            add_advantages([batch], self.recipe, self.group)
+            self._train([batch], stats)
+        self._update_s += time.monotonic() - started
+
+    def step(self, stats: StepStats) -> dict[str, float]:
+        """Finish the updates of the step; returns their metrics. A collective of all ranks."""
+        started = time.monotonic()
+        if self.needs_whole_step:
+            add_advantages(self.batches, self.recipe, self.group)
+            self._train(self.batches, stats)
+        self._end_pass()
+        for _ in range(1, self.recipe.batch.passes):
+            self._train(self.batches, stats)
+            self._end_pass()
+        stats.reduce(self.group)
+        metrics = {
+            "actor/grad_norm": sum(update.grad_norm for update in self.updates) / len(self.updates),
+            "actor/lr": self.lr(),
+            "actor/skipped_updates": float(sum(not update.is_applied for update in self.updates)),
+        }
+        if self.critic is not None:
+            metrics |= self.critic.metrics()
+        self.state.step += 1
+        self.batches, self.updates = [], []
+        update_s, self._update_s = self._update_s + time.monotonic() - started, 0.0
+        return metrics | {"timing_s/update_actor": update_s}
+
+    def discard(self) -> None:
+        """Forget the step in progress: the run ends within it."""
+        self.batches, self.updates = [], []
+        self.updater.discard()
+
+    def _train(self, batches: Sequence[Batch], stats: StepStats) -> None:
+        """Accumulate the gradients of batches, and update the weights where a part of the step's groups ends."""
+        for batch in batches:
+            self._add_proximal(batch)
+            for part in batch.micro_batches:
+                rows = [Trajectory.of(row, batch.columns[row.key]) for row in part]
+                progress = len(self.updates) / self._num_updates
+                packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
+                self._backward(packed, stats)
+            self._num_groups += len(batch.row_batch.groups)
+            if self._num_groups in self.recipe.batch.update_ends[:-1]:
+                self._update()
+
+    def _backward(self, batch: PackedBatch, stats: StepStats) -> None:
+        logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
+        terms = policy_loss(logprobs, entropy, batch, self.recipe)
+        terms.loss.backward()
+        self._loss += float(terms.loss)
+        self._weight += float(terms.weight)
+        stats.add_batch(batch, logprobs.detach(), terms)
+        if self.critic is not None:
+            self.critic.accumulate(batch)
+
+    def _add_proximal(self, batch: Batch) -> None:
+        """Add the log-probs of the policy at the start of the version, where the updates move away from it."""
+        is_first_pass = len(self.updates) < self.recipe.batch.updates_per_version
+        if self._num_updates == 1 or not is_first_pass:
+            return
+        if not self.updates:
+            if self.recipe.batch.passes == 1:
+                return  # the policy in training is the one at the start, and the rows are not trained again
+            logprobs = response_logprobs(self.policy, batch, self.group.device, self.recipe)
+        else:
+            with self.start.restored():
+                logprobs = response_logprobs(self.policy, batch, self.group.device, self.recipe)
+                self.group.reshard(self.policy)
+        _add(batch, "proximal_logprobs", logprobs)
+
+    def _end_pass(self) -> None:
+        self._update()
+        self._num_groups = 0
+        self.start.drop()
+
+    def _update(self) -> None:
+        """Update the weights by the mean gradient since the last update."""
+        if not self.updates and self._num_groups < self.recipe.batch.prompts_per_step:
+            self.start.keep()
+        loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
+        self._loss = self._weight = 0.0
+        # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
+        update = self.updater.update(self.group.size / max(weight, 1.0), self.lr(), is_finite=math.isfinite(loss))
+        if not update.is_applied and self.group.is_lead:
+            cause = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {update.grad_norm}"
+            print(f"step {self.version + 1}: an update of the weights is skipped: {cause}", flush=True)
+        self.updates.append(update)
+        if self.critic is not None:
+            self.critic.update(self.version)
+
+
+def _add(batch: Batch, name: str, columns: Sequence[np.ndarray]) -> None:
+    for row, column in zip(batch.rows, columns, strict=True):
+        batch.columns[row.key][name] = column
