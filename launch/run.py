@@ -72,6 +72,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _print_plan(recipe: Recipe) -> int:
+    from .config.checks import check_family
+
+    if (Path(recipe.model.path) / "config.json").exists():
+        check_family(recipe, Path(recipe.model.path))
     sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
     return 0
 

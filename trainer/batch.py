@@ -1,7 +1,7 @@
 """Trajectories with the columns that training needs, packed into micro-batches without padding."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,16 +34,18 @@ class Trajectory:
     """Tokens that lost their loss, since a column has no finite number for them."""
 
     @classmethod
-    def of(cls, row: RowRef, columns: dict[str, np.ndarray], advantage: float) -> "Trajectory":
-        """A row with its columns; a column `advantages` replaces `advantage`.
+    def of(
+        cls, row: RowRef, columns: Mapping[str, np.ndarray], advantage: np.ndarray, mask: np.ndarray
+    ) -> "Trajectory":
+        """A row with its columns, advantages [R] and loss mask [R]; a column `advantages` replaces the advantages.
 
         A token without a finite number in each column has no loss, and the numbers of all tokens without loss are 0, so that
         none of them reaches a gradient. Raises SettingError for a column `advantages` of another length.
         """
-        mask = columns["loss_mask"] != 0
+        mask = mask != 0
         wanted = int(mask.sum())
         numbers = {name: columns[name] for name in ("rollout_logprobs", "ref_logprobs") if name in columns}
-        numbers["advantages"] = _one_per_token(row, columns.get("advantages", np.float32(advantage)), len(mask))
+        numbers["advantages"] = _one_per_token(row, columns.get("advantages", advantage), len(mask))
         for name, column in numbers.items():
             broken = mask & ~np.isfinite(column.astype(np.float32))
             if broken.any():
@@ -69,7 +71,12 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def _one_per_token(row: RowRef, advantages: np.ndarray | np.float32, num_tokens: int) -> np.ndarray:
+def loss_mask(columns: Mapping[str, np.ndarray], *, mask_truncated: bool) -> np.ndarray:
+    """[R] uint8: the row's own mask; zeros for a response that was cut at its longest length, if `mask_truncated`."""
+    return columns["loss_mask"] * np.uint8(not (mask_truncated and columns["truncated"][0]))
+
+
+def _one_per_token(row: RowRef, advantages: np.ndarray, num_tokens: int) -> np.ndarray:
     if advantages.size not in (1, num_tokens):
         raise SettingError(
             f"queue.tasks: column `advantages` of row {row.key} has {advantages.size} numbers for a response of {num_tokens} tokens"

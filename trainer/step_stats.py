@@ -30,11 +30,10 @@ class StepStats:
     mismatch of generator and trainer apart from staleness.
     """
 
-    def __init__(self, max_new_tokens: int) -> None:
+    def __init__(self) -> None:
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
         self.group_stds: list[float] = []
-        self._max_new_tokens = max_new_tokens
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
@@ -57,9 +56,9 @@ class StepStats:
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
-        for length in map(len, batch["response_ids"]):
-            self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
-            self._update_max(response_tokens=length)
+        for response, truncated in zip(batch["response_ids"], batch["truncated"], strict=True):
+            self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
+            self._update_max(response_tokens=len(response))
 
     def add_trajectories(self, trajectories: list[Trajectory]) -> None:
         """Count the tokens without finite numbers."""

@@ -59,6 +59,7 @@ def row_of(prompt: int, sample: int, length: int) -> dict[str, np.ndarray]:
         "response_ids": rng.integers(4, 99, length).astype(np.int32),
         "rollout_logprobs": rng.normal(-5, 0.5, length).astype(np.float32),
         "loss_mask": np.ones(length, dtype=np.uint8),
+        "truncated": np.array([sample == 2], dtype=np.uint8),
     }
 
 
@@ -71,7 +72,7 @@ def explode(batch: Batch) -> Batch:
 
 def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
     """One step with these batches; its metrics."""
-    stats, version = StepStats(max_new_tokens=99), actor.version
+    stats, version = StepStats(), actor.version
     for batch in batches:
         actor.accumulate(batch, stats)
     return {**actor.step(stats), **stats.metrics(version)}

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.recipe import AlgorithmSettings
+from ...comm.recipe import Recipe
 from ..batch import PackedBatch
-from .aggregation import token_mean
-from .kl import k3
-from .losses import LOSSES, MAX_LOG_RATIO, LossInputs
+from .aggregation import token_weights
+from .kl import KL_ESTIMATORS, k3
+from .losses import LossInputs, open_loss
 
 
 class LossTerms(NamedTuple):
@@ -28,30 +28,34 @@ class LossTerms(NamedTuple):
     kl: Tensor
 
 
-def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> LossTerms:
+def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: Recipe) -> LossTerms:
     """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
-    per_token, clipped = LOSSES["clip"](
+    algorithm = recipe.algorithm
+    per_token, clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,
             old_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
             mask=batch.mask,
             lengths=batch.response_lengths,
-            clip_low=logprobs.new_tensor(settings.clip_low),
-            clip_high=logprobs.new_tensor(settings.clip_high),
+            clip_low=logprobs.new_tensor(algorithm.clip_low),
+            clip_high=logprobs.new_tensor(algorithm.clip_high),
+            clip_dual=algorithm.clip_dual,
         )
     )
-    kl = torch.zeros_like(logprobs) if batch.ref_logprobs is None else k3(logprobs, batch.ref_logprobs)
-    weights = token_mean(batch.mask)
-    pg_loss = (per_token * weights.tokens).sum()
-    extra = settings.kl_coef * kl - settings.entropy_coef * entropy
-    log_ratio = (logprobs.detach() - batch.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, recipe.sampling.max_new_tokens)
+    loss = per_token - algorithm.entropy_coef * entropy
+    kl = torch.zeros_like(logprobs)
+    if batch.ref_logprobs is not None:
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, batch.ref_logprobs)
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coef * kl
     return LossTerms(
-        loss=pg_loss + (extra * weights.tokens).sum(),
-        pg_loss=pg_loss.detach(),
+        loss=(loss * weights.tokens).sum(),
+        pg_loss=(per_token * weights.tokens).sum().detach(),
         weight=weights.weight,
         clipped=(clipped * batch.mask).sum(),
-        ppo_kl=((log_ratio.exp() - 1 - log_ratio) * batch.mask).sum(),
+        ppo_kl=(k3(batch.rollout_logprobs, logprobs) * batch.mask).sum().detach(),
         entropy=(entropy * batch.mask).sum().detach(),
         kl=(kl * batch.mask).sum().detach(),
     )

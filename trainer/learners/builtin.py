@@ -7,20 +7,22 @@ import numpy as np
 import torch
 
 from ...comm.fleet import Fleet
+from ...comm.messages.queue import RowRef
 from ...comm.recipe import Recipe
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
-from ..algorithms.advantages import group_advantages
+from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import policy_loss
-from ..batch import PADDING_TRAJECTORY, Trajectory, pack
+from ..batch import PADDING_TRAJECTORY, Trajectory, loss_mask, pack
 from ..checkpoint import Checkpoints, TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from ..step_stats import StepStats
+from .advantages import row_advantages
 from .optimizer import Updater, learning_rate
 
 
@@ -34,6 +36,8 @@ class Actor:
         group.shard(self.policy)
         self.updater = Updater(self.policy, recipe.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer)
+        self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
+        self.held: list[Batch] = []
         self.update_s = 0.0
 
     @property
@@ -49,16 +53,15 @@ class Actor:
         """Add the gradient of a batch, summed over its micro-batches; a collective of all ranks."""
         started = time.monotonic()
         stats.add(batch)
-        advantages = self._advantages(batch)
-        for part in batch.micro_batches:
-            rows = [Trajectory.of(row, batch.columns[row.key], advantages[row.key]) for row in part]
-            stats.add_trajectories(rows)
-            self._backward(rows or [PADDING_TRAJECTORY], stats)
+        self.held.append(batch)
+        if not self.needs_whole_step:
+            self._train_held(stats)
         self.update_s += time.monotonic() - started
 
     def step(self, stats: StepStats) -> dict[str, float]:
         """Scale the accumulated gradient to the mean over the step, clip it, update; returns the optimizer's metrics."""
         started = time.monotonic()
+        self._train_held(stats)
         stats.reduce(self.group)
         lr = self.lr()
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
@@ -77,19 +80,24 @@ class Actor:
             "timing_s/update_actor": update_s,
         }
 
-    def _advantages(self, batch: Batch) -> dict[str, float]:
-        """By key of the row, for the rows of all ranks: several ranks may share the rows of a group."""
-        found: dict[str, float] = {}
-        for group in batch.row_batch.groups:
-            rewards = torch.tensor(group.rewards)
-            values = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
-            found |= zip((row.key for row in group.rows()), values, strict=True)
-        return found
+    def _train_held(self, stats: StepStats) -> None:
+        """Add the gradients of the batches that are held, which need their advantages first."""
+        advantages = row_advantages(self.held, self.recipe, self.group)
+        for batch in self.held:
+            for part in batch.micro_batches:
+                rows = [self._trajectory(row, batch.columns[row.key], advantages[row.key]) for row in part]
+                stats.add_trajectories(rows)
+                self._backward(rows or [PADDING_TRAJECTORY], stats)
+        self.held = []
+
+    def _trajectory(self, row: RowRef, columns: dict[str, np.ndarray], advantages: np.ndarray) -> Trajectory:
+        mask = loss_mask(columns, mask_truncated=self.recipe.algorithm.mask_truncated)
+        return Trajectory.of(row, columns, advantages, mask)
 
     def _backward(self, part: list[Trajectory], stats: StepStats) -> None:
         batch = pack(part, self.version, self.group.device)
         logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
-        terms = policy_loss(logprobs, entropy, batch, self.recipe.algorithm)
+        terms = policy_loss(logprobs, entropy, batch, self.recipe)
         terms.loss.backward()
         stats.add_batch(batch, logprobs.detach(), terms)
 
@@ -121,6 +129,7 @@ class ActorLearner(Actor):
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def discard(self) -> None:
+        self.held = []
         self.updater.discard()
 
     def publish(self) -> None:

@@ -1,58 +1,127 @@
-"""The loss and the advantages follow their formulas."""
+"""Each loss equals its paper's formula in float64 NumPy, and its gradient the formula's finite differences."""
 
+from collections.abc import Callable
+
+import numpy as np
+import pytest
 import torch
-from support.packed import packed
 
-from headrace.comm.recipe import AlgorithmSettings
-from headrace.trainer.algorithms.advantages import group_advantages
-from headrace.trainer.algorithms.objective import policy_loss
+from headrace.trainer.algorithms.losses import LossInputs, open_loss
 
-
-def terms(
-    logprobs: list[float], old: list[float], advantages: list[float], mask: list[float] | None = None, **settings
-):
-    batch = packed([[x] for x in old], advantages, masks=[[x] for x in mask] if mask else None)
-    return policy_loss(torch.tensor(logprobs), torch.ones(len(logprobs)), batch, AlgorithmSettings(**settings))
+LENGTHS = (4, 1, 3)
+LOW, HIGH, DUAL = 0.2, 0.28, 1.5
+Formula = Callable[[np.ndarray, np.ndarray, float, np.ndarray], np.ndarray]
+"""Loss of each token of one response, of log-probs, old log-probs, the advantage, and log-probs that carry no gradient."""
 
 
-def test_advantages_are_centred_and_scaled_within_the_group():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0]), scale_by_std=True, eps=0.0)
-    assert advantages.tolist() == [1.0, -1.0, 1.0, -1.0]
+def surrogate(ratio: np.ndarray, advantage: float, dual: float | None = None) -> np.ndarray:
+    kept = np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+    return -(np.maximum(kept, dual * advantage) if dual and advantage < 0 else kept)
 
 
-def test_dr_grpo_leaves_the_scale_alone():
-    assert group_advantages(torch.tensor([3.0, 1.0]), scale_by_std=False).tolist() == [1.0, -1.0]
+def gspo(new: np.ndarray, old: np.ndarray, advantage: float, frozen: np.ndarray) -> np.ndarray:
+    del frozen
+    ratio = (np.exp(new.sum()) / np.exp(old.sum())) ** (1 / len(new))
+    return np.full(len(new), surrogate(ratio, advantage))
 
 
-def test_a_group_of_equal_rewards_has_no_advantage():
-    for reward in (1.0, 0.1, -0.3):
-        assert group_advantages(torch.full((7,), reward), scale_by_std=True).abs().max() == 0
+FORMULAS: dict[tuple[str, float | None], Formula] = {
+    ("clip", None): lambda new, old, advantage, frozen: surrogate(np.exp(new - old), advantage),
+    ("clip", DUAL): lambda new, old, advantage, frozen: surrogate(np.exp(new - old), advantage, DUAL),
+    ("gspo", None): gspo,
+    ("cispo", None): lambda new, old, advantage, frozen: (
+        -np.clip(np.exp(frozen - old), 1 - LOW, 1 + HIGH) * advantage * new
+    ),
+    ("reinforce", None): lambda new, old, advantage, frozen: -advantage * new,
+}
 
 
-def test_at_ratio_one_the_loss_is_minus_the_advantage():
-    assert terms([-1.0, -2.0], [-1.0, -2.0], [0.5, 2.0]).loss.item() == -2.5
+def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probs [R], old log-probs [R], advantages of the responses [n]."""
+    rng = np.random.default_rng(seed)
+    old = -rng.gamma(2.0, 0.6, sum(LENGTHS))
+    return old + rng.normal(0, 0.4, len(old)), old, rng.normal(0, 1, len(LENGTHS))
 
 
-def test_a_good_token_has_no_gradient_beyond_the_upper_clip():
-    inside, outside = (torch.tensor([x], requires_grad=True) for x in (0.1, 0.4))
-    for logprob in (inside, outside):
-        policy_loss(logprob, torch.ones(1), packed([[0.0]], [1.0]), AlgorithmSettings()).loss.backward()
-    assert inside.grad is not None and inside.grad.item() < 0
-    assert outside.grad is not None and outside.grad.item() == 0
+def inputs_of(new: torch.Tensor, old: np.ndarray, advantages: np.ndarray, dual: float | None = None) -> LossInputs:
+    lengths = torch.tensor(LENGTHS)
+    return LossInputs(
+        logprobs=new,
+        old_logprobs=torch.tensor(old),
+        advantages=torch.tensor(advantages).repeat_interleave(lengths),
+        mask=torch.ones(len(new), dtype=torch.float64),
+        lengths=lengths,
+        clip_low=torch.tensor(LOW, dtype=torch.float64),
+        clip_high=torch.tensor(HIGH, dtype=torch.float64),
+        clip_dual=dual,
+    )
 
 
-def test_clip_higher_moves_only_the_upper_bound():
-    assert terms([0.25], [0.0], [1.0]).clipped == 1
-    assert terms([0.25], [0.0], [1.0], clip_high=0.3).clipped == 0
-    assert terms([-0.3], [0.0], [-1.0], clip_high=0.3).clipped == 1
+def expected(formula: Formula, new: np.ndarray, old: np.ndarray, advantages: np.ndarray, frozen: np.ndarray):
+    ends = np.cumsum(LENGTHS)
+    parts = [slice(end - n, end) for end, n in zip(ends, LENGTHS, strict=True)]
+    return np.concatenate(
+        [formula(new[p], old[p], advantage, frozen[p]) for p, advantage in zip(parts, advantages, strict=True)]
+    )
 
 
-def test_masked_tokens_add_nothing_to_the_loss():
-    full = terms([-1.0, -9.0], [-1.0, -3.0], [1.0, 1.0], mask=[1.0, 0.0])
-    alone = terms([-1.0], [-1.0], [1.0])
-    for name, value in full._asdict().items():
-        assert torch.equal(value, alone._asdict()[name]), name
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "dual"), FORMULAS)
+def test_a_loss_equals_its_formula_and_its_gradient_the_finite_differences(name: str, dual: float | None, seed: int):
+    new, old, advantages = random_case(seed)
+    formula = FORMULAS[name, dual]
+    logprobs = torch.tensor(new, requires_grad=True)
+    loss, _ = open_loss(name)(inputs_of(logprobs, old, advantages, dual))
+    assert loss.detach().numpy() == pytest.approx(expected(formula, new, old, advantages, new), abs=1e-12)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    for token in range(len(new)):
+        step = np.zeros(len(new))
+        step[token] = 1e-6
+        above, below = (expected(formula, new + s, old, advantages, new).sum() for s in (step, -step))
+        assert gradient[token].item() == pytest.approx((above - below) / 2e-6, abs=1e-6)
 
 
-def test_the_entropy_bonus_lowers_the_loss():
-    assert terms([-1.0], [-1.0], [1.0], entropy_coef=0.1).loss < terms([-1.0], [-1.0], [1.0]).loss
+def clipped(name: str, new: list[float], old: list[float], advantages: list[float], dual: float | None = None):
+    x = LossInputs(
+        *(torch.tensor(values, dtype=torch.float64) for values in (new, old, advantages)),
+        mask=torch.ones(len(new), dtype=torch.float64),
+        lengths=torch.tensor([len(new)]),
+        clip_low=torch.tensor(LOW, dtype=torch.float64),
+        clip_high=torch.tensor(HIGH, dtype=torch.float64),
+        clip_dual=dual,
+    )
+    return open_loss(name)(x)[1].tolist()
+
+
+def test_tokens_whose_ratio_the_clip_bounds_are_marked():
+    ratios = [0.3, -0.3, 0.3, -0.3, 0.1]
+    assert clipped("clip", ratios, [0.0] * 5, [1, 1, -1, -1, 1]) == [True, False, False, True, False]
+    assert clipped("clip", [0.5, 0.5], [0.0] * 2, [-1, 1], dual=DUAL) == [True, True]
+    assert clipped("clip", [0.3], [0.0], [-1], dual=DUAL) == [False]
+    assert clipped("cispo", ratios, [0.0] * 5, [1, 1, -1, -1, 1]) == [True, True, True, True, False]
+    assert clipped("gspo", [0.9, -0.3], [0.0] * 2, [1, 1]) == [True, True]
+    assert clipped("reinforce", [9.0], [0.0], [1.0]) == [False]
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "cispo", "reinforce"])
+def test_a_token_with_a_ratio_beyond_all_bounds_gives_a_finite_gradient(name: str):
+    logprobs = torch.tensor([-1.0, -0.1, -200.0, -3.0], dtype=torch.float64, requires_grad=True)
+    x = LossInputs(
+        logprobs,
+        torch.tensor([-1.0, -1000.0, -0.1, -torch.inf], dtype=torch.float64),
+        torch.tensor([1.0, 0.0, -1.0, -1.0], dtype=torch.float64),
+        torch.ones(4, dtype=torch.float64),
+        torch.tensor([4]),
+        torch.tensor(LOW, dtype=torch.float64),
+        torch.tensor(HIGH, dtype=torch.float64),
+    )
+    (gradient,) = torch.autograd.grad(open_loss(name)(x)[0].sum(), logprobs)
+    assert gradient.isfinite().all()
+
+
+def test_a_users_loss_is_a_function_in_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def double(x):\n    return -2 * x.advantages * x.logprobs, x.mask > 1\n")
+    new, old, advantages = random_case(0)
+    loss, bounded = open_loss(f"{tmp_path}/mine.py:double")(inputs_of(torch.tensor(new), old, advantages))
+    assert loss.tolist() == pytest.approx(-2 * np.repeat(advantages, LENGTHS) * new)
+    assert not bounded.any()
