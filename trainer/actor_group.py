@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..comm.fleet import Fleet, StoreFleet
@@ -68,13 +68,21 @@ class ActorGroup:
 
     def shard(self, policy: "Policy") -> None:
         """Shard the policy by rows over the ranks: each layer, then the rest."""
-        if self.size == 1:
-            return
-        mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
         layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(policy, mesh=mesh)
+        self.shard_modules(*layers, policy)
+
+    def shard_modules(self, *modules: nn.Module) -> None:
+        """Shard modules by rows over the ranks, inner ones first."""
+        if self.size > 1:
+            mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+            for module in modules:
+                fully_shard(module, mesh=mesh)
+
+    def reshard(self, *modules: nn.Module) -> None:
+        """Free the whole weights that a forward pass without a backward pass has gathered."""
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

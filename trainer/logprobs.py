@@ -1,5 +1,6 @@
 """Log-probabilities of trajectories: of a packed batch, for training, and of each row, for the task `reference`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +18,17 @@ NEEDED = ("prompt_ids", "response_ids")
 """The columns that `response_logprobs` reads."""
 
 
-def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
+def packed_hidden(policy: Policy, batch: PackedBatch, recipe: Recipe) -> Tensor:
+    """Hidden states [R, hidden] that predict the response tokens."""
     with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
-    return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
+    return hidden[batch.predictors]
+
+
+def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
+    hidden = packed_hidden(policy, batch, recipe)
+    return policy.token_logprobs(hidden, batch.targets, recipe.sampling.temperature or 1.0)
 
 
 def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:
@@ -29,15 +36,21 @@ def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, reci
 
     A collective of the ranks that share a sharded policy.
     """
+    return by_row(batch, device, lambda packed: packed_logprobs(policy, packed, recipe)[0])
+
+
+def by_row(batch: "Batch", device: torch.device, compute: Callable[[PackedBatch], Tensor]) -> list[np.ndarray]:
+    """`compute`, which returns a number [R] for each response token, without gradient: [R] float32 for each of this rank's rows."""
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
         tokens = [[batch.columns[row.key][name] for name in NEEDED] for row in part]
         lengths = [len(response) for _, response in tokens]
+        zeros = [np.zeros(length, np.float32) for length in lengths]
         trajectories = [
-            Trajectory(prompt, response, np.zeros(n, np.float32), np.ones(n, np.uint8), version=-1)
-            for (prompt, response), n in zip(tokens, lengths, strict=True)
+            Trajectory(prompt, response, zero, zero, version=-1, advantages=zero)
+            for (prompt, response), zero in zip(tokens, zeros, strict=True)
         ]
         with torch.no_grad():
-            logprobs, _ = packed_logprobs(policy, pack(trajectories or [PADDING_TRAJECTORY], -1, device), recipe)
-        found += np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths)[:-1]) if part else []
+            numbers = compute(pack(trajectories or [PADDING_TRAJECTORY], -1, device))
+        found += np.split(numbers.float().cpu().numpy(), np.cumsum(lengths)[:-1]) if part else []
     return found

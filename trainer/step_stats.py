@@ -1,6 +1,5 @@
 """Sums over the micro-batches of a step, and the metrics computed from them."""
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..comm.messages.queue import RowRef
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
-from .batch import PackedBatch, Trajectory
+from .batch import PackedBatch
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -38,16 +37,6 @@ class StepStats:
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
     @property
-    def num_tokens(self) -> float:
-        """Tokens with loss: of this rank before `reduce`, of all ranks after it."""
-        return self._sums["tokens"]
-
-    @property
-    def weight(self) -> float:
-        """Divisor of the step's loss: of this rank before `reduce`, of all ranks after it."""
-        return self._sums["weight"]
-
-    @property
     def mean_reward(self) -> float:
         return sum(row.reward for row in self.rows) / len(self.rows)
 
@@ -60,9 +49,9 @@ class StepStats:
             self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
             self._update_max(response_tokens=len(response))
 
-    def add_trajectories(self, trajectories: list[Trajectory]) -> None:
-        """Count the tokens without finite numbers."""
-        self._add(non_finite=sum(trajectory.num_non_finite for trajectory in trajectories))
+    def add_non_finite(self, num_tokens: int) -> None:
+        """Count tokens that have no loss, since a column has no finite number for them."""
+        self._add(non_finite=num_tokens)
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
@@ -81,10 +70,6 @@ class StepStats:
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
-
-    def non_finite(self) -> list[str]:
-        """Names of the sums that are not finite."""
-        return [name for name, value in self._sums.items() if not math.isfinite(value)]
 
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""

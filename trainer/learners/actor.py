@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from ...comm.recipe import Recipe
 from ...relay.queue.batch import Batch
@@ -36,12 +37,14 @@ class Actor:
         group.shard(self.policy)
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group) if recipe.algorithm.advantage == "gae" else None
-        self.state = TrainingState(self.policy.model, self.updater.optimizer)
+        critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
+        self.state = TrainingState(self.policy.model, self.updater.optimizer, critic)
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
         self.batches: list[Batch] = []
         self.updates: list[Update] = []
         self.start = StartWeights(self.policy)
         self._num_updates = recipe.batch.updates_per_version * recipe.batch.passes
+        self._keeps_proximal = self._num_updates > 1
         self._num_groups = 0
         self._loss = self._weight = self._update_s = 0.0
 
@@ -61,7 +64,7 @@ class Actor:
         batch, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
         stats.add_non_finite(num_non_finite)
         if self.critic is not None:
-            _add(batch, "values", self.critic.values(batch))
+            _add_column(batch, "values", self.critic.values(batch))
         if self.needs_whole_step or self.recipe.batch.passes > 1:
             self.batches.append(batch)
         if not self.needs_whole_step:
@@ -95,45 +98,48 @@ class Actor:
     def discard(self) -> None:
         """Forget the step in progress: the run ends within it."""
         self.batches, self.updates = [], []
+        self._num_groups, self._loss, self._weight = 0, 0.0, 0.0
         self.updater.discard()
+        self.start.drop()
+        if self.critic is not None:
+            self.critic.discard()
 
     def _train(self, batches: Sequence[Batch], stats: StepStats) -> None:
         """Accumulate the gradients of batches, and update the weights where a part of the step's groups ends."""
         for batch in batches:
-            self._add_proximal(batch)
+            if self._keeps_proximal and 0 < len(self.updates) < self.recipe.batch.updates_per_version:
+                _add_column(batch, "proximal_logprobs", self._start_logprobs(batch))
             for part in batch.micro_batches:
                 rows = [Trajectory.of(row, batch.columns[row.key]) for row in part]
                 progress = len(self.updates) / self._num_updates
                 packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
-                self._backward(packed, stats)
+                logprobs = self._backward(packed, stats)
+                if self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
+                    for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
+                        batch.columns[row.key]["proximal_logprobs"] = own.cpu().numpy()
             self._num_groups += len(batch.row_batch.groups)
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
 
-    def _backward(self, batch: PackedBatch, stats: StepStats) -> None:
+    def _backward(self, batch: PackedBatch, stats: StepStats) -> Tensor:
+        """Add the gradient of a micro-batch; returns its log-probs [R]."""
         logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         terms = policy_loss(logprobs, entropy, batch, self.recipe)
         terms.loss.backward()
-        self._loss += float(terms.loss)
+        self._loss += float(terms.loss.detach())
         self._weight += float(terms.weight)
-        stats.add_batch(batch, logprobs.detach(), terms)
+        logprobs = logprobs.detach()
+        stats.add_batch(batch, logprobs, terms)
         if self.critic is not None:
             self.critic.accumulate(batch)
+        return logprobs
 
-    def _add_proximal(self, batch: Batch) -> None:
-        """Add the log-probs of the policy at the start of the version, where the updates move away from it."""
-        is_first_pass = len(self.updates) < self.recipe.batch.updates_per_version
-        if self._num_updates == 1 or not is_first_pass:
-            return
-        if not self.updates:
-            if self.recipe.batch.passes == 1:
-                return  # the policy in training is the one at the start, and the rows are not trained again
+    def _start_logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """Log-probs [R] of rows that arrive after the first update, by the policy at the start of the version."""
+        with self.start.restored():
             logprobs = response_logprobs(self.policy, batch, self.group.device, self.recipe)
-        else:
-            with self.start.restored():
-                logprobs = response_logprobs(self.policy, batch, self.group.device, self.recipe)
-                self.group.reshard(self.policy)
-        _add(batch, "proximal_logprobs", logprobs)
+            self.group.reshard(self.policy)
+        return logprobs
 
     def _end_pass(self) -> None:
         self._update()
@@ -142,7 +148,7 @@ class Actor:
 
     def _update(self) -> None:
         """Update the weights by the mean gradient since the last update."""
-        if not self.updates and self._num_groups < self.recipe.batch.prompts_per_step:
+        if self._keeps_proximal and not self.updates and self.recipe.batch.updates_per_version > 1:
             self.start.keep()
         loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
         self._loss = self._weight = 0.0
@@ -156,6 +162,6 @@ class Actor:
             self.critic.update(self.version)
 
 
-def _add(batch: Batch, name: str, columns: Sequence[np.ndarray]) -> None:
+def _add_column(batch: Batch, name: str, columns: Sequence[np.ndarray]) -> None:
     for row, column in zip(batch.rows, columns, strict=True):
         batch.columns[row.key][name] = column

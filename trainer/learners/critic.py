@@ -1,12 +1,9 @@
 """The critic of PPO: a value for each token of a response, by a head on a copy of the policy's backbone."""
 
 import math
-from collections import Counter
 
 import msgspec
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...comm.recipe import Recipe
@@ -18,7 +15,7 @@ from ..logprobs import by_row, packed_hidden
 from ..policy.model import Policy, load_policy
 from .optimizer import Update, Updater, learning_rate
 
-_SUMS = ("tokens", "loss", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
+_SUMS: tuple[str, ...] = ("tokens", "loss", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
 
 
 class ValueModel(nn.Module):
@@ -41,11 +38,13 @@ class Critic:
         policy = load_policy(recipe.model.path, "float32", group.device)
         self.model = ValueModel(policy)
         group.shard(policy)
-        group.shard_module(self.model.head)
+        group.shard_modules(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)
-        self._sums: Counter[str] = Counter()
-        self._step_sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        """Since the last update, of this rank."""
+        self._step_sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        """Of the step in progress, of all ranks."""
         self._updates: list[Update] = []
         self._lr = 0.0
 
@@ -63,23 +62,23 @@ class Critic:
             return
         old, returns, mask = batch.values, batch.returns, batch.mask
         per_token, is_clipped = value_loss(values, old, returns, self._recipe.critic.clip_value)
-        loss = (per_token * mask).sum()
-        loss.backward()
+        (per_token * mask).sum().backward()
         figures = {
-            "tokens": mask, "clipped": is_clipped * mask, "values": old * mask, "returns": returns * mask,
+            "tokens": mask, "loss": per_token.detach() * mask, "clipped": is_clipped * mask, "values": old * mask, "returns": returns * mask,
             "squared_returns": returns.square() * mask, "errors": (returns - old) * mask,
             "squared_errors": (returns - old).square() * mask,
         }  # fmt: skip
-        self._sums.update({name: float(tensor.sum()) for name, tensor in figures.items()}, loss=float(loss))
+        for name, figure in figures.items():
+            self._sums[name] += float(figure.sum())
 
     def update(self, step: int) -> Update:
         """Update the weights by the mean gradient over the tokens since the last update; a collective."""
-        sums = dict(zip(_SUMS, self._group.all_reduce_sum([self._sums[name] for name in _SUMS]), strict=True))
+        sums = dict(zip(_SUMS, self._group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._lr = learning_rate(self._settings, step, self._recipe.run.steps)
         scale = self._group.size / max(sums["tokens"], 1.0)
         update = self.updater.update(scale, self._lr, is_finite=math.isfinite(sums["loss"]))
-        self._step_sums.update(sums)
-        self._sums.clear()
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._step_sums = {name: value + sums[name] for name, value in self._step_sums.items()}
         self._updates.append(update)
         return update
 
@@ -98,17 +97,14 @@ class Critic:
             "critic/skipped_updates": float(sum(not update.is_applied for update in updates)),
             "critic/lr": self._lr,
         }
-        self._step_sums.clear()
-        self._updates = []
+        self._step_sums, self._updates = dict.fromkeys(_SUMS, 0.0), []
         return found
 
     def discard(self) -> None:
         """Forget the gradients and figures of a step that is not finished."""
         self.updater.discard()
-        self._sums.clear()
-        self._step_sums.clear()
-        self._updates = []
+        self._sums, self._step_sums, self._updates = dict.fromkeys(_SUMS, 0.0), dict.fromkeys(_SUMS, 0.0), []
 
     def _values(self, batch: PackedBatch) -> Tensor:
         hidden = packed_hidden(self.model.policy, batch, self._recipe)
-        return self.model.head(hidden[batch.predictors].float())[:, 0]
+        return self.model.head(hidden.float())[:, 0]
