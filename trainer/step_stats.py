@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
+    "router_loss",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -35,6 +36,11 @@ class StepStats:
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
+
+    @property
+    def weight(self) -> float:
+        """Sum of the divisors of the updates' losses: of this rank before `reduce`, of all ranks after it."""
+        return self._sums["weight"]
 
     @property
     def mean_reward(self) -> float:
@@ -71,6 +77,10 @@ class StepStats:
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
 
+    def add_router_loss(self, router_loss: Tensor) -> None:
+        """Add the load-balancing loss of a micro-batch, times its weight."""
+        self._add(router_loss=router_loss)
+
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
@@ -104,6 +114,8 @@ class StepStats:
             "staleness/max": float(max(staleness)),
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
+        if s["router_loss"]:
+            out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:
             out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
             out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]

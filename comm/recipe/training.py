@@ -53,6 +53,8 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tokens before `sampling.max_new_tokens` over which a penalty for length grows (DAPO); 0 is off."""
     overlong_penalty: NotNegative = 1.0
     """Penalty at `sampling.max_new_tokens`, subtracted from the reward before the advantage."""
+    router_aux_coef: NotNegative = 0.0
+    """Weight of the load-balancing loss of the routers of a mixture of experts; 0 for none."""
 
 
 class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
-from ...trainer.policy.families import check_exact_supported, check_supported
+from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .algorithm_checks import check_algorithm
 from .model_files import ModelFiles, read_config
@@ -88,11 +88,13 @@ def _check_emulation(recipe: Recipe) -> None:
 
 
 def check_family(recipe: Recipe, folder: Path) -> None:
-    """The policy's family is supported, and has exact mode where the recipe asks for it. Reads `config.json` alone."""
+    """The policy's family is supported, and has the features that the recipe asks for. Reads `config.json` alone."""
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
     if recipe.generator.exact:
         check_exact_supported(config)
+    if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
+        raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
 
 def check_tp(recipe: Recipe, policy: ModelFiles) -> None:

@@ -24,7 +24,7 @@ rollout.engine rollout.report_s rollout.batch_groups rollout.tp
 trainer.engine
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
-algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty
+algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty algorithm.router_aux_coef
 optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
 optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
 critic.lr critic.clip_value

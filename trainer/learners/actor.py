@@ -12,10 +12,12 @@ from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import policy_loss
+from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack, trainable
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.model import Policy, load_policy
+from ..policy.routers import recorded_routers
 from ..step_stats import StepStats
 from .advantages import add_advantages
 from .critic import Critic
@@ -123,10 +125,17 @@ class Actor:
 
     def _backward(self, batch: PackedBatch, stats: StepStats) -> Tensor:
         """Add the gradient of a micro-batch; returns its log-probs [R]."""
-        logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
+        router_coef = self.recipe.algorithm.router_aux_coef
+        with recorded_routers(self.policy, is_needed=router_coef > 0) as router_logits:
+            logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         terms = policy_loss(logprobs, entropy, batch, self.recipe)
-        terms.loss.backward()
-        self._loss += float(terms.loss.detach())
+        loss = terms.loss
+        if router_logits:  # of this micro-batch alone: an update has the mean of its micro-batches, by their weights
+            router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
+            loss = loss + router_coef * terms.weight * router_loss
+            stats.add_router_loss(router_loss.detach() * terms.weight)
+        loss.backward()
+        self._loss += float(loss.detach())
         self._weight += float(terms.weight)
         logprobs = logprobs.detach()
         stats.add_batch(batch, logprobs, terms)

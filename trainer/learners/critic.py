@@ -15,7 +15,16 @@ from ..logprobs import by_row, packed_hidden
 from ..policy.model import Policy, load_policy
 from .optimizer import Update, Updater, learning_rate
 
-_SUMS: tuple[str, ...] = ("tokens", "loss", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
+_SUMS: tuple[str, ...] = (
+    "tokens",
+    "loss",
+    "clipped",
+    "values",
+    "returns",
+    "squared_returns",
+    "errors",
+    "squared_errors",
+)
 
 
 class ValueModel(nn.Module):
