@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -14,7 +15,6 @@ from transformers import get_scheduler
 
 from ...comm.errors import SettingError
 from ...comm.recipe import OptimizerSettings
-from ..actor_group import gather_full
 
 
 class Update(NamedTuple):
@@ -41,7 +41,7 @@ class Updater:
         for gradient in gradients:
             gradient *= scale
         total = get_total_norm(gradients)
-        norm = float(gather_full(total))
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         is_applied = is_finite and math.isfinite(norm)
         if is_applied:
             if self._max_grad_norm > 0:

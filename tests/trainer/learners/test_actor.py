@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,14 @@ from headrace.trainer.learners.actor import Actor
 from headrace.trainer.step_stats import StepStats
 
 # A large epsilon makes an update smooth in its gradient, so that float32 and float64 stay together.
-SMOOTH = {"optimizer__eps": 1.0, "optimizer__lr": 0.5, "batch__prompts_per_step": 4, "optimizer__max_grad_norm": 0.5}
-ADAM = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1.0, "weight_decay": 0.0}
+SMOOTH: dict[str, Any] = {
+    "optimizer__eps": 1.0,
+    "optimizer__lr": 0.5,
+    "batch__prompts_per_step": 4,
+    "optimizer__max_grad_norm": 0.5,
+}
+ADAM: dict[str, Any] = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1.0, "weight_decay": 0.0}
+CRITIC_ADAM: dict[str, Any] = ADAM | {"lr": 0.3}
 CLIP = 0.2
 
 
@@ -48,13 +55,13 @@ def tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.asarray(array, np.float64))
 
 
-def logprobs_by_hand(model: torch.nn.Module, columns: dict[str, np.ndarray]) -> torch.Tensor:
+def logprobs_by_hand(model: Any, columns: dict[str, np.ndarray]) -> torch.Tensor:
     prompt, response = (columns[name].tolist() for name in ("prompt_ids", "response_ids"))
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def loss_by_hand(model: torch.nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
+def loss_by_hand(model: Any, batches: Sequence[Batch]) -> torch.Tensor:
     """Mean over tokens of the clipped surrogate against the policy that generated."""
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     for columns, advantage in rows_of(batches):
@@ -64,11 +71,11 @@ def loss_by_hand(model: torch.nn.Module, batches: Sequence[Batch]) -> torch.Tens
     return total / num_tokens
 
 
-def exact_model(policy_dir: Path) -> torch.nn.Module:
+def exact_model(policy_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float64, attn_implementation="eager")
 
 
-def step_by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> float:
+def step_by_hand(model: Any, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> float:
     optimizer.zero_grad()
     loss().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -76,7 +83,7 @@ def step_by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss:
     return float(norm)
 
 
-def assert_close(actor: Actor, model: torch.nn.Module, bound: float = 2e-6) -> None:
+def assert_close(actor: Actor, model: Any, bound: float = 2e-6) -> None:
     for name, weight in model.named_parameters():
         ours = actor.policy.model.get_parameter(name)
         assert (ours.double() - weight).abs().max() < bound, name
@@ -142,7 +149,7 @@ def test_a_run_that_ends_within_a_step_leaves_nothing_for_the_next(policy_dir):
     assert {name for name in ours if ours[name] != theirs[name]} <= {"timing_s/update_actor"}
 
 
-GAE = {
+GAE: dict[str, Any] = {
     "algorithm__advantage": "gae", "algorithm__gamma": 0.98, "algorithm__lam": 0.9, "critic__lr": 0.3,
     "critic__clip_value": 0.1, "batch__updates_per_version": 2, "batch__passes": 2, **SMOOTH,
 }  # fmt: skip
@@ -157,7 +164,7 @@ class PpoByHand:
         torch.nn.init.zeros_(self.head.weight)
         self.critic = torch.nn.ModuleList([self.backbone, self.head])
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), **ADAM)
-        self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), **ADAM | {"lr": 0.3})
+        self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), **CRITIC_ADAM)
 
     def values(self, columns: dict[str, np.ndarray]) -> torch.Tensor:
         prompt, response = (columns[name].tolist() for name in ("prompt_ids", "response_ids"))
