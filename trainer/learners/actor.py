@@ -35,8 +35,11 @@ class Actor:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
-        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
-        group.shard(self.policy)
+        self.policy: Policy = load_policy(
+            recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
+        )
+        if recipe.trainer.activation_checkpointing is True:
+            self.policy.checkpoint_activations()
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)

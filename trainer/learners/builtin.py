@@ -1,5 +1,6 @@
 """The built-in learner: an actor with the reference policy, checkpoints, and the publisher of its weights."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,13 @@ import torch
 
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
+from ...relay.checkpoints import CheckpointFolder
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
-from ..checkpoint import Checkpoints
+from ..checkpoint import load_state, save_state, staged
 from ..logprobs import response_logprobs
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
@@ -25,13 +27,13 @@ class ActorLearner(Actor):
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         device = default_device(exact=recipe.generator.exact)
         torch.manual_seed(recipe.run.seed)
-        super().__init__(recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s))
+        super().__init__(
+            recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s, recipe.trainer)
+        )
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.checkpoints = Checkpoints(Path(recipe.run.dir), recipe.checkpoint.keep, self.group)
-        resume = self.checkpoints.latest() if recipe.run.resume == "auto" else None
-        if resume is not None:
-            self.checkpoints.load(self.state, resume)
+        self._checkpoint_team = self.group.clone_for_thread()
+        self._staged_version = -1
         weights = self.policy.weights()
         layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, splits_for(weights, self.policy.config))
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
@@ -41,8 +43,8 @@ class ActorLearner(Actor):
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """The initial policy is loaded for the first batch."""
         if self.reference is None:
-            self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
-            self.group.shard(self.reference)
+            path, group = self.recipe.model.path, self.group
+            self.reference = load_policy(path, "float32", group.device, shard=group.shard)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def publish(self) -> None:
@@ -50,15 +52,36 @@ class ActorLearner(Actor):
 
     def export(self) -> str:
         """Write the policy in Hugging Face format; a collective."""
-        path = self.checkpoints.path(self.version) / "hf"
-        weights = {name: gather_full(tensor.detach()) for name, tensor in self.policy.weights().items()}
-        if self.group.is_lead:
-            save_policy(self.policy, path, self.tokenizer, weights)
+        path = CheckpointFolder(Path(self.recipe.run.dir)).path(self.version) / "hf"
+        if self._staged_version != self.version:  # else its checkpoint has the export
+            self._write_policy(path, self._whole_weights())
         return str(path)
 
-    def checkpoint(self) -> str:
-        self.export()
-        return str(self.checkpoints.save(self.state))
+    def stage(self) -> Callable[[Path], None]:
+        self._staged_version = self.version
+        state, weights = staged(self.state.state_dict()), self._whole_weights()
+
+        def write(folder: Path) -> None:
+            self._write_policy(folder / "hf", weights)
+            save_state(state, folder, self._checkpoint_team)
+
+        return write
+
+    def restore(self, folder: Path) -> None:
+        load_state(self.state, folder, is_alone=self.group.size == 1)
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the policy's weights in rank 0's host memory, one at a time; a collective."""
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.policy.weights().items():
+            whole = gather_full(tensor.detach())
+            if self.group.is_lead:
+                weights[name] = whole.to("cpu", copy=True)
+        return weights
+
+    def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        if self.group.is_lead:
+            save_policy(self.policy, folder, self.tokenizer, weights)
 
     def close(self) -> None:
         self.publisher.close()

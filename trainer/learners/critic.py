@@ -44,9 +44,10 @@ class Critic:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self._recipe = recipe
         self._group = group
-        policy = load_policy(recipe.model.path, "float32", group.device)
+        policy = load_policy(recipe.model.path, "float32", group.device, shard=group.shard)
+        if recipe.trainer.activation_checkpointing is True:
+            policy.checkpoint_activations()
         self.model = ValueModel(policy)
-        group.shard(policy)
         group.shard_modules(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.actors import ALONE, actor_of, batch_of, on_two_ranks, recipe_of, train
+from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
 from support.policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.relay.queue.batch import Batch
-from headrace.trainer.checkpoint import Checkpoints
+from headrace.trainer.checkpoint import load_state, save_state, staged
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.step_stats import StepStats
 
@@ -274,6 +274,6 @@ def test_a_resumed_run_continues_bit_for_bit_with_a_schedule_updates_and_a_criti
     steps(unbroken, 3)
     expected = steps(unbroken, 2)
     steps(broken, 3)
-    Checkpoints(tmp_path, keep=1, group=ALONE).save(broken.state)
-    Checkpoints(tmp_path, keep=1, group=ALONE).load(resumed.state, 3)
+    save_state(staged(broken.state.state_dict()), tmp_path, team=None)
+    load_state(resumed.state, tmp_path, is_alone=True)
     assert steps(resumed, 2) == expected
