@@ -36,6 +36,8 @@ class Trajectory:
     """By the initial policy."""
     proximal_logprobs: np.ndarray | None = None
     """By the policy at the start of the version in training, if it has been updated since."""
+    versions: np.ndarray | None = None
+    """[R] int32: the version of each token; None means `version` for all."""
     values: np.ndarray | None = None
     """By the critic, before the updates of the step."""
     returns: np.ndarray | None = None
@@ -100,9 +102,10 @@ class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
-    targets, rollout_logprobs, advantages, mask [R]; is_fresh [R]: drawn by the policy in training; response_lengths [n] int64:
-    response tokens of each trajectory, R in all. The others [R] are None if a trajectory lacks them. `progress`, from 0 to
-    below 1: the share of the version's updates that the policy in training has had; with 0 it is itself the proximal policy.
+    targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
+    token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
+    trajectory lacks them. `progress`, from 0 to below 1: the share of the version's updates that the policy in training
+    has had; with 0 it is itself the proximal policy.
     """
 
     token_ids: Tensor
@@ -112,13 +115,18 @@ class PackedBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
-    is_fresh: Tensor
+    staleness: Tensor
     response_lengths: Tensor
     progress: float
     ref_logprobs: Tensor | None
     proximal_logprobs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+
+    @property
+    def is_fresh(self) -> Tensor:
+        """[R] bool: drawn by the policy in training."""
+        return (self.staleness == 0) & (self.progress == 0)
 
 
 def pack(trajectories: list[Trajectory], version: int, device: torch.device, progress: float = 0.0) -> PackedBatch:
@@ -129,6 +137,7 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device, pro
     predictors = [
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
+    versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays))).to(device=device, dtype=dtype)
@@ -137,7 +146,6 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device, pro
         found = [array for array in arrays if array is not None]
         return joined(found, torch.float32) if len(found) == len(arrays) else None
 
-    is_fresh = [np.full(len(t.response_ids), t.version == version and progress == 0) for t in trajectories]
     return PackedBatch(
         token_ids=joined((a for t in trajectories for a in (t.prompt_ids, t.response_ids)), torch.long),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
@@ -146,7 +154,7 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device, pro
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
         advantages=joined((t.advantages for t in trajectories), torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
-        is_fresh=joined(is_fresh, torch.bool),
+        staleness=version - joined(versions, torch.long),
         response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
         progress=progress,
         ref_logprobs=optional([t.ref_logprobs for t in trajectories]),

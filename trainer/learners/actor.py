@@ -49,7 +49,7 @@ class Actor:
         self.updates: list[Update] = []
         self.start = StartWeights(self.policy)
         self._num_updates = recipe.batch.updates_per_version * recipe.batch.passes
-        self._keeps_proximal = self._num_updates > 1
+        self._keeps_proximal = self._num_updates > 1 and recipe.algorithm.proximal == "version"
         self._num_groups = 0
         self._loss = self._weight = self._update_s = 0.0
 

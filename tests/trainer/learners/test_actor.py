@@ -24,7 +24,9 @@ SMOOTH: dict[str, Any] = {
     "optimizer__lr": 0.5,
     "batch__prompts_per_step": 4,
     "optimizer__max_grad_norm": 0.5,
+    "algorithm__proximal": "rollout",
 }
+DECOUPLED = SMOOTH | {"algorithm__proximal": "version"}
 ADAM: dict[str, Any] = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1.0, "weight_decay": 0.0}
 CRITIC_ADAM: dict[str, Any] = ADAM | {"lr": 0.3}
 CLIP = 0.2
@@ -108,6 +110,30 @@ def test_updates_of_a_version_are_separate_optimizer_steps(policy_dir, updates, 
     assert actor.version == 2
 
 
+def test_every_update_of_a_version_keeps_to_the_policy_of_its_start(policy_dir):
+    actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, batch__passes=2, **DECOUPLED))
+    model, start = exact_model(policy_dir), exact_model(policy_dir)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+
+    def loss(part: Sequence[Batch]) -> torch.Tensor:
+        losses = []
+        for columns, advantage in rows_of(part):
+            logprobs = logprobs_by_hand(model, columns)
+            proximal = logprobs_by_hand(start, columns).detach()
+            weight = (proximal - tensor(columns["rollout_logprobs"])).exp().clamp(max=2)
+            ratio = (logprobs - proximal).exp()
+            losses.append(-weight * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
+        return torch.cat(losses).mean()
+
+    for step in range(2):
+        batches = groups_of(step)
+        start.load_state_dict(model.state_dict())
+        for part in (batches[:2], batches[2:]) * 2:
+            step_by_hand(model, optimizer, lambda part=part: loss(part))
+        train(actor, batches)
+    assert_close(actor, model)
+
+
 def test_an_update_follows_as_soon_as_its_part_of_the_groups_has_arrived(policy_dir):
     actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, **SMOOTH))
     batches, stats = groups_of(0), StepStats()
@@ -127,7 +153,7 @@ def test_an_update_follows_as_soon_as_its_part_of_the_groups_has_arrived(policy_
 
 
 def test_the_proximal_policy_is_that_of_the_start_of_the_version(policy_dir):
-    recipe = recipe_of(policy_dir, batch__updates_per_version=4, batch__passes=2, **SMOOTH)
+    recipe = recipe_of(policy_dir, batch__updates_per_version=4, batch__passes=2, **DECOUPLED)
     actor, stats, model = actor_of(recipe), StepStats(), exact_model(policy_dir)
     for batch in groups_of(0):
         actor.accumulate(batch, stats)
@@ -247,7 +273,7 @@ if group.is_lead:
 """
 
 
-@pytest.mark.parametrize("settings", [GAE, SMOOTH | {"batch__updates_per_version": 4}], ids=["gae", "updates"])
+@pytest.mark.parametrize("settings", [GAE, DECOUPLED | {"batch__updates_per_version": 4}], ids=["gae", "updates"])
 def test_two_ranks_update_like_one(policy_dir, tmp_path, settings):
     on_two_ranks(tmp_path, TWO_RANKS, policy_dir, tmp_path / "weights", repr(settings))
     actor = actor_of(recipe_of(policy_dir, **settings))
