@@ -9,16 +9,16 @@ from torch import Tensor
 
 from ..comm.recipe import Recipe
 from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack
-from .policy.model import Policy
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
+    from .policy.model import Policy
 
 NEEDED = ("prompt_ids", "response_ids")
 """The columns that `response_logprobs` reads."""
 
 
-def packed_hidden(policy: Policy, batch: PackedBatch, recipe: Recipe) -> Tensor:
+def packed_hidden(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> Tensor:
     """Hidden states [R, hidden] that predict the response tokens."""
     # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
     device, is_half = batch.token_ids.device.type, recipe.model.dtype == "bfloat16"
@@ -27,13 +27,13 @@ def packed_hidden(policy: Policy, batch: PackedBatch, recipe: Recipe) -> Tensor:
     return hidden[batch.predictors]
 
 
-def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def packed_logprobs(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
     hidden, half = packed_hidden(policy, batch, recipe), torch.bfloat16 if recipe.model.dtype == "bfloat16" else None
     return policy.token_logprobs(hidden, batch.targets, recipe.sampling.temperature or 1.0, half)
 
 
-def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:
+def response_logprobs(policy: "Policy", batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:
     """[R] float32 for each of this rank's rows, in the order of `batch.rows`, at the temperature of sampling.
 
     A collective of the ranks that share a sharded policy.
