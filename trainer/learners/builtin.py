@@ -38,8 +38,11 @@ class Actor:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
-        self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
-        group.shard(self.policy)
+        self.policy: Policy = load_policy(
+            recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
+        )
+        if recipe.trainer.activation_checkpointing is True:
+            self.policy.checkpoint_activations()
         self.updater = Updater(self.policy, recipe.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer)
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
@@ -86,6 +89,11 @@ class Actor:
             "timing_s/update_actor": update_s,
         }
 
+    def discard(self) -> None:
+        """Discard what the step has so far: the run ends within it."""
+        self.held = []
+        self.updater.discard()
+
     def _train_held(self, stats: StepStats) -> None:
         """Add the gradients of the batches that are held, which need their advantages first."""
         advantages = row_advantages(self.held, self.recipe, self.group)
@@ -121,7 +129,9 @@ class ActorLearner(Actor):
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         device = default_device(exact=recipe.generator.exact)
         torch.manual_seed(recipe.run.seed)
-        super().__init__(recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s))
+        super().__init__(
+            recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s, recipe.trainer)
+        )
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
         self._checkpoint_team = self.group.clone_for_thread()
@@ -135,13 +145,9 @@ class ActorLearner(Actor):
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """The initial policy is loaded for the first batch."""
         if self.reference is None:
-            self.reference = load_policy(self.recipe.model.path, self.recipe.model.dtype, self.group.device)
-            self.group.shard(self.reference)
+            path, group = self.recipe.model.path, self.group
+            self.reference = load_policy(path, "float32", group.device, shard=group.shard)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
-
-    def discard(self) -> None:
-        self.held = []
-        self.updater.discard()
 
     def publish(self) -> None:
         self.publisher.publish(self.version, self.policy.weights())
