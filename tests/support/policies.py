@@ -1,6 +1,7 @@
 """Tiny random policies in Hugging Face format, with a tokenizer of printable characters, for tests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,15 @@ FAMILIES = {
         "swiglu_limit": 0.5,
     },
 }
+
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.7 * i for i in range(8)],
+    },
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+"""Changes of "phi3": short frequencies for sequences of up to 64 tokens, long ones for longer sequences."""
 
 
 def character_tokenizer():
