@@ -16,12 +16,14 @@ from typing import Any
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
+from ..relay.checkpoints import CheckpointFolder
 from .config.dry_run import describe_run
 from .config.load import CONFIG_FILE, read_recipe, save_recipe
 from .placement import count_ranks
 from .processes.child import WATCHED, Child, block_signals, print_message
 from .processes.secret import create_secret
 from .processes.supervisor import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, supervise
+from .resume import choose_checkpoint
 
 PATIENCE_S = 2 * SHUTDOWN_S
 """Seconds from an interrupt until torchrun gets SIGTERM, and from there until it is killed."""
@@ -114,6 +116,12 @@ def prepare(recipe: Recipe) -> None:
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    if recipe.run.resume == "auto":
+        step, lines = choose_checkpoint(run_dir)
+        for line in lines:
+            print_message(line)
+        if step is not None:
+            CheckpointFolder(run_dir).set_latest(step)
 
 
 def print_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -141,7 +149,7 @@ class Launch:
     def run(self) -> int:
         """Start torchrun, wait for its end, print how the run ended; returns the exit code.
 
-        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, SIGINT or SIGTERM to pass on.
+        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, others to pass on.
         """
         block_signals()
         torchrun_logs = self.run_dir / "logs" / "torchrun"  # empty files, which torchrun would leave in /tmp
@@ -166,17 +174,27 @@ class Launch:
         return {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
     def _interrupt(self, torchrun: Child, number: int) -> None:
-        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback."""
+        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback.
+
+        SIGUSR1 ends nothing: the run writes a checkpoint.
+        """
+        supervisors = children_of(torchrun.pid)
+        if number == signal.SIGUSR1:
+            print_message("SIGUSR1: the run writes a checkpoint after the next step and continues")
+            for pid in supervisors:
+                os.kill(pid, number)
+            return
         if self.received:
             print_message("interrupted again: the run is killed")
             self.kills, self.deadline = iter(()), time.monotonic()
             return
         self.received = number
-        self.deadline = time.monotonic() + PATIENCE_S
+        grace_s = SHUTDOWN_S + self.recipe.checkpoint.grace_s
+        self.deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + grace_s
         print_message(
-            f"{signal.Signals(number).name}: the run ends in order, within {SHUTDOWN_S:g} s (a second one kills it)"
+            f"{signal.Signals(number).name}: the run writes a checkpoint and ends in order, within {grace_s:g} s"
+            " (a second signal kills it)"
         )
-        supervisors = children_of(torchrun.pid)
         for pid in supervisors:
             os.kill(pid, number)
         if not supervisors:

@@ -10,10 +10,14 @@ class StepTrained(Message, frozen=True):
 
 
 class CheckpointWritten(Message, frozen=True):
-    """To the hub: the trainer has written a checkpoint after `step` optimizer steps."""
+    """To the hub: the checkpoint after `step` optimizer steps is whole; training may be further."""
 
     step: int
     path: str
+
+
+class CheckpointRequested(Message, frozen=True):
+    """To the hub: a process received the signal to write a checkpoint soon; the run continues."""
 
 
 class TrainingDone(Message, frozen=True):

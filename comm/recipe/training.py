@@ -12,6 +12,12 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated")] = "builtin"
     """The trainer: the project's own, emulated devices, or your own adapter (docs/service.md)."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only the layers' inputs for the backward pass and compute the rest again; `auto` where a GPU is too small else."""
+    offload: bool = False
+    """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
+    shard_ranks: Count | None = None
+    """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +90,10 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount = 0
-    """Optimizer steps between two checkpoints; with 0 only the export at the end is written."""
+    """Optimizer steps between two checkpoints; with 0 a signal alone writes one."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
+    best: str = ""
+    """A metric such as `reward/mean`: the checkpoint with its highest value stays on disk too; empty keeps the newest only."""
+    grace_s: NotNegative = 60.0
+    """Seconds that an interrupted run has, beyond the usual 20, to write its last checkpoint."""

@@ -70,7 +70,20 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
+    _check_trainer(recipe)
     _check_emulation(recipe)
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    trainer, actors = recipe.trainer, recipe.roles.actor
+    if actors % (trainer.shard_ranks or actors):
+        raise SettingError(
+            f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"
+        )
+    if recipe.generator.exact and trainer.activation_checkpointing is True:
+        raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
+    if recipe.generator.exact and trainer.offload:
+        raise SettingError("trainer.offload: not with generator.exact, which runs on the CPU")
 
 
 def _check_emulation(recipe: Recipe) -> None:

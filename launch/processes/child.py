@@ -11,7 +11,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """The signals that a parent waits for: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
 
 
@@ -39,6 +39,7 @@ class Child:
         parent = os.getpid()
 
         def prepare() -> None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
             end_with_parent(death_signal, parent)
 

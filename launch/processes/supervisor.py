@@ -100,7 +100,7 @@ class Supervisor:
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended.
 
-        It waits for signals, at most until the deadline: SIGCHLD when a child has ended, SIGINT or SIGTERM to pass on.
+        It waits for signals, at most until the deadline: SIGCHLD when a child has ended, others to pass on.
         """
         end_with_parent(signal.SIGTERM, os.getppid())
         block_signals()
@@ -180,10 +180,15 @@ class Supervisor:
             self._start("failure-report", [*self._worker_command(child.name), "--failed", error], console=False)
 
     def _pass_on(self, number: int) -> None:
-        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left."""
-        if not self.stopped_by:
+        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""
+        if number == signal.SIGUSR1:
+            if "hub" in self.children:
+                self.children["hub"].send(number)
+        elif not self.stopped_by:
             self.stopped_by = number
-            self._set_deadline(self.shutdown_s)
+            # The trainer writes a checkpoint, of which hub and relays must hear.
+            grace_s = self.recipe.checkpoint.grace_s if self.placement.role in ("actor", "relay") else 0.0
+            self._set_deadline(self.shutdown_s + grace_s)
             for name, child in self.children.items():
                 if name != "store":
                     child.send(number)

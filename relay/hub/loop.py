@@ -16,9 +16,10 @@ from ...comm.fleet import Fleet, Member
 from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
+from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
-from ..journal.journal import Journal, cut_after_checkpoint, replay
+from ..journal.journal import Journal, cut_at_checkpoint, replay
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
@@ -48,7 +49,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     while (end := loop.step()) is None:
         pass
-    write_summary(run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S).run(end))
+    write_summary(run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end))
     journal.close()
     mailbox.close()
 
@@ -128,12 +129,11 @@ class HubLoop:
 
 
 def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
-    """The journal of a run folder, new or continued from its newest checkpoint, and the state after its last event."""
+    """The journal of a run folder, new or continued from its latest checkpoint, and the state after its last event."""
     path = run_dir / "journal.jsonl"
-    latest = run_dir / "checkpoints" / "latest"
-    state = HubState()
-    if path.exists() and recipe.run.resume == "auto" and latest.exists():
-        cut_after_checkpoint(path, int(latest.read_text().removeprefix("step_")))
+    state, checkpoint = HubState(), None
+    if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
+        checkpoint = cut_at_checkpoint(path, latest)
         state = replay(path)
     elif path.exists() and recipe.run.resume == "auto":
         path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
@@ -143,6 +143,7 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
         raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
     journal = Journal(path)
     opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
-    journal.append(opened)
-    apply(opened, state)
+    for event in (opened, *([checkpoint] if checkpoint else [])):
+        journal.append(ev.stamped(event))
+        apply(event, state)
     return state, journal

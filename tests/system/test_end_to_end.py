@@ -112,16 +112,46 @@ def test_the_death_of_the_only_relay_ends_the_run_and_the_account_holds(job: Mak
 def test_a_resumed_run_continues_from_its_checkpoint(job: MakeJob):
     run = job(checkpoint__every=2)
     run.run(**{"run.steps": 5})
-    (run.dir / "checkpoints" / "latest").write_text("step_2")
+    newest = max((run.dir / "checkpoints/step_5/dcp").glob("*.distcp"))
+    newest.write_bytes(newest.read_bytes()[:-1])
     code, output = run.start(**{"run.steps": 6}).end()
     assert code == 2 and "run.resume" in output
-    run.run(**{"run.resume": "auto", "run.steps": 6})
+    output = run.run(**{"run.resume": "auto", "run.steps": 6})
+    assert "step_5 has" in output and "passed over" in output and "continues after step 4" in output
     summary = run.summary()
     assert summary["steps"] == 6
     assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
     account = assert_account_adds_up(run)
     assert account["trained"] == 6 * 16
     assert summary["export"].endswith("step_6/hf")
+    seconds = [m["time_s"] for m in run.metrics()]
+    assert seconds == sorted(seconds), "the clock of the metrics goes on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_writes_a_checkpoint_from_which_it_continues(job: MakeJob, number: signal.Signals):
+    run = job(run__steps=1000).start()
+    run.wait_for_step(2)
+    run.signal(number)
+    code, output = run.end()
+    assert code == 128 + number, output
+    steps = run.summary()["steps"]
+    assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{steps}"
+    assert_account_adds_up(run)
+    output = run.run(**{"run.resume": "auto", "run.steps": steps + 1})
+    assert f"continues after step {steps}" in output
+    assert [m["step"] for m in run.metrics()] == list(range(steps + 1))
+
+
+def test_the_signal_for_a_checkpoint_writes_one_and_the_run_continues(job: MakeJob):
+    run = job(run__steps=1000).start()
+    run.wait_for_step(1)
+    run.signal(signal.SIGUSR1)
+    run.until(lambda: (run.dir / "checkpoints" / "latest").exists())
+    run.wait_for_step(len(run.metrics()) + 2)
+    run.signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert_account_adds_up(run)
 
 
 @pytest.mark.parametrize("settings", [{"roles__relay": 2}, {"roles__relay": 2, "comm__link": "tcp"}])

@@ -9,6 +9,8 @@ from support.in_memory import MemoryFleet
 
 from headrace.comm.messages import (
     BusyReport,
+    CheckpointRequested,
+    CheckpointWritten,
     ConnectionLost,
     DropRows,
     LeaseGrant,
@@ -25,7 +27,7 @@ from headrace.comm.messages import (
 from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, read_events, replay
+from headrace.relay.journal.journal import JournalError, cut_at_checkpoint, read_events, replay
 from headrace.relay.journal.records import RowStatus
 
 
@@ -324,13 +326,26 @@ def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene):
         replay(s.path)
 
 
-def test_resuming_cuts_the_events_after_the_checkpoint_and_keeps_them_in_another_file(scene: MakeScene):
-    s = scene()
-    s.hub.context.commit(ev.Checkpointed(step=0, path="x"))
+def test_resuming_cuts_the_events_after_the_steps_of_the_checkpoint_and_keeps_them_in_another_file(scene: MakeScene):
+    s = scene(per_step=1)
+    s.hub.context.commit(ev.Trained(step=0))
     s.lease()
-    cut_after_checkpoint(s.path, 0)
-    assert len(list(read_events(s.path))) == 2
+    s.say("actor-0", CheckpointWritten(1, "run/checkpoints/step_1"))
+    assert (s.path.parent / "checkpoints" / "latest").read_text() == "step_1", "once the journal has it"
+    cut_at_checkpoint(s.path, 1)
+    assert [type(event).__name__ for _, event in read_events(s.path)] == ["Opened", "Trained"]
     assert len(list(s.path.parent.glob("journal.jsonl.discarded-*"))) == 1
+
+
+def test_a_requested_checkpoint_is_asked_of_the_trainer_with_its_next_rows(scene: MakeScene):
+    s = scene(per_step=1)
+    s.finish(s.lease())
+    s.say("actor-0", RequestRows(1, ["train"], step=0))
+    s.say("hub", CheckpointRequested())
+    s.say("actor-0", RequestRows(2, ["train"], step=0))
+    before, after = s.heard("actor-0")
+    assert isinstance(before, TrainBatch) and isinstance(after, TrainBatch)
+    assert (before.checkpoint_after, after.checkpoint_after) == (-1, 0)
 
 
 def test_each_epoch_leases_every_prompt_once_in_a_seeded_order(tmp_path: Path):

@@ -9,7 +9,14 @@ import pytest
 
 from headrace.comm.messages import GroupId
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, account_dict, cut_after_checkpoint, replay
+from headrace.relay.journal.journal import (
+    Journal,
+    JournalError,
+    account_dict,
+    checkpoints_in,
+    cut_at_checkpoint,
+    replay,
+)
 from headrace.relay.journal.state import HubState, apply
 
 SAMPLES = 2
@@ -69,14 +76,29 @@ def test_the_journal_is_the_only_file_of_the_hub_in_a_run_folder(recorder: Recor
     assert list(recorder.path.parent.iterdir()) == [recorder.path]
 
 
-def test_resuming_at_a_checkpoint_ends_in_the_state_of_that_checkpoint(recorder: Recorder):
+def test_resuming_at_a_checkpoint_ends_in_the_state_of_its_steps_however_late_it_was_written(recorder: Recorder):
     recorder.train_step()
-    recorder.commit(ev.Checkpointed(step=1, path="step_1"))
     expected = msgspec.msgpack.encode(recorder.state)
     recorder.train_step()
+    recorder.commit(ev.Checkpointed(step=1, path="step_1"))
+    recorder.train_step()
     recorder.journal.close()
-    cut_after_checkpoint(recorder.path, 1)
+    assert cut_at_checkpoint(recorder.path, 1).step == 1
     assert msgspec.msgpack.encode(replay(recorder.path)) == expected
+
+
+def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
+    """A power cut may leave zeros where the last lines were."""
+    recorder.train_step()
+    recorder.commit(ev.Checkpointed(step=1, path="step_1"))
+    expected = recorder.path.read_bytes().count(b"\n") - 1
+    with recorder.path.open("ab") as file:
+        file.write(bytes(100) + b"\n" + b'{"event":"Trained","step":1}\n')
+    assert checkpoints_in(recorder.path) == {1: expected}
+    with pytest.raises(JournalError, match="no checkpoint of step 2"):
+        cut_at_checkpoint(recorder.path, 2)
+    cut_at_checkpoint(recorder.path, 1)
+    assert replay(recorder.path).step == 1
 
 
 def test_an_unfinished_last_line_is_cut_off_before_others_follow(recorder: Recorder):
