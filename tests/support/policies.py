@@ -17,7 +17,7 @@ CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIALS = ["<pad>", "<s>", "</s>", "\n"]
 VOCABULARY = 128
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -104,7 +104,7 @@ def character_tokenizer():
 def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
     """Save a random policy of a family, norms and biases too, under `folder`; returns the checkpoint's path."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | changes))
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():

@@ -62,6 +62,15 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return {"quantization_config": config.get("quantization_config")} | config.get("text_config", {})
 
 
+def text_config(config: Any) -> Any:
+    """The same of transformers' configuration."""
+    if config.model_type not in MULTIMODAL:
+        return config
+    text = config.get_text_config()
+    text.quantization_config = getattr(config, "quantization_config", None)
+    return text
+
+
 def has_sinks(config: Any) -> bool:
     """Whether attention needs `AttentionSpec.sinks`."""
     return FAMILIES[config.model_type].has_sinks

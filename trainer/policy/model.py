@@ -23,7 +23,7 @@ from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact_attention import ExactPackedAttention
 from .exact_decoder import ExactDecoder
-from .families import check_exact_supported, check_splittable, check_supported
+from .families import check_exact_supported, check_splittable, check_supported, text_config
 from .head import LogitsHead
 from .loading import read_weights
 from .rope import LongRope, RopeRows
@@ -187,6 +187,7 @@ def load_policy(
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
+    config = text_config(config)
     check_supported(config)
     with LOADING:
         model = _build(path, config, wanted)
