@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import Count, NotNegative, OptionalCount, Share, words
+from .fields import AtLeastOne, Count, NotNegative, OptionalCount, Share, words
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +41,16 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper clip of the importance ratio: 1 + clip_high."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
+    proximal: Literal["version", "loglinear", "rollout", "adaptive"] = "version"
+    """Policy that the clip compares with: of the step's start (decoupled), its estimate, or the generator's; `adaptive` widens."""
+    importance_sampling: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """Bounds of importance weights: truncate (TIS) or mask (IcePop), of each token or of whole responses."""
+    importance_sampling_cap: AtLeastOne = 2.0
+    """Largest importance weight of tokens of older versions; a mask also drops weights below 1 / cap."""
+    mismatch_cap: AtLeastOne = 2.0
+    """The same for tokens of the version in training: mismatch of generator and trainer alone."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0

@@ -171,6 +171,7 @@ class Dispatcher(Handler):
         groups = [self.state.groups[group_id] for group_id in self.state.in_training]
         self.context.drop_rows(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
         self.context.commit(ev.Trained(step=message.step))
+        self.admission.follow(self.state)
         if self._reported is not None:
             self.fleet_stats.finish_step(self._reported)
             self._reported = None

@@ -23,7 +23,8 @@ generator.max_running generator.kv_gb generator.gpu_share generator.prefill_toke
 rollout.engine rollout.report_s rollout.batch_groups rollout.tp
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 algorithm.advantage algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
-algorithm.clip_dual algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
+algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
+algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
 algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty algorithm.router_aux_coef
 optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
 optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
