@@ -113,6 +113,12 @@ def actor_memory(
     }
     if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
         states["reference policy"] = 4 * share
+    if recipe.algorithm.advantage == "gae":
+        states["critic"] = (
+            8 + _MOMENTS[recipe.optimizer.name]
+        ) * share  # its head has one row instead of the vocabulary
+    if recipe.batch.updates_per_version * recipe.batch.passes > 1 and recipe.algorithm.proximal == "version":
+        states["weights of the version's start"] = 4 * share
     work: dict[str, float] = {}
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.

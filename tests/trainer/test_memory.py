@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headrace.comm.recipe import (
+    AlgorithmSettings,
     ModelSettings,
     OptimizerSettings,
     Recipe,
@@ -134,3 +135,11 @@ def test_a_policy_of_7_billion_parameters_is_checkpointed_on_80_gb_and_a_small_o
     assert wants_checkpointing(sizes, recipe, 80e9) and not wants_checkpointing(sizes, recipe, None)
     tiny = PolicySizes.of(QWEN_7B | {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 512})
     assert not wants_checkpointing(tiny, recipe, 80e9)
+
+
+def test_a_critic_and_a_reference_policy_are_counted():
+    sizes, ranks = PolicySizes.of(QWEN_7B), RoleSettings(actor=4)
+    plain = actor_memory(sizes, Recipe(roles=ranks), checkpointing=True).device_bytes
+    settings = AlgorithmSettings(advantage="gae", kl_coef=0.1)
+    both = actor_memory(sizes, Recipe(roles=ranks, algorithm=settings), checkpointing=True).device_bytes
+    assert both - plain == pytest.approx((16 + 4) * sizes.num_parameters / 4)
