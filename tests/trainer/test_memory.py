@@ -3,6 +3,7 @@
 import json
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from support.policies import FAMILIES, tiny_policy
@@ -62,16 +63,14 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_of_training(path, recipe, chunk):
     """The peak of the third micro-batch, after an update, with weights and moments."""
-    import numpy as np
-
     policy = load_policy(path)
     if recipe.trainer.activation_checkpointing is True:
         policy.checkpoint_activations()
     optimizer = open_optimizer(policy, recipe.optimizer)
     length = 64
-    ids = np.arange(length) % 90
+    ids, zeros = np.arange(length) % 90, np.zeros(length - 1, np.float32)
     rows = [
-        Trajectory(ids[:1], ids[1:], np.zeros(length - 1, np.float32), np.ones(length - 1, np.uint8), 0)
+        Trajectory(ids[:1], ids[1:], zeros, np.ones(length - 1, np.uint8), 0, zeros)
         for _ in range(recipe.optimizer.micro_tokens // length)
     ]
     batch = pack(rows, 0, torch.device("cpu"))
