@@ -116,7 +116,7 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
 
     from ...trainer.policy.families import check_splittable
 
-    check_splittable(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
+    check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), recipe.rollout.tp)
 
 
 def check_run_folder(recipe: Recipe) -> None:

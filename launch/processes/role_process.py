@@ -26,7 +26,7 @@ from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.load import CONFIG_FILE, read_recipe
-from ..placement import count_ranks, place_ranks, restartable_roles
+from ..placement import RESTARTABLE, count_ranks, place_ranks
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role not in restartable_roles(recipe.roles):
+    if role not in RESTARTABLE:
         report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
     return 1
 

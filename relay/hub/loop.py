@@ -13,7 +13,7 @@ from pathlib import Path
 from ...comm.clock import Clock
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
+from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, TrainingDone
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
@@ -62,6 +62,7 @@ class HubLoop:
         self.fleet = fleet
         self._known: dict[str, Member] = {}
         self._lost: dict[str, int] = {}
+        self._replaced: set[str] = set()
         self._printed = {""}
         self._checked_at = 0.0
 
@@ -100,7 +101,16 @@ class HubLoop:
                     self._on_death(known, f"incarnation {known.incarnation} is gone")
                 del self._known[name]
         self._known |= living
+        for relay in self.fleet.alive_members("relay"):
+            self._replace_if_lost(relay)
         self._print_generators()
+
+    def _replace_if_lost(self, relay: Member) -> None:
+        """Have a relay that was silent, and is back, start again: the rows of its storage unit are given up already."""
+        unit = storage_id_of(relay.name, relay.incarnation)
+        if unit in self.hub.state.lost_storage_ids and unit not in self._replaced:
+            self._replaced.add(unit)
+            self.hub.mailbox.send(relay.name, DeclaredDead(relay.incarnation))
 
     def _print_generators(self) -> None:
         """Print each new description of a rollout's generator: of all logs, only the hub's and rank 0's reach the console."""

@@ -68,7 +68,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
                 return
             try:
                 yield number, decode_event(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise JournalError(f"{path}:{number}: {error}") from error
 
 
@@ -81,7 +81,7 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
     for number, event in read_events(path):
         try:
             apply(event, state)
-        except (AssertionError, KeyError) as error:
+        except (AssertionError, KeyError, IndexError) as error:
             raise JournalError(f"{path}:{number}: {error}") from error
         note(event)
         if isinstance(event, Trained) and not state.is_balanced:

@@ -172,7 +172,7 @@ def load_policy(
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise SettingError(f"model.dtype: '{dtype}' is not a floating-point type (float32, bfloat16, float16)")
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
     check_supported(config)
@@ -211,7 +211,7 @@ def default_device(*, exact: bool = False) -> torch.device:
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a checkpoint; raises SettingError if it has none."""
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no tokenizer at {path} ({_first_line(error)})") from error
 
@@ -248,6 +248,6 @@ def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
     """Tokens that end a response: those of the generation configuration, of the model's configuration and of the tokenizer."""
     settings: list[Any] = [_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)]
     with suppress(OSError, ValueError, KeyError):
-        settings.append(AutoTokenizer.from_pretrained(path).eos_token_id)
+        settings.append(AutoTokenizer.from_pretrained(path, trust_remote_code=False).eos_token_id)
     lists = [[setting] if isinstance(setting, int) else setting or [] for setting in settings]
     return frozenset(token for tokens in lists for token in tokens)

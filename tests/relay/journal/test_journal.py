@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.relay.journal import events as ev
@@ -155,3 +158,26 @@ def test_the_state_does_not_grow_with_the_run(tmp_path: Path):
             sizes.append(len(msgspec.msgpack.encode(recorder.state)))
     recorder.journal.close()
     assert sizes[1] <= sizes[0] + 20  # longer numbers
+
+
+@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))
+def test_a_journal_with_changed_bytes_is_legal_or_refused_with_its_line(at: int, replacement: bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder))
+        for step in range(3):
+            recorder.train_step(fails=step == 0)
+        recorder.journal.close()
+        data = bytearray(recorder.path.read_bytes())
+        at %= len(data)
+        data[at : at + len(replacement)] = replacement
+        recorder.path.write_bytes(data)
+        try:
+            replay(recorder.path)
+        except JournalError as error:
+            assert "journal.jsonl:" in str(error)
+
+
+def test_the_rules_of_the_journal_are_never_optimized_away():
+    code = "import headrace.relay.journal.state"
+    result = subprocess.run([sys.executable, "-O", "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0 and "PYTHONOPTIMIZE" in result.stderr
