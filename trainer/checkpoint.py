@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..comm.disk import describe_full, raise_if_full, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
 from ..comm.waits import waiting
@@ -145,8 +146,18 @@ class CheckpointWriter:
                 self._on_written(step, str(path))
                 self.folder.prune(step, self._settings.keep, keep_best=bool(self._settings.best))
         except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
+            self._on_failure(self.folder.path(step), error)
+
+    def _on_failure(self, path: Path, error: Exception) -> None:
+        """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
+        try:
+            raise_if_full(path)
             self._error = error
-            shutil.rmtree(self.folder.path(step) / "dcp", ignore_errors=True)
+        except OSError:
+            say(f"{describe_full(path)}; this checkpoint is given up, and training continues")
+        finally:
+            if self._is_lead:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _first_failure(error: CheckpointException) -> Exception:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
+from ...comm.disk import raise_if_full, when_there_is_room
 from ...comm.fleet import Fleet
 from ...comm.messages.queue import RowRef
 from ...comm.recipe import Recipe
@@ -154,7 +156,8 @@ class ActorLearner(Actor):
         """Write the policy in Hugging Face format; a collective."""
         path = CheckpointFolder(Path(self.recipe.run.dir)).path(self.version) / "hf"
         if self._staged_version != self.version:  # else its checkpoint has the export
-            self._write_policy(path, self._whole_weights())
+            weights, deadline_s = self._whole_weights(), self.recipe.comm.deadline_s
+            when_there_is_room(path, lambda: self._write_policy(path, weights), deadline_s)
         return str(path)
 
     def stage(self) -> Callable[[Path], None]:
@@ -162,8 +165,8 @@ class ActorLearner(Actor):
         state, weights = staged(self.state.state_dict()), self._whole_weights()
 
         def write(folder: Path) -> None:
-            self._write_policy(folder / "hf", weights)
             save_state(state, folder, self._checkpoint_team)
+            self._write_policy(folder / "hf", weights)
 
         return write
 
@@ -180,8 +183,14 @@ class ActorLearner(Actor):
         return weights
 
     def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        if self.group.is_lead:
+        if not self.group.is_lead:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
             save_policy(self.policy, folder, self.tokenizer, weights)
+        except SafetensorError:
+            raise_if_full(folder)
+            raise
 
     def close(self) -> None:
         self.publisher.close()
