@@ -1,5 +1,6 @@
 """A rollout's leases: which grants it keeps when its weights change."""
 
+import msgspec
 import pytest
 from support.in_memory import MemoryMailboxes
 
@@ -38,7 +39,7 @@ def desk() -> Desk:
 
 
 def grant(request: LeaseRequest) -> LeaseGrant:
-    return LeaseGrant(request.request_id, request.version, [Lease(GROUP, 1, [0, 1], b"{}")])
+    return LeaseGrant(request.request_id, request.version, [Lease(GROUP, 1, [0, 1], msgspec.Raw(b"{}"))])
 
 
 def test_a_grant_of_the_present_request_starts_on_the_weights_that_came_meanwhile(desk: Desk):
