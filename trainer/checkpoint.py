@@ -34,11 +34,17 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class TrainingState(Stateful):
-    """The state that DCP saves: model, optimizer, random number generators and the number of steps."""
+    """The state that DCP saves: model, optimizer, the critic's, random number generators and the number of steps."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.critic = critic
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,11 +52,17 @@ class TrainingState(Stateful):
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        return {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
+        if self.critic is not None:
+            state["critic"], state["critic_optimizer"] = get_state_dict(*self.critic)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         model, optimizer = state_dict["model"], state_dict["optimizer"]
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        if self.critic is not None:
+            weights, moments = state_dict["critic"], state_dict["critic_optimizer"]
+            set_state_dict(*self.critic, model_state_dict=weights, optim_state_dict=moments)
         torch.set_rng_state(state_dict["rng"]["cpu"])
         if "cuda" in state_dict["rng"]:
             torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
