@@ -68,6 +68,10 @@ CATALOGUE = (
              "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
+    Workload("learning-rates", "learning", "learning.rates",
+             "steps and seconds to a reward, headrace over sync at several learning rates (--seeds, --policy)"),
+    Workload("learning-corrections", "learning", "learning.corrections",
+             "the same of headrace with each correction over the default one (--seeds, --policy)"),
     Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
@@ -95,6 +99,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=defaults.seconds, help="duration of `load`")
     parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
+    parser.add_argument("--seeds", type=int, default=defaults.seeds, help="seeds of each variant (learning)")
+    parser.add_argument("--policy", metavar="PATH", help="a story model instead of the quickstart's policy (learning)")
     given = parser.parse_intermixed_args(words)
     try:
         chosen = choose(given.names)
@@ -107,7 +113,10 @@ def main(words: Sequence[str]) -> int:
             rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
             print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
         return 0
-    run(chosen, Options(given.megabytes, given.seconds, given.events, given.peer_python), given.runs, given.json)
+    options = Options(
+        given.megabytes, given.seconds, given.events, given.peer_python, seeds=given.seeds, policy=given.policy
+    )
+    run(chosen, options, given.runs, given.json)
     return 0
 
 
