@@ -29,6 +29,8 @@ class Options:
     seconds: float = 60.0
     events: int = 1_000_000
     peer_python: str | None = None
+    trl_python: str | None = None
+    policy: str | None = None
 
 
 class Measurement(msgspec.Struct, frozen=True):
