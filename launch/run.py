@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..comm.disk import describe_full, is_full
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from ..relay.checkpoints import CheckpointFolder
@@ -67,6 +68,11 @@ def main(words: Sequence[str]) -> int:
         if recipe.run.mode == "replay":
             return _replay(recipe)
         return _run_rank(recipe, is_first) if is_rank else _launch(recipe)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print_message(f"error: {describe_full(Path(error.filename or '.'))}; make room there, or set another run.dir")
+        return 2
     except SettingError as error:
         if is_first:
             print_message(f"error: {error}")
@@ -132,7 +138,10 @@ def print_summary(run_dir: Path) -> dict[str, Any] | None:
     summary = read_summary(run_dir)
     if summary is not None:
         show_summary(summary, run_dir)
-        Timeline.read(run_dir).write(run_dir / TRACE_FILE)
+        try:
+            Timeline.read(run_dir).write(run_dir / TRACE_FILE)
+        except OSError as error:
+            print_message(f"warning: {run_dir / TRACE_FILE} is not written: {error.strerror}")
     return summary
 
 

@@ -1,6 +1,5 @@
 """Sums over the micro-batches of a step, and the metrics computed from them."""
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..comm.messages.queue import RowRef
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
-from .batch import PackedBatch, Trajectory
+from .batch import PackedBatch
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
-    "mismatch_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
+    "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
     "router_loss",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
@@ -27,8 +26,8 @@ _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 class StepStats:
     """Statistics of the data of one optimizer step.
 
-    Importance weights count all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the
-    mismatch of generator and trainer apart from staleness.
+    `is/*` counts all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the mismatch of
+    generator and trainer apart from staleness; `staleness/kl` and `staleness/limited_frac` count only the others.
     """
 
     def __init__(self) -> None:
@@ -39,13 +38,8 @@ class StepStats:
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
     @property
-    def num_tokens(self) -> float:
-        """Tokens with loss: of this rank before `reduce`, of all ranks after it."""
-        return self._sums["tokens"]
-
-    @property
     def weight(self) -> float:
-        """Divisor of the step's loss: of this rank before `reduce`, of all ranks after it."""
+        """Sum of the divisors of the updates' losses: of this rank before `reduce`, of all ranks after it."""
         return self._sums["weight"]
 
     @property
@@ -61,9 +55,9 @@ class StepStats:
             self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
             self._update_max(response_tokens=len(response))
 
-    def add_trajectories(self, trajectories: list[Trajectory]) -> None:
-        """Count the tokens without finite numbers."""
-        self._add(non_finite=sum(trajectory.num_non_finite for trajectory in trajectories))
+    def add_non_finite(self, num_tokens: int) -> None:
+        """Count tokens that have no loss, since a column has no finite number for them."""
+        self._add(non_finite=num_tokens)
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
@@ -72,6 +66,7 @@ class StepStats:
             return
         self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
+        self._add(limited=terms.limited, limited_fresh=terms.limited_fresh)
         ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
@@ -82,14 +77,12 @@ class StepStats:
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
+        difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)[mask & ~batch.is_fresh]
+        self._add(stale_kl=(difference.exp() - 1 - difference).sum())
 
     def add_router_loss(self, router_loss: Tensor) -> None:
         """Add the load-balancing loss of a micro-batch, times its weight."""
         self._add(router_loss=router_loss)
-
-    def non_finite(self) -> list[str]:
-        """Names of the sums that are not finite."""
-        return [name for name, value in self._sums.items() if not math.isfinite(value)]
 
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""
@@ -131,6 +124,10 @@ class StepStats:
             out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]
             out["mismatch/logprob_abs_diff"] = s["logprob_diff"] / s["fresh"]
             out["mismatch/kl"] = s["mismatch_kl"] / s["fresh"]
+            out["mismatch/limited_frac"] = s["limited_fresh"] / s["fresh"]
+        if stale := s["tokens"] - s["fresh"]:
+            out["staleness/kl"] = s["stale_kl"] / stale
+            out["staleness/limited_frac"] = s["limited"] / stale
         return out
 
     def _add(self, **values: Tensor | float) -> None:

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 
 from ..errors import LinkBroken
+from .seal import Seal
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
 
@@ -17,6 +18,7 @@ class TcpLink:
     backend = "tcp"
 
     def __init__(self, connection: socket.socket) -> None:
+        self.seal: Seal | None = None
         self._socket = connection
         self._timeouts: dict[int, float] = {}
         # The kernel keeps the deadlines: it then moves a whole buffer in one call, without a poll for every segment.

@@ -25,6 +25,7 @@ from .run import (
     CheckpointRequested,
     CheckpointWritten,
     ConnectionLost,
+    DeclaredDead,
     Failed,
     Interrupted,
     StepTrained,

@@ -33,6 +33,12 @@ class Stop(Message, frozen=True):
     reason: str
 
 
+class DeclaredDead(Message, frozen=True):
+    """From the hub: this incarnation of the process was declared dead while it was silent, and must make room for the next one."""
+
+    incarnation: int
+
+
 class Failed(Message, frozen=True):
     """To the hub: the process met an error that ends the run; `exit_code` 2 is a user's mistake."""
 

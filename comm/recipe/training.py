@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import Count, NotNegative, OptionalCount, Share, words
+from .fields import AtLeastOne, Count, NotNegative, OptionalCount, Share, words
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,9 +24,13 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """`algorithm.*`: advantages and loss; docs/algorithms.md has the settings of GRPO, DAPO, GSPO, RLOO and others."""
 
     advantage: Annotated[
-        str, words("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", own="FILE.py:FUNCTION")
+        str, words("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", own="FILE.py:FUNCTION")
     ] = "grpo"
     """How rewards become advantages, or your own function of rewards and group sizes."""
+    gamma: Share = 1.0
+    """Discount of a later reward, for `gae`."""
+    lam: Share = 1.0
+    """Share of later errors of the critic in an advantage, for `gae`: 1 is the whole return, 0 is one step."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages of `grpo` by the rewards' standard deviation in the group or in the step; `none` is Dr. GRPO."""
     loss: Annotated[str, words("clip", "gspo", "cispo", "reinforce", own="FILE.py:FUNCTION")] = "clip"
@@ -41,6 +45,16 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper clip of the importance ratio: 1 + clip_high."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
+    proximal: Literal["version", "loglinear", "rollout", "adaptive"] = "version"
+    """Policy that the clip compares with: of the step's start (decoupled), its estimate, or the generator's; `adaptive` widens."""
+    importance_sampling: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """Bounds of importance weights: truncate (TIS) or mask (IcePop), of each token or of whole responses."""
+    importance_sampling_cap: AtLeastOne = 2.0
+    """Largest importance weight of tokens of older versions; a mask also drops weights below 1 / cap."""
+    mismatch_cap: AtLeastOne = 2.0
+    """The same for tokens of the version in training: mismatch of generator and trainer alone."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0
@@ -84,6 +98,15 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Largest norm of the gradient; a longer one is scaled down (0 is off)."""
     micro_tokens: Count = 8192
     """Token budget of one packed micro-batch."""
+
+
+class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`critic.*`: the critic of PPO, with algorithm.advantage=gae; its other settings are those of `optimizer`."""
+
+    lr: NotNegative = 1e-5
+    """Peak learning rate."""
+    clip_value: NotNegative = 0.5
+    """Most that a value may move from the value before the step, in the loss; 0 is off."""
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from ..processes.child import print_message
-from .harness import BenchProcess, Measurement, Options
-from .trainer import peer_environment, policy_folder
+from .harness import BenchProcess, Measurement, Options, peer_environment
+from .policies import policy_folder
 
 _STEPS, _PROMPTS, _SAMPLES, _NEW_TOKENS = 8, 8, 8, 256
 _CORES = 2

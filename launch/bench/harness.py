@@ -99,6 +99,12 @@ def command(module: str, *words: object) -> list[str]:
     return [sys.executable, "-m", f"{__package__}.{module}", *map(str, words)]
 
 
+def peer_environment(num_threads: int) -> dict[str, str]:
+    """Of the peer's process: without this project's paths and allocator settings."""
+    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", *ENVIRONMENT}}
+    return {**kept, "OMP_NUM_THREADS": str(num_threads)}
+
+
 class BenchProcess:
     """A process that reports in lines. It ends by itself or when its standard input ends; `environment` replaces ours."""
 

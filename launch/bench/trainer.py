@@ -7,7 +7,6 @@ workloads have them, but longer: log-normal, sigma 0.9, median 90, at most 400. 
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -28,12 +27,11 @@ from ...comm.recipe import BatchSettings, ModelSettings, OptimizerSettings, Reci
 from ...relay.queue.batch import Batch
 from ...relay.queue.micro_batches import rounds
 from ...trainer.actor_group import ActorGroup
-from ...trainer.learners.builtin import Actor
+from ...trainer.learners.actor import Actor
 from ...trainer.step_stats import StepStats
 from ..processes.child import print_message
-from ..recipes.tiny_policy import character_tokenizer
-from .generator import build
-from .harness import ENVIRONMENT, BenchProcess, Measurement, Options, command
+from .harness import BenchProcess, Measurement, Options, command, peer_environment
+from .policies import policy_folder
 from .trl_peer import resident_bytes
 
 _NUM_GROUPS, _NUM_SAMPLES = 8, 8
@@ -69,21 +67,6 @@ def beside_trl(name: str, options: Options) -> list[Measurement]:
         Measurement("trainer-tokens", "GRPOTrainer", num_tokens / seconds[0], "1/s", seconds[1] / seconds[0]),
         Measurement("trainer-memory", "GRPOTrainer", memory[0] / 1e6, "MB", memory[1] / memory[0]),
     ]
-
-
-def peer_environment(num_threads: int) -> dict[str, str]:
-    """Of the peer's process: without this project's paths and allocator settings."""
-    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", *ENVIRONMENT}}
-    return {**kept, "OMP_NUM_THREADS": str(num_threads)}
-
-
-def policy_folder(folder: Path, given: str | None) -> None:
-    """Make FOLDER/policy: a link to the given policy, else one of 5M random parameters with heads of 64."""
-    if given is not None:
-        (folder / "policy").symlink_to(Path(given).resolve())
-        return
-    build("5m", folder).rename(folder / "policy")
-    character_tokenizer(" abcdefghijklmnopqrstuvwxyz").save_pretrained(folder / "policy")
 
 
 def write_rollouts(folder: Path) -> int:

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ...comm.errors import SettingError
+from ...comm.errors import HeadraceError, SettingError
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.load import CONFIG_FILE, read_recipe
-from ..placement import count_ranks, place_ranks, restartable_roles
+from ..placement import RESTARTABLE, count_ranks, place_ranks
 from .secret import read_secret
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role not in restartable_roles(recipe.roles):
+    if role not in RESTARTABLE:
         report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
     return 1
 
@@ -142,7 +142,10 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
         return
     from ...relay.hub.shutdown import write_summary
 
-    write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
+    try:
+        write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
+    except (OSError, HeadraceError) as lost:
+        print(f"{error}; there is no summary: {lost}", flush=True)
     num_ranks = count_ranks(recipe.roles)
     for place in place_ranks(recipe.roles, num_ranks, num_ranks, recipe.rollout.tp):
         if place.role != "shard":  # a shard ends with its rollout

@@ -9,16 +9,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV
+from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
 from ...comm.errors import STORE_GONE_EXIT
+from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
-from ..placement import Placement, check_staging, count_gpus, place_ranks, restartable_roles, visible_devices
-from .child import WATCHED, Child, block_signals, describe_exit, end_with_parent, print_message
+from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, visible_devices
+from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -52,16 +53,13 @@ def classify_exit(
     now: float,
     *,
     is_ending: bool,
-    restartable: Collection[str] = ("rollout",),
 ) -> ExitKind:
-    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts; only the
-    `restartable` roles may have any.
-    """
+    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts."""
     if code == 0:
         return ExitKind.DONE
     if is_ending or code == STORE_GONE_EXIT:
         return ExitKind.FAILED_REPORTED
-    if role in restartable and code != 2:
+    if role in RESTARTABLE and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
     if code in (1, 2) and role != "store":
@@ -122,7 +120,7 @@ class Supervisor:
             flags = ["--interface", self.recipe.comm.interface, "--publish", "--expect", members]
             self._start("store", [*self.commands.store, *flags], console=False)
         if self.placement.role == "relay":
-            self.segment = os.memfd_create(f"headrace-{self.placement.name}")
+            self.segment = create_memfd(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
                 self._start_worker("hub")
         self._start_worker(self.placement.name)
@@ -147,10 +145,10 @@ class Supervisor:
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
-        restartable, now = restartable_roles(self.recipe.roles), time.monotonic()
-        if self.is_over() and (role in restartable or code == STORE_GONE_EXIT):
+        now = time.monotonic()
+        if self.is_over() and (role in RESTARTABLE or code == STORE_GONE_EXIT):
             return  # the run does not need it any more
-        kind = classify_exit(role, code, self.restarts, now, is_ending=self._is_ending, restartable=restartable)
+        kind = classify_exit(role, code, self.restarts, now, is_ending=self._is_ending)
         if kind is ExitKind.RESTART:
             self.restarts.append(now)
             print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")

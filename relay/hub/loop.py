@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from ...comm.clock import Clock
+from ...comm.disk import DiskReserve
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
+from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, TrainingDone
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
@@ -62,11 +63,14 @@ class HubLoop:
         self.fleet = fleet
         self._known: dict[str, Member] = {}
         self._lost: dict[str, int] = {}
+        self._replaced: set[str] = set()
         self._printed = {""}
         self._checked_at = 0.0
 
     def step(self) -> RunEnd | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
+        if full := self.hub.context.journal.full:
+            return RunEnd("failed", full, 1)
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.
@@ -100,7 +104,16 @@ class HubLoop:
                     self._on_death(known, f"incarnation {known.incarnation} is gone")
                 del self._known[name]
         self._known |= living
+        for relay in self.fleet.alive_members("relay"):
+            self._replace_if_lost(relay)
         self._print_generators()
+
+    def _replace_if_lost(self, relay: Member) -> None:
+        """Have a relay that was silent, and is back, start again: the rows of its storage unit are given up already."""
+        unit = storage_id_of(relay.name, relay.incarnation)
+        if unit in self.hub.state.lost_storage_ids and unit not in self._replaced:
+            self._replaced.add(unit)
+            self.hub.mailbox.send(relay.name, DeclaredDead(relay.incarnation))
 
     def _print_generators(self) -> None:
         """Print each new description of a rollout's generator: of all logs, only the hub's and rank 0's reach the console."""
@@ -141,7 +154,8 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
         raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
     if state.samples_per_prompt not in (0, recipe.batch.samples_per_prompt):
         raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
-    journal = Journal(path)
+    # The other processes wait for the hub while it waits for room.
+    journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
     opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
     for event in (opened, *([checkpoint] if checkpoint else [])):
         journal.append(ev.stamped(event))

@@ -11,9 +11,10 @@ from support.policies import tiny_policy
 
 from headrace.launch.bench.__main__ import CATALOGUE, choose, main
 from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, command, line, medians
+from headrace.launch.bench.policies import policy_folder
 from headrace.launch.bench.relay_cluster import RelayCluster
 from headrace.launch.bench.storage_load import load
-from headrace.launch.bench.trainer import policy_folder, write_rollouts
+from headrace.launch.bench.trainer import write_rollouts
 
 
 def read_rows(path: Path) -> list[Measurement]:

@@ -24,7 +24,7 @@ from headrace.comm.messages import (
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, cut_at_checkpoint, read_events, replay
@@ -35,7 +35,7 @@ from headrace.relay.journal.records import RowStatus
 def scene(tmp_path: Path):
     scenes: list[Scene] = []
 
-    def make(**settings: int | bool) -> Scene:
+    def make(**settings: int | bool | str) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         return scenes[-1]
 
@@ -53,6 +53,12 @@ def test_a_request_sent_twice_is_answered_the_same(scene: MakeScene):
     again = s.lease(num_groups=2)
     assert encode(first) == encode(again)
     assert s.hub.state.account.leased == 4
+
+
+def test_a_grant_of_large_rows_fits_into_a_message(scene: MakeScene):
+    s = scene(capacity=5, prompt="p" * (MAX_ROW_BYTES - 100))
+    leased = [s.lease(request=number, num_groups=5) for number in range(1, 6)]
+    assert [len(grant.leases) for grant in leased] == [1] * 5
 
 
 def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScene):
@@ -85,6 +91,16 @@ def test_groups_that_are_ready_together_are_handed_out_in_pieces(scene: MakeScen
         (answer,) = s.heard("actor-0")
         assert isinstance(answer, TrainBatch)
         assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
+
+
+def test_an_answer_never_holds_the_groups_of_two_updates(scene: MakeScene):
+    s = scene(per_step=5, updates=2)
+    s.finish(s.lease(num_groups=5))
+    taken = []
+    for request_id, received in enumerate((0, 1, 2, 5), start=1):
+        s.say("actor-0", RequestRows(request_id, ["train"], 0, received))
+        taken += [len(answer.groups) for answer in s.heard("actor-0") if isinstance(answer, TrainBatch)]
+    assert taken == [2, 1, 3]
 
 
 def test_a_trained_step_drops_its_rows_from_storage(scene: MakeScene):

@@ -1,6 +1,7 @@
 """The loss of a step is its formula over whole responses, and does not depend on how they are split over micro-batches."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ def by_response(values: np.ndarray) -> list[list[float]]:
     return split(values.tolist(), LENGTHS)
 
 
-def recipe_of(**settings: object) -> Recipe:
-    return Recipe(algorithm=AlgorithmSettings(**settings), sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS))  # pyright: ignore[reportArgumentType]
+def recipe_of(**settings: Any) -> Recipe:
+    algorithm = AlgorithmSettings(proximal="rollout", **settings)
+    return Recipe(algorithm=algorithm, sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS))
 
 
 def formula(loss_agg: str, new: np.ndarray, entropy: np.ndarray) -> float:
@@ -116,3 +118,12 @@ def test_a_kl_term_in_the_reward_is_measured_and_not_in_the_loss():
     )
     assert inside.kl == outside.kl != 0
     assert outside.loss == outside.pg_loss == inside.pg_loss != inside.loss
+
+
+def test_without_a_bonus_the_entropy_has_no_gradient_to_compute():
+    entropy = torch.tensor(ENTROPY, requires_grad=True)
+    for coefficient, is_used in ((0.0, False), (ENTROPY_COEF, True)):
+        logprobs = torch.tensor(NEW, requires_grad=True)
+        terms = terms_of(recipe_of(entropy_coef=coefficient), logprobs, entropy, [0, 2])
+        _, gradient = torch.autograd.grad(terms.loss, (logprobs, entropy), allow_unused=True)
+        assert (gradient is not None) == is_used
