@@ -71,6 +71,10 @@ CATALOGUE = (
              "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
+    Workload("learning-rates", "learning", "learning.rates",
+             "steps and seconds to a reward, headrace over sync at several learning rates (--seeds, --policy)"),
+    Workload("learning-corrections", "learning", "learning.corrections",
+             "the same of headrace with each correction over the default one (--seeds, --policy)"),
     Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
@@ -99,8 +103,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
     parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (trainer-step, end-to-end)")
+    parser.add_argument("--seeds", type=int, default=defaults.seeds, help="seeds of each variant (learning)")
     parser.add_argument(
-        "--policy", metavar="PATH", help="policy of `trainer-step` and `end-to-end`; default: random, 5M parameters"
+        "--policy", metavar="PATH", help="policy of learning, trainer-step and end-to-end, instead of their own"
     )
     given = parser.parse_intermixed_args(words)
     try:
@@ -114,8 +119,10 @@ def main(words: Sequence[str]) -> int:
             rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
             print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
         return 0
-    peers = given.peer_python, given.trl_python
-    run(chosen, Options(given.megabytes, given.seconds, given.events, *peers, given.policy), given.runs, given.json)
+    options = Options(
+        given.megabytes, given.seconds, given.events, given.peer_python, given.trl_python, given.seeds, given.policy
+    )
+    run(chosen, options, given.runs, given.json)
     return 0
 
 

@@ -30,6 +30,7 @@ class Options:
     events: int = 1_000_000
     peer_python: str | None = None
     trl_python: str | None = None
+    seeds: int = 5
     policy: str | None = None
 
 
@@ -70,7 +71,7 @@ def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """The medians of several runs of one workload, one measurement for each figure."""
     rows: list[Measurement] = []
     for same in zip(*runs, strict=True):
-        pairs = tuple((row.value, row.ratio) for row in same)
+        pairs = tuple(pair for row in same for pair in row.runs or ((row.value, row.ratio),))
         value, ratio = map(statistics.median, zip(*pairs, strict=True))
         rows.append(msgspec.structs.replace(same[0], value=value, ratio=ratio, runs=pairs))
     return rows

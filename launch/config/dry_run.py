@@ -43,7 +43,7 @@ def _roles(recipe: Recipe, ranks_per_host: int) -> Iterator[str]:
 def _batch(recipe: Recipe) -> Iterator[str]:
     prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
-    capacity = admission.capacity
+    capacity = admission.longest
     longest = prompts * samples * recipe.sampling.max_new_tokens
     bound = "by the queue's capacity alone" if admission.bound is None else admission.bound
     trajectories = prompts * samples
