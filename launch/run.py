@@ -20,6 +20,7 @@ from ..comm.recipe import Recipe
 from ..relay.checkpoints import CheckpointFolder
 from .config.dry_run import describe_run
 from .config.load import CONFIG_FILE, read_recipe, save_recipe
+from .config.memory_plan import Gpus
 from .placement import count_ranks
 from .processes.child import WATCHED, Child, block_signals, print_message
 from .processes.secret import create_secret
@@ -61,10 +62,11 @@ def main(words: Sequence[str]) -> int:
     if is_rank:
         block_signals()
     try:
+        gpus, words = Gpus.taken_from(words)
         arguments = Arguments.parse(words)
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         if arguments.is_dry_run:
-            return _print_plan(recipe) if is_first else 0
+            return _print_plan(recipe, gpus) if is_first else 0
         if recipe.run.mode == "replay":
             return _replay(recipe)
         return _run_rank(recipe, is_first) if is_rank else _launch(recipe)
@@ -79,12 +81,12 @@ def main(words: Sequence[str]) -> int:
         return 2
 
 
-def _print_plan(recipe: Recipe) -> int:
+def _print_plan(recipe: Recipe, gpus: Gpus | None) -> int:
     from .config.checks import check_family
 
     if (Path(recipe.model.path) / "config.json").exists():
         check_family(recipe, Path(recipe.model.path))
-    sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
+    sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0")), gpus))
     return 0
 
 
