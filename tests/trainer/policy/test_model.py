@@ -118,4 +118,5 @@ def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(tmp_path, 
     for policy in (plain, checkpointed):
         policy.token_logprobs(policy.forward_packed(tokens, cu_seqlens), tokens.roll(-1))[0].sum().backward()
     for name, weight in plain.weights().items():
-        assert torch.equal(checkpointed.weights()[name].grad, weight.grad), name
+        gradient, again = weight.grad, checkpointed.weights()[name].grad
+        assert gradient is not None and again is not None and torch.equal(gradient, again), name
