@@ -49,6 +49,9 @@ CATALOGUE = (
     Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
     Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
+    Workload("trainer-step", "trainer", "trainer.beside_trl",
+             "a GRPO step over TRL's on the same rollouts (--trl-python): tokens/s, peak memory", ("trainer-tokens", "trainer-memory")),
+    Workload("end-to-end", "trainer", "end_to_end.beside_trl", "a run on two cores over one of TRL's GRPOTrainer (--trl-python)"),
     Workload("tcp-link", "weights", "links.tcp_link", "GB/s of a tcp link over a raw loopback socket"),
     Workload("shm-copies", "weights", "weights.shm_copies",
              "GB/s of push, pull and digest on one host over numpy.copyto", ("shm-push", "shm-pull", "digest")),
@@ -102,8 +105,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=defaults.seconds, help="duration of `load`")
     parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
+    parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (trainer-step, end-to-end)")
     parser.add_argument("--seeds", type=int, default=defaults.seeds, help="seeds of each variant (learning)")
-    parser.add_argument("--policy", metavar="PATH", help="a story model instead of the quickstart's policy (learning)")
+    parser.add_argument(
+        "--policy", metavar="PATH", help="policy of learning, trainer-step and end-to-end, instead of their own"
+    )
     given = parser.parse_intermixed_args(words)
     try:
         chosen = choose(given.names)
@@ -117,7 +123,7 @@ def main(words: Sequence[str]) -> int:
             print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
         return 0
     options = Options(
-        given.megabytes, given.seconds, given.events, given.peer_python, seeds=given.seeds, policy=given.policy
+        given.megabytes, given.seconds, given.events, given.peer_python, given.trl_python, given.seeds, given.policy
     )
     run(chosen, options, given.runs, given.json)
     return 0

@@ -29,6 +29,7 @@ class Options:
     seconds: float = 60.0
     events: int = 1_000_000
     peer_python: str | None = None
+    trl_python: str | None = None
     seeds: int = 5
     policy: str | None = None
 
@@ -97,6 +98,12 @@ def best_seconds(
 def command(module: str, *words: object) -> list[str]:
     """The command that runs a module of this folder as a process."""
     return [sys.executable, "-m", f"{__package__}.{module}", *map(str, words)]
+
+
+def peer_environment(num_threads: int) -> dict[str, str]:
+    """Of the peer's process: without this project's paths and allocator settings."""
+    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", *ENVIRONMENT}}
+    return {**kept, "OMP_NUM_THREADS": str(num_threads)}
 
 
 class BenchProcess:

@@ -1,17 +1,21 @@
 """The benchmarks: the list, the table, the file of rows; no row is lost under load."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.policies import tiny_policy
 
 from headrace.launch.bench.__main__ import CATALOGUE, choose, main
-from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, line, medians
+from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, command, line, medians
 from headrace.launch.bench.learning import Outcome, outcome_of, rows_of
+from headrace.launch.bench.policies import policy_folder
 from headrace.launch.bench.relay_cluster import RelayCluster
 from headrace.launch.bench.storage_load import load
+from headrace.launch.bench.trainer import write_rollouts
 
 
 def read_rows(path: Path) -> list[Measurement]:
@@ -51,6 +55,14 @@ def test_several_runs_become_one_row_of_medians_with_their_span():
     assert medians(runs) == [Measurement("put", "peer", 5.0, "ms", 2.5, ((4.0, 2.0), (9.0, 4.5), (5.0, 2.5)))]
     shown = line(medians(runs)[0])
     assert all(word in shown for word in ("put", "5.000", "4.000..9.000 ms", "2.500", "2.000..4.500", "peer"))
+
+
+def test_our_side_of_the_trainer_bench_trains_on_the_written_rollouts(tmp_path):
+    policy_folder(tmp_path, str(tiny_policy(tmp_path, "llama")))
+    assert write_rollouts(tmp_path) > 64
+    with BenchProcess(command("trainer", tmp_path)) as ours:
+        ours.line("ready")
+        assert all(seconds > 0 and memory > 0 for seconds, memory in (json.loads(ours.ask("[")) for _ in range(2)))
 
 
 def test_functions_take_turns_and_the_best_time_of_each_counts():
