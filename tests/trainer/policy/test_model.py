@@ -118,5 +118,6 @@ def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(tmp_path, 
     for policy in (plain, checkpointed):
         policy.token_logprobs(policy.forward_packed(tokens, cu_seqlens), tokens.roll(-1))[0].sum().backward()
     for name, weight in plain.weights().items():
-        gradient, again = weight.grad, checkpointed.weights()[name].grad
-        assert gradient is not None and again is not None and torch.equal(gradient, again), name
+        found = checkpointed.weights()[name].grad
+        assert found is not None and weight.grad is not None
+        assert torch.equal(found, weight.grad), name
