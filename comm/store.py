@@ -26,13 +26,15 @@ from typing import Protocol, cast
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import SettingError, StoreGone
-from .waits import waiting
+from .host import join_address, listen, split_address
+from .waits import Wait, waiting
 
 # A TCPStore client looks up the name of the address it connects to. Where the name server does not answer, the resolver
 # would wait 5 s before it asks again.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 _ADDRESS_KEY = "headrace/store"
+_ATTEMPT_S, _RETRY_S = 3.0, 0.1
 ROSTER = "fleet/roster"
 """Key of the names of all members that ever joined, one on each line, in the order of their first joining."""
 
@@ -57,32 +59,48 @@ class StoreServer:
     """A TCPStore server in this process, on `interface` alone, as long as this object lives; port 0 takes a free one."""
 
     def __init__(self, interface: str, port: int = 0) -> None:
-        with socket.create_server((interface, port), backlog=1024) as listener:
-            bound_port = listener.getsockname()[1]
+        listener, self.address = listen(interface, port)
+        with listener:
             # Binding by the store itself would listen on every interface of the machine.
             server = TCPStore(
-                interface, bound_port, is_master=True, wait_for_workers=False, multi_tenant=False,
+                *split_address(self.address), is_master=True, wait_for_workers=False, multi_tenant=False,
                 master_listen_fd=listener.detach(), use_libuv=True, timeout=timedelta(days=1),
             )  # fmt: skip
         self.store = cast(StoreClient, server)
-        self.address = f"{interface}:{bound_port}"
 
 
-def connect_store(address: str, deadline_s: float) -> StoreClient:
-    """A client of the store at "host:port". A thread that waits on the store needs a `clone()`. Raises `StoreGone`."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        raise SettingError(f"{address!r} is not a store address: HOST:PORT is expected (HEADRACE_STORE)")
-    with waiting(f"store {address}", "a connection", deadline_s):
+def connect_store(address: str, deadline_s: float, *, is_started: bool = True) -> StoreClient:
+    """A client of the store at "host:port". A thread that waits on the store needs a `clone()`. Raises `StoreGone`.
+
+    A host that does not answer is tried again until the deadline. Without `is_started`, so is one that refuses the connection.
+    """
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise SettingError(f"the store's address (HEADRACE_STORE): {error}") from error
+    with waiting(f"store {address}", "a connection", deadline_s) as wait:
+        _wait_for_listener(host, port, wait, is_started)
         try:
             client = TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
             )
         except DistError as error:
             raise StoreGone(f"no store answers at {address}: {error}") from error
     store = cast(StoreClient, client)
     store.set_timeout(timedelta(days=1))
     return store
+
+
+def _wait_for_listener(host: str, port: int, wait: Wait, is_started: bool) -> None:
+    """Return once a connection is accepted. A TCPStore client would try until its timeout where the store has ended."""
+    while True:
+        try:
+            socket.create_connection((host, port), min(_ATTEMPT_S, wait.remaining_s + 0.1)).close()
+            return
+        except OSError as error:
+            if (is_started and isinstance(error, ConnectionRefusedError)) or not wait.remaining_s:
+                raise StoreGone(f"no store answers at {join_address(host, port)}: {error}") from error
+        time.sleep(min(_RETRY_S, wait.remaining_s))
 
 
 def publish_address(address: str) -> None:
@@ -105,7 +123,7 @@ def find_address(deadline_s: float) -> str:
 def _torchrun_store(deadline_s: float) -> StoreClient:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise SettingError("not started by torchrun: use torchrun, or set HEADRACE_STORE=HOST:PORT")
-    return connect_store(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", deadline_s)
+    return connect_store(join_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), deadline_s)
 
 
 class _Attendance:

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
+from ..host import listen, split_address
 from ..recipe import CommSettings, RelaySettings
 from ..waits import Wait, waiting
 from .base import Link, authenticate
@@ -73,15 +74,16 @@ def _open_socket(store: "StoreClient", name: str, end: int, wait: Wait, secret: 
     """End 0 listens and puts its address into the store; end 1 connects."""
     key = f"link/{name}"
     if end == 0:
-        with socket.create_server((interface, 0), backlog=8) as listener:
-            store.set(key, f"{interface}:{listener.getsockname()[1]}")
+        listener, address = listen(interface, backlog=8)
+        with listener:
+            store.set(key, address)
             try:
                 return _accept(listener, name, wait, secret)
             finally:
                 store.delete_key(key)
     wait.until(lambda: store.check([key]), interval_s=0.001)
-    host, _, port = store.get(key).decode().rpartition(":")
-    link = TcpLink(socket.create_connection((host, int(port)), _remaining_s(wait)))
+    address = split_address(store.get(key).decode())
+    link = TcpLink(socket.create_connection(address, _remaining_s(wait)))
     authenticate(link, name, 1, secret, _remaining_s(wait))
     return link
 
