@@ -15,6 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,10 +32,11 @@ from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
 from .storage.client import StorageClient
 from .storage.server import StorageServer
-from .store import ROSTER, StoreClient, connect_store
+from .store import ROSTER, StoreClient, clone_store, connect_store
 from .waits import join_thread, waiting
 
 _LEAVE_S = 5.0
+_SUMMARY_KEY, _SUMMARY_POLL_S = "headrace/summary", 0.05
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -188,7 +190,7 @@ class StoreFleet(Fleet):
         name = member_name(role, index)
         incarnation = self._store.add(f"fleet/incarnation/{name}", 1)
         me = Member(name, role, index, incarnation, host_id(), os.getpid(), dict(info), host_name=socket.gethostname())
-        self._outbox = StoreMailboxes(self._store.clone(), secret)
+        self._outbox = StoreMailboxes(clone_store(self._store), secret)
         super().__init__(me, self._outbox, settings, secret, address)
         self._on_gone = on_store_gone or _end_process
         self._table = MemberTable(settings.expiry_s)
@@ -196,7 +198,7 @@ class StoreFleet(Fleet):
         self._leaving = threading.Event()
         self._heard_at = time.monotonic()
         self._threads = [
-            threading.Thread(target=self._beat, args=(self._store.clone(),), name="fleet heartbeat", daemon=True),
+            threading.Thread(target=self._beat, args=(clone_store(self._store),), name="fleet heartbeat", daemon=True),
             threading.Thread(target=self._watch, name="fleet watchdog", daemon=True),
         ]
 
@@ -247,6 +249,23 @@ class StoreFleet(Fleet):
             self._store.check([ROSTER])
         except DistError as error:
             sys.stderr.write(f"{self.name} leaves the fleet, whose store is gone: {error}\n")
+
+    def publish_summary(self, text: str) -> None:
+        """Give the run's summary to the processes of all hosts, as long as there is a store."""
+        with suppress(DistError):
+            self._store.set(_SUMMARY_KEY, text)
+            self._store.check([ROSTER])
+
+    def wait_for_summary(self, deadline_s: float) -> str:
+        """The run's summary from a hub on another host; empty if the hub is on this host, or if it or the store is gone."""
+        with suppress(DistError), waiting("hub", "the run's summary", deadline_s) as wait:
+            while not self._store.check([_SUMMARY_KEY]):
+                hubs = self.alive_members("hub")
+                if not hubs or hubs[0].host == self.me.host or not wait.remaining_s:
+                    return ""
+                time.sleep(_SUMMARY_POLL_S)
+            return self._store.get(_SUMMARY_KEY).decode()
+        return ""
 
     def _register(self) -> None:
         """Write everything that others read before the name goes on the roster."""

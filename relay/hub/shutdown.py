@@ -6,6 +6,7 @@ accounting identity is a check and not a definition.
 
 import json
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -153,6 +154,11 @@ class Shutdown:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Write `summary.json`; a reader never sees a part of it."""
-    new = run_dir / "summary.json.new"
-    new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_summary_text(run_dir, json.dumps(summary, indent=2) + "\n")
+
+
+def write_summary_text(run_dir: Path, text: str) -> None:
+    """`write_summary` of a summary that is JSON already."""
+    new = run_dir / f"summary.json.new-{os.getpid()}"
+    new.write_text(text, encoding="utf-8")
     new.replace(run_dir / "summary.json")
