@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from .config.dry_run import describe_run
+from .config.dry_run import print_plan
 from .config.load import read_recipe
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
@@ -85,7 +85,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _print_plan(recipe: Recipe, ranks_per_host: int) -> int:
-    sys.stdout.write(describe_run(recipe, ranks_per_host))
+    print_plan(recipe, ranks_per_host)
     return 0
 
 

@@ -38,6 +38,7 @@ class FinishedRow:
             "versions": np.array(self.held.token_versions(), dtype=np.int32),
             "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
             "reward": np.array([self.reward], dtype=np.float32),
+            "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
         }
 
 

@@ -93,11 +93,17 @@ class GeneratorService:
         logprobs: Sequence[float],
         reward: float | None,
         failure: str = "",
+        *,
+        truncated: bool = False,
     ) -> None:
-        """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks."""
+        """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks.
+
+        Log-probabilities are those of the policy at the temperature of sampling, before filters and penalties.
+        `truncated`: the response was cut at its longest length.
+        """
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
-        sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="")
+        sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")
         self._row_writer.submit(FinishedRow(sample, reward, failure))
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ FOLDERS = (
     ("comm.messages", "comm.links", "comm.storage"),
     ("relay.journal", "relay.queue", "relay.hub"),
     ("relay.journal", "relay.weights", "relay.hub"),
-    ("trainer.policy", "trainer.learners"),
+    ("trainer.policy", "trainer.algorithms", "trainer.learners"),
     ("rollout.engine", "rollout.tensor_parallel", "rollout.generators", "rollout.migration"),
     ("rollout.engine", "rollout.rewards", "rollout.generators"),
     ("launch.config", "launch.processes", "launch.bench"),

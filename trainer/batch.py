@@ -1,13 +1,17 @@
 """Trajectories with the columns that training needs, packed into micro-batches without padding."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.errors import SettingError
 from ..comm.messages.queue import RowRef
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -26,24 +30,58 @@ class Trajectory:
     """One for the whole response, or [R], one for each token."""
     ref_logprobs: np.ndarray | None = None
     """[R] float32, by the initial policy."""
+    num_non_finite: int = 0
+    """Tokens that lost their loss, since a column has no finite number for them."""
 
     @classmethod
-    def of(cls, row: RowRef, columns: dict[str, np.ndarray], advantage: float) -> "Trajectory":
-        """A row with its columns; a column `advantages` replaces `advantage`."""
+    def of(
+        cls, row: RowRef, columns: Mapping[str, np.ndarray], advantage: np.ndarray, mask: np.ndarray
+    ) -> "Trajectory":
+        """A row with its columns, advantages [R] and loss mask [R]; a column `advantages` replaces the advantages.
+
+        A token without a finite number in each column has no loss, and the numbers of all tokens without loss are 0, so that
+        none of them reaches a gradient. Raises SettingError for a column `advantages` of another length.
+        """
+        mask = mask != 0
+        wanted = int(mask.sum())
+        numbers = {name: columns[name] for name in ("rollout_logprobs", "ref_logprobs") if name in columns}
+        numbers["advantages"] = _one_per_token(row, columns.get("advantages", advantage), len(mask))
+        for name, column in numbers.items():
+            broken = mask & ~np.isfinite(column.astype(np.float32))
+            if broken.any():
+                _log.warning(
+                    "row %s: %d tokens without a finite number in %s have no loss", row.key, broken.sum(), name
+                )
+            mask &= ~broken
+        numbers = {name: np.where(mask, column, 0) for name, column in numbers.items()}
         return cls(
             prompt_ids=columns["prompt_ids"],
             response_ids=columns["response_ids"],
-            rollout_logprobs=columns["rollout_logprobs"],
-            loss_mask=columns["loss_mask"],
+            rollout_logprobs=numbers["rollout_logprobs"],
+            loss_mask=mask.astype(np.uint8),
             version=row.version,
-            advantage=columns.get("advantages", advantage),
-            ref_logprobs=columns.get("ref_logprobs"),
+            advantage=numbers["advantages"],
+            ref_logprobs=numbers.get("ref_logprobs"),
+            num_non_finite=wanted - int(mask.sum()),
         )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+def loss_mask(columns: Mapping[str, np.ndarray], *, mask_truncated: bool) -> np.ndarray:
+    """[R] uint8: the row's own mask; zeros for a response that was cut at its longest length, if `mask_truncated`."""
+    return columns["loss_mask"] * np.uint8(not (mask_truncated and columns["truncated"][0]))
+
+
+def _one_per_token(row: RowRef, advantages: np.ndarray, num_tokens: int) -> np.ndarray:
+    if advantages.size not in (1, num_tokens):
+        raise SettingError(
+            f"queue.tasks: column `advantages` of row {row.key} has {advantages.size} numbers for a response of {num_tokens} tokens"
+        )
+    return np.broadcast_to(advantages.reshape(-1), num_tokens)
 
 
 _ZERO = np.zeros(1, np.int32)
@@ -56,7 +94,8 @@ class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
-    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training.
+    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training;
+    response_lengths [n] int64: response tokens of each trajectory, R in all.
     """
 
     token_ids: Tensor
@@ -67,6 +106,7 @@ class PackedBatch:
     advantages: Tensor
     mask: Tensor
     is_fresh: Tensor
+    response_lengths: Tensor
     ref_logprobs: Tensor | None
 
 
@@ -95,5 +135,6 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
             [np.repeat([t.version == version for t in trajectories], [len(t.response_ids) for t in trajectories])],
             torch.bool,
         ),
+        response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
         ref_logprobs=None if len(refs) < len(trajectories) else joined(refs, torch.float32),
     )

@@ -73,7 +73,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
         started, self.waited_s = self.clock.now(), 0.0
-        stats, received, total = StepStats(self.recipe.sampling.max_new_tokens), 0, 1
+        stats, received, total = StepStats(), 0, 1
         fleet_metrics: dict[str, float] = {}
         while received < total:
             batch = self.next_batch(step)

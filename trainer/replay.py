@@ -91,7 +91,7 @@ def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator
         group.connect(FileStore(f"{folder}/ranks", num_ranks))
     actor = Actor(recipe, group)
     for step in steps:
-        stats = StepStats(recipe.sampling.max_new_tokens)
+        stats = StepStats()
         for batch in StepReplay(Path(recipe.run.dir), step, rank).batches():
             actor.accumulate(batch, stats)
         yield {**actor.step(stats), **stats.metrics(step)}

@@ -1,5 +1,6 @@
 """Sums over the micro-batches of a step, and the metrics computed from them."""
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -7,16 +8,17 @@ import torch
 from torch import Tensor
 
 from ..comm.messages.queue import RowRef
-from .batch import PackedBatch
-from .loss import LossTerms
+from .algorithms.losses import MAX_LOG_RATIO
+from .algorithms.objective import LossTerms
+from .batch import PackedBatch, Trajectory
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
     from .actor_group import ActorGroup
 
 _SUMS = (
-    "tokens", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
-    "mismatch_kl", "kl", "responses", "response_tokens", "truncated",
+    "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
+    "mismatch_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -28,11 +30,10 @@ class StepStats:
     mismatch of generator and trainer apart from staleness.
     """
 
-    def __init__(self, max_new_tokens: int) -> None:
+    def __init__(self) -> None:
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
         self.group_stds: list[float] = []
-        self._max_new_tokens = max_new_tokens
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
@@ -40,6 +41,11 @@ class StepStats:
     def num_tokens(self) -> float:
         """Tokens with loss: of this rank before `reduce`, of all ranks after it."""
         return self._sums["tokens"]
+
+    @property
+    def weight(self) -> float:
+        """Divisor of the step's loss: of this rank before `reduce`, of all ranks after it."""
+        return self._sums["weight"]
 
     @property
     def mean_reward(self) -> float:
@@ -50,27 +56,35 @@ class StepStats:
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
-        for length in map(len, batch["response_ids"]):
-            self._add(responses=1, response_tokens=length, truncated=length >= self._max_new_tokens)
-            self._update_max(response_tokens=length)
+        for response, truncated in zip(batch["response_ids"], batch["truncated"], strict=True):
+            self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
+            self._update_max(response_tokens=len(response))
+
+    def add_trajectories(self, trajectories: list[Trajectory]) -> None:
+        """Count the tokens without finite numbers."""
+        self._add(non_finite=sum(trajectory.num_non_finite for trajectory in trajectories))
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
         mask = batch.mask.bool()
         if not mask.any():
             return
-        self._add(tokens=batch.mask.sum(), pg_loss=terms.pg_loss, clipped=terms.clipped)
+        self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
-        ratio = (logprobs - batch.rollout_logprobs).exp()[mask]
+        ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
         fresh = mask & batch.is_fresh
         if fresh.any():
             ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
-            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), ours - theirs
+            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), (ours - theirs).clamp(max=MAX_LOG_RATIO)
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
+
+    def non_finite(self) -> list[str]:
+        """Names of the sums that are not finite."""
+        return [name for name, value in self._sums.items() if not math.isfinite(value)]
 
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""
@@ -92,10 +106,11 @@ class StepStats:
             "response_length/clip_ratio": s["truncated"] / s["responses"],
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,
-            "actor/pg_loss": s["pg_loss"] / n,
+            "actor/pg_loss": s["pg_loss"] / max(s["weight"], 1.0),
             "actor/pg_clipfrac": s["clipped"] / n,
             "actor/ppo_kl": s["ppo_kl"] / n,
             "actor/kl_loss": s["kl"] / n,
+            "actor/non_finite_tokens": s["non_finite"],
             "is/mean": s["ratio"] / n,
             "is/max": self._maxima["ratio"],
             "is/clip_frac": s["clipped"] / n,

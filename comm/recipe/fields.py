@@ -12,6 +12,6 @@ Positive = Annotated[float, Meta(gt=0)]
 ScheduleName = Literal["sync", "one_step", "stream", "partial", "headrace"]
 
 
-def words(*words: str) -> Meta:
-    """One of the words, or a user's own class."""
-    return Meta(pattern=f"^({'|'.join(words)})$|:", examples=[*words, "FILE.py:CLASS"])
+def words(*words: str, own: str = "FILE.py:CLASS") -> Meta:
+    """One of the words, or a user's own object."""
+    return Meta(pattern=f"^({'|'.join(words)})$|:", examples=[*words, own])

@@ -7,6 +7,7 @@ import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ...comm.errors import SettingError
@@ -14,9 +15,11 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
+from ...trainer.policy.families import check_exact_supported, check_supported
 from ..placement import check_replicas
+from .algorithm_checks import check_algorithm
 from .load import CONFIG_FILE
-from .model_files import ModelFiles
+from .model_files import ModelFiles, read_config
 
 _SPECIAL_TOKENS = 16
 """More than any tokenizer adds around a text."""
@@ -31,10 +34,13 @@ def check_recipe(recipe: Recipe) -> list[str]:
         check_data(recipe.data)
         return []
     _check_functions(recipe)
+    _check_optimizer(recipe)
+    warnings = check_algorithm(recipe)
     data = check_data(recipe.data)
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    return check_lengths(recipe, data, policy)
+    return warnings + check_lengths(recipe, data, policy)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -80,6 +86,14 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
 
 
+def check_family(recipe: Recipe, folder: Path) -> None:
+    """The policy's family is supported, and has exact mode where the recipe asks for it. Reads `config.json` alone."""
+    config = SimpleNamespace(**read_config(folder))
+    check_supported(config)
+    if recipe.generator.exact:
+        check_exact_supported(config)
+
+
 def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
     """The policy can be split over the ranks of a replica."""
     if recipe.rollout.tp == 1:
@@ -112,6 +126,9 @@ def _check_functions(recipe: Recipe) -> None:
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
+    for name in ("advantage", "loss"):
+        if ":" in (path := getattr(recipe.algorithm, name)):
+            check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
 
@@ -135,6 +152,20 @@ def check_files(role: str, recipe: Recipe) -> None:
     if role == "task":
         for task in recipe.queue.tasks:
             check_function("queue.tasks", task.function)
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer
+    if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
+        raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
+    if optimizer.warmup_steps >= recipe.run.steps > 1 and optimizer.lr_schedule != "constant":
+        raise SettingError(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave none"
+        )
+    if optimizer.name != "adamw":
+        from ...trainer.learners.optimizer import optimizer_class
+
+        optimizer_class(optimizer.name)
 
 
 def check_function(setting: str, path: str) -> None:

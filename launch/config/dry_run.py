@@ -1,5 +1,6 @@
 """`--dry-run`: the roles, the batch arithmetic and the memory of a recipe, without starting it."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,15 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _VERSIONS_IN_RELAY = 3
 _TRAINING_BYTES = 16
 """Per parameter: float32 master weight, gradient, and two moments of AdamW."""
+
+
+def print_plan(recipe: Recipe, ranks_per_host: int = 0) -> None:
+    """Print the plan of a recipe whose policy this program can run. Raises `SettingError`."""
+    from .checks import check_family
+
+    if (Path(recipe.model.path) / "config.json").exists():
+        check_family(recipe, Path(recipe.model.path))
+    sys.stdout.write(describe_run(recipe, ranks_per_host))
 
 
 def describe_run(recipe: Recipe, ranks_per_host: int = 0) -> str:

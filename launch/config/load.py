@@ -24,6 +24,7 @@ CONFIG_FILE = "config.yaml"
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
 """The text of msgspec's `ValidationError`: the reason, the setting, and the place within its value."""
+_RENAMED = {"algorithm.scale_by_std": "algorithm.scale_rewards=group (true) or none (false)"}
 _NAMES = {kinds.BoolType: "true or false", kinds.NoneType: "null", kinds.StrType: "str"}
 
 
@@ -170,6 +171,8 @@ def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
 
 
 def _nearest(name: str) -> str:
+    if name in _RENAMED:
+        return f"; it is {_RENAMED[name]} now"
     known, leaf = known_settings(), name.rpartition(".")[2]
     near = [other for other in known if other.endswith(f".{leaf}")] or difflib.get_close_matches(name, known, n=1)
     return f"; the nearest is {near[0]!r}" if near else "; --help lists all settings"

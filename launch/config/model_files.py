@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...comm.errors import SettingError
+from ...trainer.policy.families import text_part
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -27,15 +28,7 @@ class ModelFiles:
     def read(cls, path: str) -> "ModelFiles":
         """Read `model.path`; raises `SettingError` unless configuration, weights and tokenizer are there."""
         folder = _find(path)
-        try:
-            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        except FileNotFoundError:
-            raise SettingError(
-                f"model.path: {folder} has no config.json, so it is not a Hugging Face checkpoint"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise SettingError(f"model.path: cannot read {folder / 'config.json'}: {error}") from error
-        config = config.get("text_config", config)
+        config = read_config(folder)
         if not any((folder / name).exists() for name in _TOKENIZER_FILES):
             raise SettingError(f"model.path: {folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
         weights = sorted(folder.glob("*.safetensors"))
@@ -47,6 +40,16 @@ class ModelFiles:
             num_parameters=sum(_count_elements(file) for file in weights),
             kv_per_token=_kv_per_token(config),
         )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What `config.json` holds of the language model; raises `SettingError` if it cannot be read."""
+    try:
+        return text_part(json.loads((folder / "config.json").read_text()))
+    except FileNotFoundError:
+        raise SettingError(f"model.path: {folder} has no config.json, so it is not a Hugging Face checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise SettingError(f"model.path: cannot read {folder / 'config.json'}: {error}") from error
 
 
 def _find(path: str) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ..config.dry_run import describe_run
+from ..config.dry_run import print_plan
 from ..config.load import parse_recipe, read_recipe, save_recipe
 from ..placement import place_ranks, with_relays
 from ..report.summary import print_summary
@@ -36,7 +36,8 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
         place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
         is_first = os.environ["RANK"] == "0"
         if is_dry_run:
-            sys.stdout.write(describe_run(recipe, ranks_per_host) if is_first else "")
+            if is_first:
+                print_plan(recipe, ranks_per_host)
             return 0
         does_launch = is_first and (LAUNCHER not in os.environ or has_other_hosts())
         if does_launch:

@@ -147,7 +147,9 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
     """Log an error of the role; report it to the hub unless the supervisor starts this role again."""
-    if isinstance(error, StoreGone):
+    from torch.distributed import DistError
+
+    if isinstance(error, StoreGone | DistError):
         sys.stderr.write(f"{error}\n")
         return STORE_LOST_EXIT
     if isinstance(error, SettingError):

@@ -55,6 +55,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
         "accounting": f"{account['leased']} leased = {parts}: {verdict}",
+        "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
         "exported model": str(summary.get("export") or ""),
     }
     return [(name, text) for name, text in rows.items() if text]

@@ -25,7 +25,7 @@ from ..queue.batch import TRAIN
 from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
 from .hub import Hub
-from .shutdown import RunEnd, Shutdown, write_summary
+from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,9 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     while (end := loop.step()) is None:
         pass
-    write_summary(run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S).run(end))
+    write_summary(
+        run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S).run(end) | {"hosts": names_by_host(loop.seen.values())}
+    )
     journal.close()
     mailbox.close()
 
@@ -60,6 +62,8 @@ class HubLoop:
         self.hub = hub
         self.fleet = fleet
         self._known: dict[str, Member] = {}
+        self.seen: dict[str, Member] = {}
+        """The last member that was seen under each name."""
         self._lost: dict[str, int] = {}
         self._printed = {""}
         self._checked_at = 0.0
@@ -91,6 +95,7 @@ class HubLoop:
 
     def _check_fleet(self) -> None:
         self._checked_at = time.monotonic()
+        self.seen |= {member.name: member for member in self.fleet.members()}
         living = {member.name: member for role in WATCHED for member in self.fleet.alive_members(role)}
         for name, known in list(self._known.items()):
             now = living.get(name)

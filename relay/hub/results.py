@@ -1,6 +1,7 @@
 """Rows on their way into the queue and out of it: finished rows are accepted, fenced off or filtered; lost rows come back."""
 
 import logging
+from collections import Counter
 
 from ...comm.messages import DropRows, RowDone, RowsNotFound
 from ...comm.messages.base import process_of
@@ -22,6 +23,8 @@ class Results(Handler):
         super().__init__(context)
         self.queue = queue
         self.num_fenced = 0
+        self.failures: Counter[str] = Counter()
+        """Failed trajectories by reason."""
         self.routes = {RowDone: self._on_row_done, RowsNotFound: self._on_rows_not_found}
 
     def on_storage_lost(self, storage_id: str, reason: str) -> None:
@@ -40,7 +43,7 @@ class Results(Handler):
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self._fence_off(sender, done)
         elif done.failure or done.reward is None:
-            self.context.commit(ev.RowFailed(row=done.row, reason=done.failure or "no reward"))
+            self._fail(done, done.failure or "no reward")
         elif not units:
             reason = f"gone with {', '.join(done.storage_ids)}"
             self.context.commit(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
@@ -57,6 +60,13 @@ class Results(Handler):
             )
         if (group := self.state.groups.get(done.row.group)) is not None:
             self._filter(group)
+
+    def _fail(self, done: RowDone, reason: str) -> None:
+        """Print each reason the first time and whenever its count is 10, 100, ..."""
+        self.context.commit(ev.RowFailed(row=done.row, reason=reason))
+        self.failures[reason] += 1
+        if (count := self.failures[reason]) in (10**power for power in range(len(str(count)))):
+            print(f"failed trajectories: {count} x {reason}", flush=True)
 
     def _filter(self, group: Group) -> None:
         """Throw a group out if one of its rows failed or if it has no learning signal, where the settings say so."""

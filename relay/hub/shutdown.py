@@ -7,11 +7,12 @@ accounting identity is a check and not a definition.
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ...comm.fleet import Fleet
+from ...comm.fleet import Fleet, Member
 from ...comm.messages import HeldRows, ListStoredRows, Message, Stop, StoredRows, TrainingDone
 from ...comm.messages.base import process_of
 from ...comm.waits import waiting
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 POLL_S = 0.1
+_MAX_REASONS = 10
+"""Most reasons for failed trajectories in the summary: the most frequent ones."""
 
 
 class RunEnd(NamedTuple):
@@ -140,6 +143,7 @@ class Shutdown:
             "accounting": account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
+            "failures": dict(self.hub.results.failures.most_common(_MAX_REASONS)),
             "fenced": self.hub.results.num_fenced,
             "moved": state.num_moved,
             "moves_refused": dict(self.hub.repacking.refusals),
@@ -150,6 +154,20 @@ class Shutdown:
             "export": "",
             **(done.facts if done else {}),
         }
+
+
+def names_by_host(members: Iterable[Member]) -> dict[str, list[str]]:
+    """The names of processes by the name of their host; of two hosts with one name the second has a number."""
+    by_host: dict[str, list[Member]] = defaultdict(list)
+    for member in members:
+        by_host[member.host].append(member)
+    named: dict[str, list[str]] = {}
+    for there in by_host.values():
+        host_name, number = there[0].host_name, 1
+        while (title := host_name if number == 1 else f"{host_name} ({number})") in named:
+            number += 1
+        named[title] = sorted(member.name for member in there)
+    return named
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

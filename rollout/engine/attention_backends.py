@@ -8,6 +8,7 @@ import torch
 from ...comm.errors import SettingError
 from ...trainer.policy.attention import Attention
 from ...trainer.policy.exact_attention import PAGE
+from ...trainer.policy.families import has_sinks
 from .attention_cpu import GatherAttention, PoolAttention
 from .attention_cuda import FLASH_PAGE, FlashAttention, TritonAttention, VarlenAttention, has_varlen
 
@@ -50,14 +51,14 @@ def choose(wanted: str, policy: "Policy", cache: "KVCache", exact: bool) -> Deco
 
 def _abilities(policy: "Policy", cache: "KVCache") -> dict[str, bool]:
     """Whether each back-end can compute this policy's attention here, best first."""
-    has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
+    has_softcap, sinks = getattr(policy.config, "attn_logit_softcapping", None) is not None, has_sinks(policy.config)
     is_cuda = policy.device.type == "cuda"
     is_half = policy.dtype in (torch.bfloat16, torch.float16)
     takes_flash = is_cuda and is_half and policy.head_dim <= 256 and cache.page_size % FLASH_PAGE == 0
     return {
         "pool": policy.device.type == "cpu" and not has_softcap,
-        "flash": takes_flash and find_spec("flash_attn") is not None,
+        "flash": takes_flash and not sinks and find_spec("flash_attn") is not None,
         "triton": is_cuda and find_spec("triton") is not None,
-        "varlen": takes_flash and not has_softcap and has_varlen(),
+        "varlen": takes_flash and not has_softcap and not sinks and has_varlen(),
         "gather": True,
     }

@@ -1,6 +1,5 @@
 """Paged decode attention on CPU: in place on the page pool, and the reference that gathers."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +31,6 @@ class PoolAttention:
     def __init__(self, cache: "KVCache", is_exact: bool = False) -> None:
         self.cache = cache
         self.is_exact = is_exact
-        self._merge: Callable[[Tensor, Tensor, Tensor], Tensor] = merge_in_order if is_exact else _merge
         self._generation = -1
 
     def prepare(self, batch: "DecodeBatch") -> None:
@@ -59,7 +57,10 @@ class PoolAttention:
             # [pages, places * group, kv_heads, d] becomes one part per page and place.
             out = torch.cat((out, more.reshape(-1, *out.shape[1:])))
             lse = torch.cat((lse, more_lse.reshape(-1, *lse.shape[1:])))
-        merged = self._merge(out, lse, self._parts)
+        if self.is_exact:
+            merged = merge_in_order(out, lse, self._parts)
+        else:
+            merged = _merge(out, lse, self._parts, None if rule.sinks is None else rule.sinks.view(heads).t())
         return merged.transpose(1, 2).flatten(1, 2)
 
     def _attend(
@@ -150,10 +151,16 @@ class GatherAttention:
         return masked_attention(q, k, v, sees[:, None, None, :], rule)[:, :, 0]
 
 
-def _merge(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
-    """Merge the partial results `out` [N, ...rest, d], `lse` [N, ...rest] at the rows `parts` [B, P]."""
+def _merge(out: Tensor, lse: Tensor, parts: Tensor, sinks: Tensor | None) -> Tensor:
+    """Merge the partial results `out` [N, ...rest, d], `lse` [N, ...rest] at the rows `parts` [B, P].
+
+    sinks [...rest]: the log-sum-exp of one more part, whose `out` is 0.
+    """
     count, width = parts.shape
     index = parts.flatten()
-    weights = lse.index_select(0, index).view(count, width, *lse.shape[1:]).softmax(1)
+    lses = lse.index_select(0, index).view(count, width, *lse.shape[1:])
+    if sinks is not None:
+        lses = torch.cat((lses, sinks.to(lse.dtype).expand(count, 1, *sinks.shape)), 1)
+    weights = lses.softmax(1)[:, :width]
     values = out.index_select(0, index).view(count, width, *out.shape[1:])
     return (values * weights[..., None]).sum(1).to(out.dtype)

@@ -50,7 +50,7 @@ class TableAttention:
 
 
 class TritonAttention(TableAttention):
-    """Own kernels: any page size, any head size, windows and soft-capping."""
+    """Own kernels: any page size, any head size, windows, soft-capping and sinks."""
 
     name = "triton"
 
@@ -61,7 +61,7 @@ class TritonAttention(TableAttention):
         self._paged_decode = paged_decode
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
-        return self._paged_decode(query, keys, values, self.table, self.lengths, rule.scale, rule.window, rule.softcap)
+        return self._paged_decode(query, keys, values, self.table, self.lengths, *rule)
 
 
 class FlashAttention(TableAttention):

@@ -68,15 +68,17 @@ def _split_kernel(
 
 @triton.jit
 def _merge_kernel(
-    parts, lse, lengths, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    parts, lse, lengths, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one row and head, merged in order."""
+    """The splits of one row and head, merged in order; a sink is a first split without a value."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     dims = tl.arange(0, DIM_ROWS)
     first = (row * HEADS + head) * SPLITS
     peak, total = -1e30, 0.0
+    if HAS_SINKS:
+        peak, total = tl.load(sinks + head).to(tl.float32), 1.0
     mixed = tl.zeros((DIM_ROWS,), tl.float32)
     for split in range(SPLITS):
         if split * SPLIT < length:
@@ -93,12 +95,12 @@ def _merge_kernel(
 
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row over its pages: query [B, heads, d] -> [B, heads, d].
 
     keys and values [pages, kv_heads, page_size, d], contiguous; table int32 [B, P] of page numbers; lengths int32 [B] of
-    cached tokens, the query's own included. Source: flash decoding, here with splits at fixed positions.
+    cached tokens, the query's own included; sinks [heads], see `AttentionSpec`. Source: flash decoding, here with splits at fixed positions.
     """
     query = query.contiguous()
     (rows, heads, dim), (_, kv_heads, page, _) = query.shape, keys.shape
@@ -115,6 +117,7 @@ def paged_decode(
     )  # fmt: skip
     out = torch.empty_like(query)
     _merge_kernel[(rows, heads)](
-        parts, lse, lengths, out, HEADS=heads, DIM=dim, DIM_ROWS=max(16, dim_rows), SPLITS=splits, SPLIT=SPLIT, num_warps=1,
+        parts, lse, lengths, lengths if sinks is None else sinks, out, HEADS=heads, DIM=dim, DIM_ROWS=max(16, dim_rows),
+        SPLITS=splits, SPLIT=SPLIT, HAS_SINKS=sinks is not None, num_warps=1,
     )  # fmt: skip
     return out

@@ -51,7 +51,7 @@ class DecodeGraphs:
     @staticmethod
     def can_run(batch: "DecodeBatch") -> bool:
         """Whether all rows sample in the plain way that is captured."""
-        return batch.sampling.is_plain and not batch.sampling.wants_raw and batch.sampling.seen is None
+        return batch.sampling.is_plain and batch.sampling.seen is None
 
     def decode(self, batch: "DecodeBatch") -> Sample:
         rows = len(batch)
@@ -66,7 +66,7 @@ class DecodeGraphs:
         if size not in self._graphs:
             self._capture(size)
         self._graphs[size].replay()
-        return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone(), None)
+        return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone())
 
     def forget(self) -> None:
         """Drop the graphs, because the weights have other addresses now."""

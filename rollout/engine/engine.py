@@ -329,10 +329,8 @@ class Engine:
         sample = step.sample
         if step.ready is not None:
             step.ready.synchronize()
-        logprobs = sample.logprobs.tolist()
-        raw = logprobs if sample.raw is None else sample.raw.tolist()
         finished = []
-        for sequence, *drawn in zip(step.sequences, sample.tokens.tolist(), logprobs, raw, strict=True):
+        for sequence, *drawn in zip(step.sequences, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
             if sequence.finish_reason:
                 continue  # it ended one step earlier, which was not read when this one was launched
             sequence.append(*drawn)

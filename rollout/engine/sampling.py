@@ -39,8 +39,6 @@ class SamplingParams:
     """Stops in addition to the policy's own: token ids, or strings (the text ends before the string)."""
     repetition_penalty: float = 1.0
     """Scores of tokens already in prompt or response are divided by this if positive, else multiplied."""
-    raw_logprobs: bool = False
-    """Also report log-probabilities of the policy's own distribution, before temperature and filters."""
     ignore_eos: bool = False
     """Continue past the policy's own stop tokens."""
     seed: int | None = None
@@ -109,7 +107,6 @@ class SamplingBatch:
             self.min_p = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])[:, None]
             top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
             self.top_k = torch.tensor([k or (1 << 30) for k in top_k], device=device)[:, None]
-        self.wants_raw = any(p.raw_logprobs for p in params)
         self.seen: Tensor | None = None
         self._has_penalty = any(p.repetition_penalty != 1 for p in params)
         if self._has_penalty:
@@ -132,54 +129,59 @@ class SamplingBatch:
 
 
 class Sample(NamedTuple):
-    """Tokens int64 [B]; their log-probabilities fp32 [B]; raw log-probabilities fp32 [B] if a row asks for them."""
+    """Tokens int64 [B], and fp32 [B] their log-probabilities under the policy at the temperature of sampling."""
 
     tokens: Tensor
     logprobs: Tensor
-    raw: Tensor | None
 
     def to_host(self) -> "tuple[Sample, torch.cuda.Event | None]":
         """A copy on the host, and the event that marks its arrival: later steps do not delay it."""
         if not self.tokens.is_cuda:
             return self, None
-        copy = Sample(*(None if x is None else x.to("cpu", non_blocking=True) for x in self))  # pyright: ignore
+        copy = Sample(*(x.to("cpu", non_blocking=True) for x in self))
         ready = torch.cuda.Event()
         ready.record()
         return copy, ready
 
 
 def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tensor | None = None) -> Sample:
-    """One token per row, with its log-probability under the distribution it was drawn from.
+    """One token per row, with its log-probability under the policy at the temperature of sampling.
 
-    logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response of the token to draw; scratch: a tensor
-    of the logits' shape. Greedy rows report the log-probability at temperature 1.
+    The log-probability is the one that the trainer computes for the token: before the repetition penalty and before filters.
+    Greedy rows report it at temperature 1. logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response
+    of the token to draw; scratch: a tensor of the logits' shape.
     """
     scratch = torch.empty_like(logits) if scratch is None else scratch
-    raw = torch.log_softmax(logits, -1) if rows.wants_raw else None
-    if rows.seen is not None:
-        penalized = torch.where(logits > 0, logits / rows.penalty, logits * rows.penalty)
-        logits.copy_(torch.where(rows.seen, penalized, logits))
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
-    if not rows.is_plain:
-        scaled = _filtered(scaled, rows)
     logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
+    is_changed = rows.seen is not None or not rows.is_plain
+    drawn_by = _filtered(_penalized(scaled, rows), rows).log_softmax(-1) if is_changed else logprobs
     if rows.has_random:
-        cdf = torch.exp(logprobs, out=scaled).cumsum_(-1)
+        cdf = torch.exp(drawn_by, out=scaled).cumsum_(-1)
         total = cdf[:, -1:]
         aim = torch.minimum(uniforms(rows.keys, positions)[:, None] * total, torch.nextafter(total, -total))
         tokens = torch.searchsorted(cdf, aim, right=True)[:, 0]
         if rows.has_greedy:
-            tokens = torch.where(rows.is_greedy, logprobs.argmax(-1), tokens)
+            tokens = torch.where(rows.is_greedy, drawn_by.argmax(-1), tokens)
     else:
-        tokens = logprobs.argmax(-1)
+        tokens = drawn_by.argmax(-1)
     at = tokens[:, None]
     if rows.seen is not None:
         rows.seen.scatter_(1, at, True)
-    return Sample(tokens, logprobs.gather(1, at)[:, 0], None if raw is None else raw.gather(1, at)[:, 0])
+    return Sample(tokens, logprobs.gather(1, at)[:, 0])
+
+
+def _penalized(scaled: Tensor, rows: SamplingBatch) -> Tensor:
+    """Logits [B, vocab] with those of seen tokens lowered by the row's repetition penalty."""
+    if rows.seen is None:
+        return scaled
+    return torch.where(rows.seen, torch.where(scaled > 0, scaled / rows.penalty, scaled * rows.penalty), scaled)
 
 
 def _filtered(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """Logits [B, vocab] with -inf where top-k, then top-p, then min-p drop a token."""
+    if rows.is_plain:
+        return scaled
     values, order = scaled.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[-1], device=values.device)
     values = values.masked_fill(rank >= rows.top_k, float("-inf"))

@@ -11,7 +11,10 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished trajectory. `token_ids` include the stop token; `logprobs` are one per token of the response."""
+    """A finished trajectory. `token_ids` include the stop token; `logprobs` are one per token of the response.
+
+    A log-probability is that of the policy at the temperature of sampling, before filters and penalties.
+    """
 
     trajectory_id: int
     prompt_ids: list[int]
@@ -19,8 +22,6 @@ class Completion:
     logprobs: list[float]
     finish_reason: str
     """`stop` or `length`."""
-    raw_logprobs: list[float] | None = None
-    """Log-probabilities before temperature and filters, if the parameters ask for them."""
     text: str = ""
     """The response as text, without special tokens, up to a stop string; empty if the policy has no tokenizer."""
 
@@ -43,7 +44,6 @@ class SequenceState:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    raw_logprobs: list[float]
     cache: Tensor | None = None
     """Keys and values of every token but the newest, [layers, 2, tokens, kv_heads, head_dim]; None: compute them again."""
 
@@ -63,7 +63,6 @@ class Sequence:
     stop_strings: tuple[str, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     """Leading pages from the shared range."""
@@ -75,12 +74,10 @@ class Sequence:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.token_ids)
 
-    def append(self, token: int, logprob: float, raw_logprob: float = 0.0) -> None:
+    def append(self, token: int, logprob: float) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the trajectory."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        if self.params.raw_logprobs:
-            self.raw_logprobs.append(raw_logprob)
         if token in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
@@ -90,26 +87,19 @@ class Sequence:
         """Append tokens that were not sampled; their log-probability counts as 0."""
         self.token_ids.extend(token_ids)
         self.logprobs.extend([0.0] * len(token_ids))
-        if self.params.raw_logprobs:
-            self.raw_logprobs.extend([0.0] * len(token_ids))
 
     def completion(self, text: str) -> Completion:
-        raw = self.raw_logprobs if self.params.raw_logprobs else None
-        return Completion(
-            self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, raw, text
-        )
+        return Completion(self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, text)
 
     def restore(self, state: SequenceState) -> None:
         """Restore the state of another engine's sequence."""
         self.key = state.key
         self.token_ids, self.logprobs = list(state.token_ids), list(state.logprobs)
-        self.raw_logprobs = list(state.raw_logprobs)
 
     def export_state(self, cache: Tensor | None = None) -> SequenceState:
         return SequenceState(
-            self.trajectory_id, self.key, self.params, self.prompt_ids, self.token_ids, self.logprobs, self.raw_logprobs,
-            cache,
-        )  # fmt: skip
+            self.trajectory_id, self.key, self.params, self.prompt_ids, self.token_ids, self.logprobs, cache
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -128,7 +128,7 @@ class EmulatedGenerator:
                 continue
             cache = torch.zeros(1) if with_cache and not sequence.num_missing else None
             prompt, tokens, logprobs = _content(sequence)
-            states.append(SequenceState(number, 0, self._params.pop(number), prompt, tokens, logprobs, [], cache))
+            states.append(SequenceState(number, 0, self._params.pop(number), prompt, tokens, logprobs, cache))
         return states
 
     def import_sequences(self, states: Sequence[SequenceState]) -> None:

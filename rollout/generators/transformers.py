@@ -1,8 +1,8 @@
 """Transformers' own continuous batching as a generator: `rollout.engine=transformers`.
 
 An example of a foreign generator. It has to run prompts, report the log-probabilities of its samples, and take new weights.
-`generate_batch` does the first two; its log-probabilities are those of the processed distribution, like the engine's. The
-parameters are views of the rollout's weights, so that a new version replaces them in place.
+`generate_batch` does the first two. Its log-probabilities are those of the filtered distribution, so with a filter they are
+computed again by the policy. The parameters are views of the rollout's weights, so that a new version replaces them in place.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -135,5 +136,13 @@ class TransformersGenerator:
         ended = bool(token_ids) and token_ids[-1] in self.policy.stop_ids
         reason = "stop" if ended else "length"
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        logprobs = list(output.logprobs)
+        logprobs = list(output.logprobs) if request.params.is_plain else self._logprobs(request, token_ids)
         return Completion(request.trajectory_id, request.prompt_ids, token_ids, logprobs, reason, text=text)
+
+    @torch.inference_mode()
+    def _logprobs(self, request: _Request, token_ids: list[int]) -> list[float]:
+        """Of each token of a response, under the policy at the temperature of sampling."""
+        tokens = torch.tensor([request.prompt_ids + token_ids], device=self.policy.device)
+        hidden = self.policy.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+        rows, targets = hidden[len(request.prompt_ids) - 1 : -1], tokens[0, len(request.prompt_ids) :]
+        return self.policy.token_logprobs(rows, targets, request.params.temperature or 1.0)[0].tolist()

@@ -1,7 +1,8 @@
 """Runs the user's reward function in processes of its own, with a deadline for each call.
 
-A call that raises, hangs or crashes costs the rewards of its trajectories, never the run. If the first `PATIENCE` calls fail,
-the function itself is taken to be broken, which is a mistake in the settings.
+A call that raises, hangs or crashes costs the rewards of its trajectories, never the run. If the first `PATIENCE` trajectories
+fail, the function itself is taken to be broken, which is a mistake in the settings; so is a wrong number of rewards at any time.
+A reward of None leaves its trajectory out and does not count as a failure of the function; NaN and infinity do.
 """
 
 import json
@@ -28,6 +29,9 @@ STARTUP_S = 60.0
 EXIT_GRACE_S = 1.0
 KILL_S = 30.0
 POLL_S = 0.05
+UNSCORED = "the reward function returned None"
+LARGEST = 3.4e38
+"""Largest reward in size: a row stores it in 32 bits."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,7 @@ class RewardPool:
         self._todo: queue.Queue[ScoreRequest] = queue.Queue()
         self._done: queue.Queue[ScoreRequest] = queue.Queue()
         self._failures_in_a_row = 0
+        self._misuse = ""
         self._has_succeeded = False
         self._is_closing = False
         self._threads = [
@@ -65,13 +70,19 @@ class RewardPool:
         self._todo.put(request)
 
     def finished(self) -> list[ScoreRequest]:
-        """The requests scored since the last call. Raises `SettingError` if the function fails from the start."""
+        """The requests scored since the last call.
+
+        Raises `SettingError` if the function fails from the start, or returns a wrong number of rewards.
+        """
+        if self._misuse:
+            raise SettingError(f"reward.path: {self.settings.path} {self._misuse}; it returns one, or None, for each")
         items = _drain(self._done)
-        for item in items:
+        for item in (item for item in items if item.failure != UNSCORED):
             self._has_succeeded |= not item.failure
             self._failures_in_a_row = self._failures_in_a_row + 1 if item.failure else 0
         if not self._has_succeeded and self._failures_in_a_row >= PATIENCE:
-            raise SettingError(f"reward.path: {self.settings.path} fails on every trajectory: {items[-1].failure}")
+            failure = next(item.failure for item in reversed(items) if item.failure != UNSCORED)
+            raise SettingError(f"reward.path: {self.settings.path} fails on every trajectory: {failure}")
         return items
 
     def close(self) -> None:
@@ -93,15 +104,18 @@ class RewardPool:
     def _score(self, process: "_RewardProcess", batch: list[ScoreRequest]) -> None:
         """Score a batch; if the call fails, score each alone, so that one bad trajectory costs only itself."""
         answer = process.call(batch)
-        if "error" in answer and len(batch) > 1:
+        if answer.get("is_misuse"):
+            self._misuse = answer["error"]
+        elif "error" in answer and len(batch) > 1:
             for item in batch:
                 if not self._is_closing:
                     self._score(process, [item])
             return
         rewards = answer.get("rewards", [None] * len(batch))
         for item, reward in zip(batch, rewards, strict=True):
-            item.reward = reward
-            item.failure = answer.get("error", "" if reward is not None else "the reward function returned None")
+            is_usable = reward is not None and abs(reward) <= LARGEST  # not so for NaN
+            item.reward = reward if is_usable else None
+            item.failure = answer.get("error", "" if is_usable else f"the reward function returned {reward}")
             self._done.put(item)
 
 

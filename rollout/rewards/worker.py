@@ -18,18 +18,22 @@ from typing import Any
 from ...comm.plugins import load_object
 
 
+class WrongLength(Exception):
+    """The function returned another number of rewards than it got completions."""
+
+
 def call(function: Callable[..., Any], batch: dict[str, Any]) -> list[float | None]:
     """The rewards of a batch: `prompts`, `completions`, `completion_ids`, and `columns` (one list per column).
 
     The function has TRL's signature, a batch call with keywords, or verl's, a call per sample
-    (data_source, solution_str, ground_truth, extra_info); it may be async.
+    (data_source, solution_str, ground_truth, extra_info); it may be async. Raises `WrongLength` and the function's errors.
     """
     if "solution_str" in inspect.signature(function).parameters:
         return [_number(_result(function(**_verl_arguments(batch, i)))) for i in range(len(batch["prompts"]))]
     inputs = {name: batch[name] for name in ("prompts", "completions", "completion_ids")}
     rewards = list(_result(function(**inputs, **batch["columns"])))
     if len(rewards) != len(batch["prompts"]):
-        raise ValueError(f"{len(rewards)} rewards for {len(batch['prompts'])} completions")
+        raise WrongLength(f"returned {len(rewards)} rewards for {len(batch['prompts'])} completions")
     return [_number(reward) for reward in rewards]
 
 
@@ -39,9 +43,20 @@ def _verl_arguments(batch: dict[str, Any], index: int) -> dict[str, Any]:
     return {
         "data_source": columns.get("data_source"),
         "solution_str": completion if isinstance(completion, str) else completion[-1]["content"],
-        "ground_truth": columns.get("ground_truth", columns.get("answer")),
+        "ground_truth": _ground_truth(columns),
         "extra_info": columns.get("extra_info", columns),
     }
+
+
+def _ground_truth(columns: dict[str, Any]) -> Any:
+    """From the column `ground_truth`, from `reward_model.ground_truth` as in verl's data sets, or from `answer`."""
+    nested = columns.get("reward_model")
+    for place in (columns, nested if isinstance(nested, dict) else {}):
+        if "ground_truth" in place:
+            return place["ground_truth"]
+    if "answer" not in columns:
+        raise KeyError("the data has no column ground_truth, reward_model.ground_truth or answer")
+    return columns["answer"]
 
 
 def _result(value: Any) -> Any:
@@ -75,6 +90,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer: dict[str, Any] = {"rewards": call(function, json.loads(line))}
+        except WrongLength as error:
+            answer = {"error": str(error), "is_misuse": True}
         except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's function
             answer = {"error": explain(error, error.__traceback__)}
         answers.write(json.dumps(answer) + "\n")

@@ -111,7 +111,7 @@ def _run_call(call: Call, replica: "TensorParallelGroup", engine: "Engine", weig
         case Cancel(trajectory_id):
             engine.cancel(trajectory_id)
         case ImportSequence(trajectory_id, key, params, prompt_ids, token_ids):
-            engine.import_sequences([SequenceState(trajectory_id, key, params, prompt_ids, token_ids, [], [])])
+            engine.import_sequences([SequenceState(trajectory_id, key, params, prompt_ids, token_ids, [])])
         case Pause(trajectory_id):
             engine.pause(trajectory_id)
         case Resume(trajectory_id, token_ids):

@@ -22,9 +22,11 @@ sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.tp
 trainer.engine
-algorithm.clip_low algorithm.clip_high algorithm.scale_by_std algorithm.entropy_coef algorithm.kl_coef
-optimizer.lr optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
-optimizer.max_grad_norm optimizer.micro_tokens
+algorithm.advantage algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
+algorithm.clip_dual algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
+algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty
+optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
+optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
 checkpoint.every checkpoint.keep
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms

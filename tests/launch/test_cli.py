@@ -79,6 +79,8 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a missing reward function", {"reward.path": "{folder}/rewards.py:f"}, None, "has no function 'f'; it defines reward"),
     ("a reward without a function", {"reward.path": "x.py"}, None, "reward.path: 'x.py' is not of the form FILE.py:FUNCTION"),
     ("a reward file that is not Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
+    ("a floor of another schedule", {"optimizer.min_lr_ratio": "0.1"}, None, "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
+    ("a warm-up without an end", {"optimizer.warmup_steps": "100", "optimizer.lr_schedule": "linear"}, None, "optimizer.warmup_steps"),
     ("an unwritable run folder", {"run.dir": "/proc/run"}, None, "run.dir: cannot create /proc/run"),
 ]  # fmt: skip
 
@@ -95,6 +97,28 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, setting
     assert said.out == ""
     assert said.err.startswith("headrace: error: ") and said.err.count("\n") == 1
     assert message.format(folder=tmp_path) in said.err
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "message"),
+    [
+        ({"model_type": "gpt2"}, "run.seed=1", "model.path: model type 'gpt2' is not supported (supported: gemma, gemma2, "),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "run.seed=1", "model type 'llava' is not supported"),
+        ({"attention_dropout": 0.1}, "run.seed=1", "model.path: llama with attention_dropout is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "run.seed=1", "llama with quantized weights (quantization_config) awq"),
+        ({"rope_scaling": {"type": "longrope"}}, "run.seed=1", "llama with rope type 'longrope'"),
+        ({"model_type": "gemma2"}, "generator.exact=true", "generator.exact is not available for model type 'gemma2'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_a_policy_that_cannot_be_computed_is_refused_before_a_process_starts(
+    tmp_path: Path, words, config, setting, message, mode, capsys
+):
+    path = tiny_policy(tmp_path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": None} | config))
+    assert main([*as_words(words | {"model.path": str(path)}), setting, *mode]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_mistake_ends_the_program_without_a_traceback():

@@ -25,6 +25,7 @@ from headrace.launch.config.load import (
     [
         ("run.stpes=3", "unknown setting 'run.stpes'; the nearest is 'run.steps'"),
         ("steps=3", "unknown setting 'steps'; the nearest is 'run.steps'"),
+        ("algorithm.scale_by_std=false", "it is algorithm.scale_rewards=group (true) or none (false) now"),
         ("trainer.lr=3", "the nearest is 'optimizer.lr'"),
         ("zzz.qq=3", "unknown setting 'zzz.qq'; --help lists all settings"),
         ("run=3", "'run' is a section; set one of its settings, such as run.dir"),

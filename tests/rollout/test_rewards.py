@@ -56,6 +56,19 @@ def test_verl_functions_are_called_per_sample(pool: MakePool):
     assert done[0].reward == 13.0
 
 
+@pytest.mark.parametrize(
+    "row", [{"ground_truth": 10}, {"answer": 10}, {"reward_model": {"style": "rule", "ground_truth": 10}, "answer": 3}]
+)
+def test_verl_functions_get_the_ground_truth_of_verls_data_sets(pool: MakePool, row: dict):
+    source = "def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return ground_truth\n"
+    assert score(pool(source), {"data_source": "d", **row})[0].reward == 10.0
+
+
+def test_data_without_a_ground_truth_fails_a_verl_function(pool: MakePool):
+    source = "def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+    assert "reward_model.ground_truth" in score(pool(source), {"data_source": "d"})[0].failure
+
+
 def test_async_functions_are_awaited(pool: MakePool):
     source = "async def reward(prompts, completions, completion_ids, **columns):\n    return [2.5 for _ in prompts]\n"
     assert score(pool(source), {})[0].reward == 2.5
@@ -78,6 +91,19 @@ def test_a_reward_of_none_is_a_failure(pool: MakePool):
     done = score(pool(TRL + "    return [a for a in answer]\n"), {"answer": None}, {"answer": 1})
     assert [item.reward for item in done] == [None, 1.0]
     assert "None" in done[0].failure
+
+
+def test_none_for_the_first_trajectories_is_no_broken_function(pool: MakePool):
+    rewards = pool(TRL + "    return [None if a is None else float(a) for a in answer]\n")
+    done = [score(rewards, {"answer": answer})[0] for answer in (*[None] * 8, "1")]
+    assert [item.reward for item in done] == [None] * 8 + [1.0]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300"])
+def test_a_reward_that_is_no_finite_number_of_32_bits_is_a_failure_with_its_value(pool: MakePool, value: str):
+    done = score(pool(TRL + "    return [float(a) for a in answer]\n"), {"answer": 1}, {"answer": value})
+    assert [item.reward for item in done] == [1.0, None]
+    assert done[1].failure == f"the reward function returned {float(value)}"
 
 
 def test_a_hung_call_ends_at_its_deadline_and_the_next_one_works(pool: MakePool):
@@ -114,8 +140,13 @@ def test_a_function_that_fails_from_the_start_is_a_mistake_in_the_settings(pool:
             score(rewards, {"answer": 1})
 
 
-def test_a_wrong_number_of_rewards_is_a_failure(pool: MakePool):
-    assert "2 rewards for 1" in score(pool(TRL + "    return [1.0, 2.0]\n"), {"answer": 1})[0].failure
+@pytest.mark.parametrize("rewards", ["[1.0]", "[1.0] * (len(prompts) + 1)", "[]"])
+def test_a_wrong_number_of_rewards_ends_the_run_at_once(pool: MakePool, rewards: str):
+    """One for three completions is not one for each."""
+    broken = pool(TRL + f"    return [1.0] * len(prompts) if answer[0] == 'right' else {rewards}\n")
+    assert score(broken, {"answer": "right"})[0].reward == 1.0
+    with pytest.raises(SettingError, match=r"reward\.path.*returned [0-4] rewards for [123] completions"):
+        score(broken, *[{"answer": "wrong"}] * 3)
 
 
 def test_chat_prompts_get_chat_completions(pool: MakePool):

@@ -41,6 +41,30 @@ FAMILIES = {
     "phi3": {},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "smollm3": {"num_hidden_layers": 4},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "gemma": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 24, "num_hidden_layers": 4},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+    },
+    "granitemoe": {
+        "num_local_experts": 4,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "swiglu_limit": 0.5},
 }
 
 
@@ -56,10 +80,14 @@ def character_tokenizer():
 
 
 def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
-    """Save a random policy of a family under `folder`; returns the checkpoint's path."""
+    """Save a random policy of a family, norms and biases too, under `folder`; returns the checkpoint's path."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.2 * torch.randn(weight.shape))
     path = Path(folder) / family
     model.save_pretrained(path)
     character_tokenizer().save_pretrained(path)

@@ -39,6 +39,7 @@ def random_row(key: str) -> dict[str, np.ndarray]:
         "response_ids": rng.integers(4, 99, 7).astype(np.int32),
         "rollout_logprobs": -4 * np.ones(7, dtype=np.float32),
         "loss_mask": np.ones(7, dtype=np.uint8),
+        "truncated": np.zeros(1, dtype=np.uint8),
     }
 
 
@@ -53,7 +54,7 @@ def batch_of(step: int) -> Batch:
 def train(actor: Actor, num_steps: int) -> list[float]:
     norms = []
     for step in range(actor.version, actor.version + num_steps):
-        stats = StepStats(max_new_tokens=8)
+        stats = StepStats()
         actor.accumulate(batch_of(step), stats)
         norms.append(actor.step(stats)["actor/grad_norm"])
     return norms

@@ -8,24 +8,24 @@ import torch
 
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import AlgorithmSettings
+from headrace.comm.recipe import AlgorithmSettings, Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.algorithms.objective import policy_loss
 from headrace.trainer.batch import PADDING_TRAJECTORY, Trajectory, pack
-from headrace.trainer.loss import grpo_loss
 from headrace.trainer.step_stats import StepStats
 
 VERSION = 5
 
 
-def batch_of(version: int, response_ids: np.ndarray) -> Batch:
+def batch_of(version: int, response_ids: np.ndarray, truncated: int = 1) -> Batch:
     """A group of two rows; this rank trains the first."""
     group = GroupRef(GroupId(0, 0), [0, 1], [1, 1], [["relay-0#1"]] * 2, [version] * 2, [4, 4], [1.0, 0.0])
     first, _ = group.rows()
     return Batch(
         TrainBatch(step=VERSION, first=0, total=1, groups=[group], metrics={}),
         [[first]],
-        {first.key: {"response_ids": response_ids}},
+        {first.key: {"response_ids": response_ids, "truncated": np.array([truncated], np.uint8)}},
     )
 
 
@@ -39,14 +39,12 @@ def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:
         version=version,
         advantage=1.0,
     )
-    stats = StepStats(max_new_tokens=3)
+    stats = StepStats()
     stats.add(batch_of(version, trajectory.response_ids))
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)
-    terms = grpo_loss(
-        logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, AlgorithmSettings(clip_high=0.05)
-    )
+    terms = policy_loss(logprobs, entropy, batch, Recipe(algorithm=AlgorithmSettings(clip_high=0.05)))
     stats.add_batch(batch, logprobs, terms)
     return stats
 
@@ -75,6 +73,13 @@ def test_means_are_per_token_and_per_trajectory():
     assert metrics["group/zero_std_frac"] == 0
 
 
+def test_a_response_that_ends_by_itself_at_the_longest_length_is_not_cut():
+    stats = StepStats()
+    for truncated in (0, 1, 0, 0):
+        stats.add(batch_of(VERSION, np.arange(3), truncated))
+    assert stats.metrics(VERSION)["response_length/clip_ratio"] == 0.25
+
+
 def test_clipped_tokens_are_counted():
     assert stats_of(VERSION, shift=0.2).metrics(VERSION)["actor/pg_clipfrac"] == 1
     assert stats_of(VERSION, shift=0.01).metrics(VERSION)["actor/pg_clipfrac"] == 0
@@ -85,7 +90,7 @@ def test_a_trajectory_without_weight_adds_nothing():
     before = stats.metrics(VERSION)
     batch = pack([PADDING_TRAJECTORY], VERSION, torch.device("cpu"))
     ones = torch.ones(1)
-    terms = grpo_loss(ones, batch.rollout_logprobs, batch.advantages, ones, batch.mask, AlgorithmSettings())
+    terms = policy_loss(ones, ones, batch, Recipe())
     stats.add_batch(batch, ones, terms)
     assert stats.metrics(VERSION) == before
 

@@ -7,19 +7,23 @@ import numpy as np
 import torch
 
 from ...comm.fleet import Fleet
+from ...comm.messages.queue import RowRef
 from ...comm.recipe import Recipe
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
-from ..batch import PADDING_TRAJECTORY, Trajectory, pack
+from ..algorithms.advantages import open_estimator
+from ..algorithms.objective import policy_loss
+from ..batch import PADDING_TRAJECTORY, Trajectory, loss_mask, pack
 from ..checkpoint import Checkpoints, TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
-from ..loss import group_advantages, grpo_loss
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from ..step_stats import StepStats
+from .advantages import row_advantages
+from .optimizer import Updater, learning_rate
 
 
 class Actor:
@@ -30,11 +34,10 @@ class Actor:
         self.group = group
         self.policy: Policy = load_policy(recipe.model.path, "float32", group.device, exact=recipe.generator.exact)
         group.shard(self.policy)
-        o = recipe.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
-        )
-        self.state = TrainingState(self.policy.model, self.optimizer)
+        self.updater = Updater(self.policy, recipe.optimizer)
+        self.state = TrainingState(self.policy.model, self.updater.optimizer)
+        self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
+        self.held: list[Batch] = []
         self.update_s = 0.0
 
     @property
@@ -43,55 +46,58 @@ class Actor:
         return self.state.step
 
     def lr(self) -> float:
-        """Learning rate of the next step: linear warm-up, then constant."""
-        o = self.recipe.optimizer
-        return o.lr * min(1.0, (self.state.step + 1) / (o.warmup_steps + 1))
+        """Learning rate of the next step."""
+        return learning_rate(self.recipe.optimizer, self.version, self.recipe.run.steps)
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of a batch, summed over tokens; a collective of all ranks."""
+        """Add the gradient of a batch, summed over its micro-batches; a collective of all ranks."""
         started = time.monotonic()
         stats.add(batch)
-        advantages = self._advantages(batch)
-        for part in batch.micro_batches:
-            rows = [Trajectory.of(row, batch.columns[row.key], advantages[row.key]) for row in part]
-            self._backward(rows or [PADDING_TRAJECTORY], stats)
+        self.held.append(batch)
+        if not self.needs_whole_step:
+            self._train_held(stats)
         self.update_s += time.monotonic() - started
 
     def step(self, stats: StepStats) -> dict[str, float]:
-        """Scale the accumulated gradient to the mean over tokens, clip it, update; returns the optimizer's metrics."""
+        """Scale the accumulated gradient to the mean over the step, clip it, update; returns the optimizer's metrics."""
         started = time.monotonic()
+        self._train_held(stats)
         stats.reduce(self.group)
         lr = self.lr()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
-        scale = self.group.size / max(stats.num_tokens, 1.0)
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= scale
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        scale = self.group.size / max(stats.weight, 1.0)
+        broken = stats.non_finite()
+        update = self.updater.update(scale, lr, is_finite=not broken)
+        if not update.is_applied and self.group.is_lead:
+            cause = f"the gradient's norm is {update.grad_norm}" if not broken else f"{', '.join(broken)} not finite"
+            print(f"step {self.version + 1}: the update of the weights is skipped: {cause}", flush=True)
         self.state.step += 1
         update_s, self.update_s = self.update_s + time.monotonic() - started, 0.0
-        return {"actor/grad_norm": float(gather_full(norm)), "actor/lr": lr, "timing_s/update_actor": update_s}
+        return {
+            "actor/grad_norm": update.grad_norm,
+            "actor/lr": lr,
+            "actor/skipped_updates": float(not update.is_applied),
+            "timing_s/update_actor": update_s,
+        }
 
-    def _advantages(self, batch: Batch) -> dict[str, float]:
-        """By key of the row, for the rows of all ranks: several ranks may share the rows of a group."""
-        found: dict[str, float] = {}
-        for group in batch.row_batch.groups:
-            rewards = torch.tensor(group.rewards)
-            values = group_advantages(rewards, scale_by_std=self.recipe.algorithm.scale_by_std).tolist()
-            found |= zip((row.key for row in group.rows()), values, strict=True)
-        return found
+    def _train_held(self, stats: StepStats) -> None:
+        """Add the gradients of the batches that are held, which need their advantages first."""
+        advantages = row_advantages(self.held, self.recipe, self.group)
+        for batch in self.held:
+            for part in batch.micro_batches:
+                rows = [self._trajectory(row, batch.columns[row.key], advantages[row.key]) for row in part]
+                stats.add_trajectories(rows)
+                self._backward(rows or [PADDING_TRAJECTORY], stats)
+        self.held = []
+
+    def _trajectory(self, row: RowRef, columns: dict[str, np.ndarray], advantages: np.ndarray) -> Trajectory:
+        mask = loss_mask(columns, mask_truncated=self.recipe.algorithm.mask_truncated)
+        return Trajectory.of(row, columns, advantages, mask)
 
     def _backward(self, part: list[Trajectory], stats: StepStats) -> None:
         batch = pack(part, self.version, self.group.device)
         logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
-        algorithm = self.recipe.algorithm
-        terms = grpo_loss(
-            logprobs, batch.rollout_logprobs, batch.advantages, entropy, batch.mask, algorithm, batch.ref_logprobs
-        )
+        terms = policy_loss(logprobs, entropy, batch, self.recipe)
         terms.loss.backward()
         stats.add_batch(batch, logprobs.detach(), terms)
 
@@ -123,7 +129,8 @@ class ActorLearner(Actor):
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def discard(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.held = []
+        self.updater.discard()
 
     def publish(self) -> None:
         self.publisher.publish(self.version, self.policy.weights())

@@ -25,6 +25,13 @@ class AttentionSpec(NamedTuple):
     """Keys that a query sees, itself included; None sees all."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """A learned score for each head [heads], which the softmax counts as that of one more key, without a value."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether stock attention kernels compute it, up to the window."""
+        return self.softcap is None and self.sinks is None
 
 
 class Attention(Protocol):
@@ -45,11 +52,14 @@ def _dispatch(
     attention: Attention,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     assert attention_mask is None, "the attention object masks by itself"
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    spec = AttentionSpec(scaling, sliding_window, softcap)
+    # Some families put the window into the mask only, and keep it in the module.
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+    spec = AttentionSpec(scaling, window, softcap, s_aux)
     out = attention(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec)
     return out.unsqueeze(0), None
 
@@ -87,7 +97,7 @@ class PackedAttention:
         self._inverse = inverse.to(device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and spec.softcap is None:
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and spec.is_plain:
             return self._varlen(query, key, value, spec)
         outputs = []
         for tokens, size in self._buckets:
@@ -112,7 +122,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionS
     """Attention of the last `q` of `s` positions; query [B, heads, q, d], key and value [B, kv_heads, s, d]."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     needs_band = spec.window is not None and num_keys > spec.window
-    if spec.softcap is None and num_queries == num_keys and not needs_band:
+    if spec.is_plain and num_queries == num_keys and not needs_band:
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=spec.scale, enable_gqa=is_grouped
@@ -128,14 +138,18 @@ def band(num_queries: int, num_keys: int, window: int | None, device: torch.devi
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention under a boolean mask `sees` (broadcast to [B, heads, q, s]), with soft-capping where `spec` asks for it."""
+    """Attention under a boolean mask `sees` (broadcast to [B, heads, q, s]), with soft-capping and sinks where `spec` asks for them."""
     groups = query.shape[1] // key.shape[1]
-    if spec.softcap is None:
+    if spec.is_plain:
         return F.scaled_dot_product_attention(query, key, value, sees, scale=spec.scale, enable_gqa=groups > 1)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.matmul(query, key.transpose(2, 3)) * spec.scale
-    scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1, dtype=torch.float32)
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(~sees, float("-inf"))
+    if spec.sinks is not None:
+        scores = torch.cat((scores, spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
     return torch.matmul(weights.to(value.dtype), value)
 
 

@@ -168,6 +168,8 @@ class Head:
                 for first in range(0, len(wanted), step):
                     torch.mm(wanted[first : first + step], self._wide, out=out[first : first + step])
         logits = out[:count]
+        if self.policy.logit_divisor != 1.0:
+            logits.div_(self.policy.logit_divisor)
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 

@@ -1,51 +1,97 @@
-"""Which policies are supported, by the whole program, by exact mode and by tensor parallelism.
+"""The model families: what is special about each, and which of them each part of the program takes.
 
-A feature that the policy would compute wrongly is refused by name when a checkpoint is loaded.
+A feature that the policy would compute wrongly is refused by name: before a run starts, from `config.json` alone, and again
+when a checkpoint is loaded.
 """
 
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
 
-FAMILIES = frozenset(("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe"))
-"""Model types of transformers that are tested against transformers."""
+_POSITIONAL_ROPES = frozenset(("default", "linear", "llama3", "yarn", "dynamic"))
+"""Rotary embeddings that depend on a token's position alone. `dynamic` begins to depend on the length of the sequence
+beyond `max_position_embeddings`, and no sequence here is longer."""
 
-_LLAMA_LINE = frozenset(("llama", "qwen2", "qwen3", "mistral", "phi3"))
-_POSITIONAL_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
-"""Rotary embeddings that depend on a token's position alone, not on the length of its sequence."""
+
+class Family(NamedTuple):
+    """The facts about a model type that the program needs. The rest is in transformers' modules, which compute every family."""
+
+    is_llama_line: bool = False
+    """`decoder` and `exact_decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
+    has_sinks: bool = False
+    """Each head has a learned score that its softmax counts and that carries no value (`AttentionSpec.sinks`)."""
+
+
+FAMILIES = {
+    "llama": Family(is_llama_line=True),
+    "qwen2": Family(is_llama_line=True),  # biases of query, key and value
+    "qwen3": Family(is_llama_line=True),  # norms of each head's query and key
+    "mistral": Family(is_llama_line=True),  # a sliding window in every layer
+    "phi3": Family(is_llama_line=True),  # fused projections
+    "smollm3": Family(),  # some layers without rotary embedding
+    "granite": Family(),  # multipliers of embedding, residual and scores; `logits_scaling` divides the logits
+    "gemma": Family(),  # norms times 1 + weight, embeddings times sqrt(hidden size)
+    "gemma2": Family(),  # as Gemma; norms behind attention and MLP; soft-capped scores and logits; windows in some layers
+    "gemma3_text": Family(),  # as Gemma 2, with norms of query and key and a rotary embedding for each kind of layer
+    "olmo2": Family(),  # norms behind attention and MLP instead of before; norms of query and key over all heads
+    "olmo3": Family(),  # as OLMo 2; windows in some layers; a rotary embedding for each kind of layer
+    "mixtral": Family(),  # experts
+    "qwen2_moe": Family(),  # experts, and one that every token passes
+    "qwen3_moe": Family(),  # as Qwen 3, with experts
+    "granitemoe": Family(),  # as Granite, with experts
+    "gpt_oss": Family(has_sinks=True),  # experts with biases and a clamped SwiGLU; windows in some layers; sinks
+}
+"""By transformers' model type. Each is tested against transformers."""
+
+MULTIMODAL = frozenset(("gemma3",))
+"""Model types whose language model (`text_config`) is of a family above. The other parts are not loaded and not exported."""
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """What `config.json` holds of the language model: all of it, or the part of a multimodal checkpoint."""
+    if config.get("model_type") not in MULTIMODAL:
+        return config
+    return {"quantization_config": config.get("quantization_config")} | config.get("text_config", {})
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether attention needs `AttentionSpec.sinks`."""
+    return FAMILIES[config.model_type].has_sinks
 
 
 def is_llama_line(config: Any) -> bool:
     """Whether `decoder` and `exact_decoder` compute this policy."""
-    return config.model_type in _LLAMA_LINE and config.hidden_act == "silu" and not getattr(config, "mlp_bias", False)
+    is_declared = FAMILIES[config.model_type].is_llama_line
+    return is_declared and getattr(config, "hidden_act", "silu") == "silu" and not getattr(config, "mlp_bias", False)
 
 
 def check_supported(config: Any) -> None:
-    """Raise SettingError for a configuration that the policy would not compute as transformers does."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise SettingError(f"model.path: model type '{config.model_type}' is not supported (supported: {known})")
+    """Raise SettingError for a configuration that the policy would not compute as transformers does.
+
+    config: transformers' configuration, or a namespace of what `config.json` holds.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted((*FAMILIES, *MULTIMODAL)))
+        raise SettingError(f"model.path: model type '{model_type}' is not supported (supported: {known})")
     rope_type = _rope_type(config)
     wrong = {
         f"rope type '{rope_type}', which depends on the sequence's length": rope_type not in _POSITIONAL_ROPES,
-        "attention_dropout": getattr(config, "attention_dropout", 0.0) > 0,
-        "quantized weights (quantization_config)": getattr(config, "quantization_config", None) is not None,
+        _quantization(config): getattr(config, "quantization_config", None) is not None,
         "bidirectional attention (use_bidirectional_attention)": getattr(config, "use_bidirectional_attention", False),
         "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
-    }
+    } | {name: (getattr(config, name, None) or 0.0) > 0 for name in ("attention_dropout", "resid_pdrop", "embd_pdrop")}
     for feature, is_present in wrong.items():
         if is_present:
-            raise SettingError(f"model.path: {config.model_type} with {feature} is not supported")
+            raise SettingError(f"model.path: {model_type} with {feature} is not supported")
 
 
-def check_exact_supported(config: Any, device: torch.device) -> None:
+def check_exact_supported(config: Any, device_type: str = "cpu") -> None:
     """Raise SettingError where exact mode cannot keep its promise."""
     if not is_llama_line(config):
         raise SettingError(f"generator.exact is not available for model type '{config.model_type}'")
-    if device.type != "cpu":
-        raise SettingError(f"generator.exact is not available on {device.type}, only on the CPU")
+    if device_type != "cpu":
+        raise SettingError(f"generator.exact is not available on {device_type}, only on the CPU")
 
 
 def check_splittable(config: Any, size: int) -> None:
@@ -67,7 +113,14 @@ def check_splittable(config: Any, size: int) -> None:
 
 def _rope_type(config: Any) -> str:
     """The kind of rotary embedding; where layers differ, the first that is not positional, else `default`."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
-    types = [kind.get("rope_type", "default") for kind in kinds]
-    return next((t for t in types if t not in _POSITIONAL_ROPES), types[0] if types else "default")
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    types = [kind.get("rope_type") or kind.get("type") or "default" for kind in kinds]
+    return next((t for t in types if t not in _POSITIONAL_ROPES), "default")
+
+
+def _quantization(config: Any) -> str:
+    settings = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method", "") if isinstance(settings, dict) else str(settings.quant_method)
+    advice = " (load it with Mxfp4Config(dequantize=True) and name a copy saved from that)" if method == "mxfp4" else ""
+    return f"quantized weights (quantization_config) {method}{advice}"

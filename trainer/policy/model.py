@@ -55,6 +55,7 @@ class Policy(nn.Module):
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.vocab_size: int = self.config.vocab_size
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.logit_divisor: float = getattr(self.config, "logits_scaling", 1.0)
         self.tensor_parallel = TensorParallel()
 
     @property
@@ -74,7 +75,7 @@ class Policy(nn.Module):
 
     def make_exact(self) -> ExactDecoder:
         """From now on run packed forward passes in exact mode; SettingError where it is not available."""
-        check_exact_supported(self.config, self.device)
+        check_exact_supported(self.config, self.device.type)
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
 
@@ -134,6 +135,8 @@ class Policy(nn.Module):
             assert isinstance(logits, Tensor)
         else:
             logits = F.linear(hidden.float(), head.weight.float(), head.bias)
+        if self.logit_divisor != 1.0:
+            logits = logits / self.logit_divisor
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits

@@ -340,3 +340,15 @@ def test_each_epoch_leases_every_prompt_once_in_a_seeded_order(tmp_path: Path):
     assert orders[0] == orders[1] != orders[2]
     assert sorted(g.prompt for g in orders[0][:7]) == list(range(7))
     assert [g.prompt for g in orders[0][:7]] != [g.prompt for g in orders[0][7:]]
+
+
+def test_failed_trajectories_are_counted_on_the_console_by_their_reason(
+    scene: MakeScene, capsys: pytest.CaptureFixture[str]
+):
+    s = scene(capacity=8)
+    rows = [(lease, sample) for lease in s.lease(num_groups=5).leases for sample in lease.samples]
+    for lease, sample in rows:
+        s.say("rollout-0", RowDone(lease.group.row(sample), lease.attempt, 0, [], 5, None, failure="it returned nan"))
+    assert s.hub.results.failures == {"it returned nan": 10}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["failed trajectories: 1 x it returned nan", "failed trajectories: 10 x it returned nan"]

@@ -1,6 +1,7 @@
-"""Model families: log-probabilities and packed forwards are those of transformers."""
+"""Model families: the generator's tokens and log-probabilities are those of transformers."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -27,35 +28,37 @@ def test_a_family_s_logprobs_are_those_of_transformers(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])
-def test_a_family_s_packed_forward_is_that_of_transformers(tmp_path, family):
+def test_greedy_tokens_are_those_of_transformers_and_logprobs_those_of_the_trainer(tmp_path, family):
     path = tiny_policy(tmp_path, family)
-    policy, reference = (
-        load_policy(path),
-        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval(),
-    )
-    prompts = random_prompts(7, longest=100)
-    tokens = torch.tensor([t for p in prompts for t in p])
-    lengths = torch.tensor([0, *(len(p) for p in prompts)]).cumsum(0)
-    logits = policy.logits(policy.forward_packed(tokens, lengths))
-    expected = torch.cat([reference(torch.tensor([p])).logits[0] for p in prompts])
-    assert (logits - expected).abs().max() < 5e-5
-    logits.logsumexp(-1).sum().backward()
-    expected.logsumexp(-1).sum().backward()
-    name = "model.layers.0.input_layernorm.weight"
-    gradient, wanted = policy.weights()[name].grad, reference.get_parameter(name).grad
-    assert gradient is not None and wanted is not None
-    assert (gradient - wanted).abs().max() <= 2e-4 * wanted.abs().max()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    policy, engine = load_policy(path), Engine(path, max_running=4)
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    for completion in engine.generate(random_prompts(3, longest=70, seed=1), params):
+        tokens = torch.tensor(completion.prompt_ids + completion.token_ids)
+        count = len(completion.prompt_ids)
+        generated = model.generate(
+            tokens[None, :count],
+            attention_mask=torch.ones(1, count),
+            max_new_tokens=60,
+            do_sample=False,
+            eos_token_id=-1,
+        )
+        assert generated[0].tolist() == tokens.tolist()
+        with torch.no_grad():
+            hidden = policy.forward_packed(tokens[:-1], torch.tensor([0, len(tokens) - 1]))
+            logprobs = policy.token_logprobs(hidden, tokens[1:])[0][count - 1 :]
+        assert (torch.tensor(completion.logprobs) - logprobs).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "feature"),
     [
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope type 'dynamic'",
-        ),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"quantized weights .* mxfp4 .*dequantize=True",
+        ),
     ],
 )
 def test_a_feature_that_would_be_computed_wrongly_is_refused_by_its_name(tmp_path, family, changes, feature):

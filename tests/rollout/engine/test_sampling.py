@@ -9,7 +9,7 @@ def drawn(logits, params, count):
     """Relative frequencies of `count` draws."""
     keys = [stream_key(3, i) for i in range(count)]
     rows = SamplingBatch([params] * count, keys)
-    tokens, logprobs, _ = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
+    tokens, logprobs = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
     return torch.bincount(tokens, minlength=logits.numel()) / count, tokens, logprobs
 
 
@@ -46,14 +46,34 @@ def test_top_k_top_p_and_min_p_drop_the_unlikely_and_renormalise():
         expected = logits[:count].softmax(0)
         assert (frequencies[count:] == 0).all()
         assert (frequencies[:count] - expected).abs().max() < 0.03
-        assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
+        assert torch.allclose(logprobs, logits.log_softmax(0)[tokens], atol=1e-6)
+
+
+def test_the_log_probability_is_the_policys_at_the_temperature_whatever_changes_the_draw():
+    """A greedy row counts as temperature 1, as in the trainer."""
+    logits = torch.randn(5, 50)
+    params = [
+        SamplingParams(temperature=0.5, top_p=0.3),
+        SamplingParams(temperature=2, repetition_penalty=1.7),
+        SamplingParams(temperature=0, repetition_penalty=1.7),
+        SamplingParams(temperature=0, top_k=3),
+        SamplingParams(),
+    ]
+    rows = SamplingBatch(params, [1, 2, 3, 4, 5])
+    rows.record_tokens([range(25)] * 5, vocab_size=50)
+    tokens, logprobs = sample(logits.clone(), rows, torch.zeros(5, dtype=torch.long))
+    scales = torch.tensor([2, 0.5, 1, 1, 1])[:, None]
+    expected = (logits * scales).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert torch.equal(logprobs, expected)
+    penalized = torch.where(logits[2] > 0, logits[2] / 1.7, logits[2] * 1.7)
+    assert tokens[2] == torch.where(torch.arange(50) < 25, penalized, logits[2]).argmax()
 
 
 def test_greedy_and_random_rows_share_a_batch():
     logits = torch.randn(4, 50)
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0)]
     rows = SamplingBatch(params, [1, 2, 3, 4])
-    tokens, logprobs, _ = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
+    tokens, logprobs = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
     assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
 

@@ -60,3 +60,13 @@ def test_a_row_has_the_same_bits_alone_and_in_the_batch(paged_decode):
         one = slice(row, row + 1)
         alone = paged_decode(*on_device(query[one], keys, values, table[one], sizes[one]), 0.3)
         assert torch.equal(alone[0], together[row])
+
+
+def test_a_sink_takes_its_share_of_every_row(paged_decode):
+    query, keys, values, table, sizes, (all_keys, all_values) = a_cache([1, 33, 600], 64, 4, 2, 16)
+    sees = torch.arange(all_keys.shape[2])[None, :] < sizes[:, None]
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0])
+    rule = AttentionSpec(0.3, sinks=sinks)
+    expected = masked_attention(query[:, :, None], all_keys, all_values, sees[:, None, None, :], rule)[:, :, 0]
+    found = paged_decode(*on_device(query, keys, values, table, sizes), 0.3, sinks=sinks.to(DEVICE))
+    assert (found.cpu() - expected).abs().max() < 1e-5

@@ -1,0 +1,105 @@
+"""Actors without a fleet, alone or as two FSDP ranks, and random batches for them."""
+
+import atexit
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from headrace.comm.messages import GroupId, TrainBatch
+from headrace.comm.messages.queue import GroupRef
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.load import read_recipe
+from headrace.relay.queue.batch import Batch
+from headrace.relay.queue.micro_batches import rounds
+from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.learners.builtin import Actor
+from headrace.trainer.step_stats import StepStats
+
+DEADLINE_S = 120.0
+TESTS = Path(__file__).resolve().parents[1]
+ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)
+
+
+def recipe_of(policy: Path, **settings: object) -> Recipe:
+    words = {"model.path": policy, "optimizer.lr": 1e-3} | {k.replace("__", "."): v for k, v in settings.items()}
+    return read_recipe(None, [f"{key}={value}" for key, value in words.items()])
+
+
+def actor_of(recipe: Recipe, group: ActorGroup = ALONE) -> Actor:
+    torch.manual_seed(0)
+    return Actor(recipe, group)
+
+
+def batch_of(step: int, first: int = 0, num_groups: int = 1, total: int = 1, group: ActorGroup = ALONE) -> Batch:
+    """This rank's share of random groups of three trajectories, of 5 to 16 tokens each, by the version in training."""
+    groups = [group_of(step, first + number) for number in range(num_groups)]
+    taken = TrainBatch(step=step, first=first, total=total, groups=groups, metrics={})
+    planned = rounds(taken.rows(), group.size, max_tokens=24)
+    rows = {ref.key: row_of(ref.row.prompt, ref.row.sample, ref.num_tokens - 4) for ref in taken.rows()}
+    return Batch(taken, [parts[group.rank] for parts in planned], rows)
+
+
+def group_of(step: int, number: int) -> GroupRef:
+    prompt = 100 * step + number
+    rng = np.random.default_rng(prompt)
+    lengths, rewards = rng.integers(5, 17, 3).tolist(), rng.normal(size=3).tolist()
+    return GroupRef(GroupId(0, prompt), [0, 1, 2], [1] * 3, [["relay-0#1"]] * 3, [step] * 3, lengths, rewards)
+
+
+def row_of(prompt: int, sample: int, length: int) -> dict[str, np.ndarray]:
+    """A row with a prompt of four tokens."""
+    rng = np.random.default_rng([prompt, sample])
+    return {
+        "prompt_ids": rng.integers(4, 99, 4).astype(np.int32),
+        "response_ids": rng.integers(4, 99, length).astype(np.int32),
+        "rollout_logprobs": rng.normal(-5, 0.5, length).astype(np.float32),
+        "loss_mask": np.ones(length, dtype=np.uint8),
+        "truncated": np.array([sample == 2], dtype=np.uint8),
+    }
+
+
+def explode(batch: Batch) -> Batch:
+    """The batch with advantages whose gradient is beyond float32."""
+    for columns in batch.columns.values():
+        columns["advantages"] = np.full(len(columns["response_ids"]), 3e38, np.float32)
+    return batch
+
+
+def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
+    """One step with these batches; its metrics."""
+    stats, version = StepStats(), actor.version
+    for batch in batches:
+        actor.accumulate(batch, stats)
+    return {**actor.step(stats), **stats.metrics(version)}
+
+
+def on_two_ranks(folder: Path, script: str, *args: object) -> None:
+    """Run a script in two processes. It finds its rank of one `group`, and `args` as strings."""
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK + script, *map(str, [TESTS, folder / "ranks", rank, *args])])
+        for rank in range(2)
+    ]
+    codes = [process.wait(DEADLINE_S) for process in ranks]
+    assert codes == [0, 0]
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.actors import *
+group, args = rank_of(sys.argv[2], int(sys.argv[3])), sys.argv[4:]
+"""
+
+
+def rank_of(store: str, rank: int) -> ActorGroup:
+    """One of two ranks, which meet through a file; the end of the process closes it."""
+    torch.set_num_threads(1)
+    group = ActorGroup(rank, 2, torch.device("cpu"), DEADLINE_S)
+    group.connect(FileStore(store, 2))
+    atexit.register(group.close)
+    return group

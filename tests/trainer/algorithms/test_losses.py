@@ -1,0 +1,127 @@
+"""Each loss equals its paper's formula in float64 NumPy, and its gradient the formula's finite differences."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.trainer.algorithms.losses import LossInputs, open_loss
+
+LENGTHS = (4, 1, 3)
+LOW, HIGH, DUAL = 0.2, 0.28, 1.5
+Formula = Callable[[np.ndarray, np.ndarray, float, np.ndarray], np.ndarray]
+"""Loss of each token of one response, of log-probs, old log-probs, the advantage, and log-probs that carry no gradient."""
+
+
+def surrogate(ratio: np.ndarray, advantage: float, dual: float | None = None) -> np.ndarray:
+    kept = np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+    return -(np.maximum(kept, dual * advantage) if dual and advantage < 0 else kept)
+
+
+def gspo(new: np.ndarray, old: np.ndarray, advantage: float, frozen: np.ndarray) -> np.ndarray:
+    del frozen
+    ratio = (np.exp(new.sum()) / np.exp(old.sum())) ** (1 / len(new))
+    return np.full(len(new), surrogate(ratio, advantage))
+
+
+FORMULAS: dict[tuple[str, float | None], Formula] = {
+    ("clip", None): lambda new, old, advantage, frozen: surrogate(np.exp(new - old), advantage),
+    ("clip", DUAL): lambda new, old, advantage, frozen: surrogate(np.exp(new - old), advantage, DUAL),
+    ("gspo", None): gspo,
+    ("cispo", None): lambda new, old, advantage, frozen: (
+        -np.clip(np.exp(frozen - old), 1 - LOW, 1 + HIGH) * advantage * new
+    ),
+    ("reinforce", None): lambda new, old, advantage, frozen: -advantage * new,
+}
+
+
+def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probs [R], old log-probs [R], advantages of the responses [n]."""
+    rng = np.random.default_rng(seed)
+    old = -rng.gamma(2.0, 0.6, sum(LENGTHS))
+    return old + rng.normal(0, 0.4, len(old)), old, rng.normal(0, 1, len(LENGTHS))
+
+
+def inputs_of(new: torch.Tensor, old: np.ndarray, advantages: np.ndarray, dual: float | None = None) -> LossInputs:
+    lengths = torch.tensor(LENGTHS)
+    return LossInputs(
+        logprobs=new,
+        old_logprobs=torch.tensor(old),
+        advantages=torch.tensor(advantages).repeat_interleave(lengths),
+        mask=torch.ones(len(new), dtype=torch.float64),
+        lengths=lengths,
+        clip_low=torch.tensor(LOW, dtype=torch.float64),
+        clip_high=torch.tensor(HIGH, dtype=torch.float64),
+        clip_dual=dual,
+    )
+
+
+def expected(formula: Formula, new: np.ndarray, old: np.ndarray, advantages: np.ndarray, frozen: np.ndarray):
+    ends = np.cumsum(LENGTHS)
+    parts = [slice(end - n, end) for end, n in zip(ends, LENGTHS, strict=True)]
+    return np.concatenate(
+        [formula(new[p], old[p], advantage, frozen[p]) for p, advantage in zip(parts, advantages, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "dual"), FORMULAS)
+def test_a_loss_equals_its_formula_and_its_gradient_the_finite_differences(name: str, dual: float | None, seed: int):
+    new, old, advantages = random_case(seed)
+    formula = FORMULAS[name, dual]
+    logprobs = torch.tensor(new, requires_grad=True)
+    loss, _ = open_loss(name)(inputs_of(logprobs, old, advantages, dual))
+    assert loss.detach().numpy() == pytest.approx(expected(formula, new, old, advantages, new), abs=1e-12)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    for token in range(len(new)):
+        step = np.zeros(len(new))
+        step[token] = 1e-6
+        above, below = (expected(formula, new + s, old, advantages, new).sum() for s in (step, -step))
+        assert gradient[token].item() == pytest.approx((above - below) / 2e-6, abs=1e-6)
+
+
+def clipped(name: str, new: list[float], old: list[float], advantages: list[float], dual: float | None = None):
+    x = LossInputs(
+        *(torch.tensor(values, dtype=torch.float64) for values in (new, old, advantages)),
+        mask=torch.ones(len(new), dtype=torch.float64),
+        lengths=torch.tensor([len(new)]),
+        clip_low=torch.tensor(LOW, dtype=torch.float64),
+        clip_high=torch.tensor(HIGH, dtype=torch.float64),
+        clip_dual=dual,
+    )
+    return open_loss(name)(x)[1].tolist()
+
+
+def test_tokens_whose_ratio_the_clip_bounds_are_marked():
+    ratios = [0.3, -0.3, 0.3, -0.3, 0.1]
+    assert clipped("clip", ratios, [0.0] * 5, [1, 1, -1, -1, 1]) == [True, False, False, True, False]
+    assert clipped("clip", [0.5, 0.5], [0.0] * 2, [-1, 1], dual=DUAL) == [True, True]
+    assert clipped("clip", [0.3], [0.0], [-1], dual=DUAL) == [False]
+    assert clipped("cispo", ratios, [0.0] * 5, [1, 1, -1, -1, 1]) == [True, True, True, True, False]
+    assert clipped("gspo", [0.9, -0.3], [0.0] * 2, [1, 1]) == [True, True]
+    assert clipped("reinforce", [9.0], [0.0], [1.0]) == [False]
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "cispo", "reinforce"])
+def test_a_token_with_a_ratio_beyond_all_bounds_gives_a_finite_gradient(name: str):
+    logprobs = torch.tensor([-1.0, -0.1, -200.0, -3.0], dtype=torch.float64, requires_grad=True)
+    x = LossInputs(
+        logprobs,
+        torch.tensor([-1.0, -1000.0, -0.1, -torch.inf], dtype=torch.float64),
+        torch.tensor([1.0, 0.0, -1.0, -1.0], dtype=torch.float64),
+        torch.ones(4, dtype=torch.float64),
+        torch.tensor([4]),
+        torch.tensor(LOW, dtype=torch.float64),
+        torch.tensor(HIGH, dtype=torch.float64),
+    )
+    (gradient,) = torch.autograd.grad(open_loss(name)(x)[0].sum(), logprobs)
+    assert gradient.isfinite().all()
+
+
+def test_a_users_loss_is_a_function_in_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def double(x):\n    return -2 * x.advantages * x.logprobs, x.mask > 1\n")
+    new, old, advantages = random_case(0)
+    loss, bounded = open_loss(f"{tmp_path}/mine.py:double")(inputs_of(torch.tensor(new), old, advantages))
+    assert loss.tolist() == pytest.approx(-2 * np.repeat(advantages, LENGTHS) * new)
+    assert not bounded.any()

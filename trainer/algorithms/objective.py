@@ -1,0 +1,61 @@
+"""The loss of a micro-batch: the policy's loss by token, an entropy bonus and a KL term, aggregated."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm.recipe import Recipe
+from ..batch import PackedBatch
+from .aggregation import token_weights
+from .kl import KL_ESTIMATORS, k3
+from .losses import LossInputs, open_loss
+
+
+class LossTerms(NamedTuple):
+    """Sums over a micro-batch; only `loss` carries a gradient.
+
+    `loss` and `pg_loss` are aggregated sums, to be divided by the step's sum of `weight`. The others are sums over tokens
+    with loss.
+    """
+
+    loss: Tensor
+    pg_loss: Tensor
+    weight: Tensor
+    clipped: Tensor
+    ppo_kl: Tensor
+    entropy: Tensor
+    kl: Tensor
+
+
+def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: Recipe) -> LossTerms:
+    """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
+    algorithm = recipe.algorithm
+    per_token, clipped = open_loss(algorithm.loss)(
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            lengths=batch.response_lengths,
+            clip_low=logprobs.new_tensor(algorithm.clip_low),
+            clip_high=logprobs.new_tensor(algorithm.clip_high),
+            clip_dual=algorithm.clip_dual,
+        )
+    )
+    weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, recipe.sampling.max_new_tokens)
+    loss = per_token - algorithm.entropy_coef * entropy
+    kl = torch.zeros_like(logprobs)
+    if batch.ref_logprobs is not None:
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, batch.ref_logprobs)
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coef * kl
+    return LossTerms(
+        loss=(loss * weights.tokens).sum(),
+        pg_loss=(per_token * weights.tokens).sum().detach(),
+        weight=weights.weight,
+        clipped=(clipped * batch.mask).sum(),
+        ppo_kl=(k3(batch.rollout_logprobs, logprobs) * batch.mask).sum().detach(),
+        entropy=(entropy * batch.mask).sum().detach(),
+        kl=(kl * batch.mask).sum().detach(),
+    )

@@ -1,0 +1,112 @@
+"""The optimizer of one model: AdamW on two groups of parameters, its learning rate, and updates that are finite or skipped."""
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from ...comm.errors import SettingError
+from ...comm.recipe import OptimizerSettings
+from ..actor_group import gather_full
+
+
+class Update(NamedTuple):
+    """The norm of the gradient before clipping, and whether the weights have changed."""
+
+    grad_norm: float
+    is_applied: bool
+
+
+class Updater:
+    """Applies the accumulated gradients of `model`, of which this process may hold a shard."""
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+        self.optimizer = open_optimizer(model, settings)
+        self._parameters = list(model.parameters())
+        self._max_grad_norm = settings.max_grad_norm
+
+    def update(self, scale: float, lr: float, *, is_finite: bool = True) -> Update:
+        """Scale the gradients, clip their norm, step, and clear them; a collective.
+
+        When the norm is not finite, or the caller's loss, weights and moments stay as they are, on all ranks alike.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        for gradient in gradients:
+            gradient *= scale
+        total = get_total_norm(gradients)
+        norm = float(gather_full(total))
+        is_applied = is_finite and math.isfinite(norm)
+        if is_applied:
+            if self._max_grad_norm > 0:
+                clip_grads_with_norm_(self._parameters, self._max_grad_norm, total)
+            self._set_lr(lr)
+            self.optimizer.step()
+        self.discard()
+        return Update(norm, is_applied)
+
+    def discard(self) -> None:
+        """Clear the accumulated gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):  # torchao compiles its step for a tensor
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+
+def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> float:
+    """The rate of step `step` of `num_steps`: that of `transformers.get_scheduler` but for the warm-up.
+
+    The warm-up is lr * (step + 1) / (warmup_steps + 1): transformers' own begins with a step at rate 0, which would publish the
+    same weights again.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / (settings.warmup_steps + 1)
+    name, options = settings.lr_schedule, {}
+    if name == "cosine" and settings.min_lr_ratio:
+        name, options = "cosine_with_min_lr", {"min_lr_rate": settings.min_lr_ratio}
+    schedule = get_scheduler(
+        name, SGD([torch.zeros(1)], lr=settings.lr), settings.warmup_steps, num_steps, scheduler_specific_kwargs=options
+    )
+    assert isinstance(schedule, LambdaLR)
+    return settings.lr * schedule.lr_lambdas[0](step)
+
+
+def open_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
+    """AdamW over the parameters of `model`, without weight decay for norms and biases. Raises SettingError (`optimizer.name`)."""
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        (decayed if decays(name, parameter) else others).append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decayed, settings.weight_decay), (others, 0.0))
+        if parameters
+    ]
+    betas = (settings.beta1, settings.beta2)
+    return optimizer_class(settings.name)(groups, lr=settings.lr, betas=betas, eps=settings.eps)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices, but for biases of experts; vectors are norms and biases."""
+    return parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
+
+
+def optimizer_class(name: str) -> Callable[..., Optimizer]:
+    """The class for `optimizer.name`; raises SettingError if its package is not installed."""
+    if name == "adamw":
+        return AdamW
+    try:
+        return import_module("torchao.optim").AdamW8bit  # of the 8-bit optimizers the one for FSDP2 shards
+    except ImportError as error:
+        raise SettingError(
+            "optimizer.name: adamw8bit needs torchao; install the extra: pip install 'headrace[adamw8bit]'"
+        ) from error
