@@ -8,6 +8,7 @@ The second form runs on each host of a run on several; --nproc-per-node and --ma
 """
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def main(words: Sequence[str]) -> int:
         arguments = Arguments.parse(words)
         if is_rank:
             return run_rank(arguments.recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
-        recipe = read_recipe(arguments.recipe, arguments.overrides)
+        recipe = _read_here(arguments)
         if arguments.is_dry_run:
             hosts = arguments.hosts
             return _print_plan(recipe, hosts.ranks_per_host(recipe) if hosts.nnodes > 1 else 0)
@@ -82,6 +83,19 @@ def main(words: Sequence[str]) -> int:
     except SettingError as error:
         print_message(f"error: {error}")
         return 2
+
+
+def _read_here(arguments: Arguments) -> Recipe:
+    """The recipe, or what the launcher itself has to know of it on a later host without the file: the run folder."""
+    file, hosts = arguments.recipe, arguments.hosts
+    if file is None or hosts.node_rank == 0 or Path(file).exists():
+        return read_recipe(file, arguments.overrides)
+    if not hosts.nproc_per_node or not any(word.startswith("run.dir=") for word in arguments.overrides):
+        raise SettingError(
+            f"no recipe file {file!r} on host {socket.gethostname()}; it gets the first host's with --nproc-per-node and"
+            " run.dir=FOLDER on its command line"
+        )
+    return read_recipe(None, arguments.overrides)
 
 
 def _print_plan(recipe: Recipe, ranks_per_host: int) -> int:
@@ -101,8 +115,9 @@ def _launch(recipe: Recipe, arguments: Arguments) -> int:
     """Start torchrun for this host. With several hosts the first rank prepares the run, since its host may be another."""
     hosts = arguments.hosts
     if hosts.nnodes > 1:
-        ranks = hosts.ranks_per_host(recipe)
-        place_ranks(recipe.roles, hosts.nnodes * ranks, ranks, recipe.rollout.tp)
+        if arguments.recipe is None or Path(arguments.recipe).exists():
+            ranks = hosts.ranks_per_host(recipe)
+            place_ranks(recipe.roles, hosts.nnodes * ranks, ranks, recipe.rollout.tp)
         torchrun = Torchrun(recipe, hosts, [*filter(None, [arguments.recipe]), *arguments.overrides])
     else:
         prepare(with_relays(recipe, 1))

@@ -24,9 +24,8 @@ from .child import WATCHED, Child, block_signals, describe_exit, end_with_parent
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
-LEAVE_S, POLL_S = 5.0, 0.2
-"""Seconds from the run's summary until the store is ended although members have not left; seconds between two looks for
-the summary."""
+LEAVE_S, POLL_S = 5.0, 0.5
+"""Seconds from the run's summary until children that still run are ended; seconds between two looks for the summary."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -155,7 +154,7 @@ class Supervisor:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
         restartable, now = restartable_roles(self.recipe.roles), time.monotonic()
-        if self.is_over() and (role in restartable or code in (STORE_GONE_EXIT, STORE_LOST_EXIT)):
+        if self.is_over() and (role in restartable or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)):
             return  # the run does not need it any more
         state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
         kind = classify_exit(role, code, self.restarts, now, restartable=restartable, **state)
@@ -209,12 +208,14 @@ class Supervisor:
         return (Path(self.recipe.run.dir) / SUMMARY_FILE).exists()
 
     def _patience_s(self) -> float:
-        """Seconds to sleep: until the deadline, or a short time while only the store is left, to see the run's end."""
-        if self.children.keys() == {"store"}:
-            if self.is_over():
-                self._set_deadline(LEAVE_S)
-            return POLL_S
-        return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        """Seconds to sleep: until the deadline, and at most until the next look for the run's end.
+
+        A process that joins while the run ends hears no `Stop`; it waits for others that have left.
+        """
+        if self.is_over():
+            self._set_deadline(LEAVE_S)
+        left = POLL_S if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        return min(left, POLL_S)
 
     def _hold_to_deadline(self) -> None:
         if self.deadline is None or time.monotonic() < self.deadline or not self.children:
@@ -223,8 +224,9 @@ class Supervisor:
             if name == "store" and not self.is_late:
                 child.send(signal.SIGTERM)
                 continue
-            print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
-            self.exit_code = self.exit_code or 1
+            if not self.is_over():
+                print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
+                self.exit_code = self.exit_code or 1
             child.send(signal.SIGKILL)
         self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
 

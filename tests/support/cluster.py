@@ -15,6 +15,8 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
+from headrace.launch.processes.child import end_with_parent
+
 PATIENCE_S = 60.0
 _serials = itertools.count()
 
@@ -62,13 +64,16 @@ class Host:
         self._port = port
         words = ["--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-e", "-c"]
         boot = _BOOT.format(name=name, shared=shared)
+        parent = os.getpid()
         self._outer = subprocess.Popen(
             ["ip", "netns", "exec", namespace, "unshare", *words, boot],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL, parent),
         )
         assert self._outer.stdout is not None and self._outer.stdout.readline() == "up\n", f"{name} did not start"
+        self._outer.stdout.close()
         children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
         self._init = int(children[0])
         self._started: list[subprocess.Popen[str]] = []

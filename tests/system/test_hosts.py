@@ -1,6 +1,7 @@
 """Runs on several hosts: namespaces of one machine, a launcher on each, one torchrun under each."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -66,11 +67,8 @@ class HostsJob:
         return self
 
     def end(self) -> list[int | None]:
-        """Exit codes of the hosts; once the first has ended, the others have `END_S`."""
-        deadline = time.monotonic() + DEADLINE_S
-        while all(launcher.poll() is None for launcher in self.launchers):
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
+        """Exit codes of the hosts; once the first host has ended, the others have `END_S`."""
+        wait_for_exits(self.launchers[:1], DEADLINE_S)
         return wait_for_exits(self.launchers, END_S)
 
     def output(self, rank: int) -> str:
@@ -122,3 +120,99 @@ def test_two_hosts_train_together_and_end_together(hosts_job):
         if isinstance(event, Published | Received):
             digests.setdefault(event.version, set()).add(event.digest)
     assert len(digests) >= 2 and all(len(found) == 1 for found in digests.values())
+
+
+def test_wrong_counts_are_one_line_on_each_host_under_torchrun(hosts_job):
+    job = hosts_job(2, roles__rollout=4)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "3"]
+    for rank, host in enumerate(job.hosts):
+        place = ["--node-rank", str(rank), "--master-addr", job.hosts[0].address]
+        program = ["-m", "headrace.launch.run", str(job.folder / "recipe.yaml"), *job.words]
+        job.launchers.append(host.start([*torchrun, *place, *program], job.folder / f"out{rank}"))
+    assert job.end() == [-signal.SIGUSR2, -signal.SIGUSR2], job.logs()
+    for rank, host in enumerate(job.hosts):
+        [line] = [line for line in job.output(rank).splitlines() if "[c10d]" not in line]  # torch's own warning
+        assert line.startswith("headrace: error: roles.actor + ") and line.endswith(f"(on host {host.name})")
+        assert "torchrun started 6 ranks" in line
+
+
+def test_hosts_that_share_no_files_get_the_recipe_and_the_summary_from_the_run(hosts_job):
+    """The second host has neither the recipe nor the run folder; both have the secret in their environment."""
+    job = hosts_job(2, run__dir="/tmp/private/run", roles__rollout=3)
+    recipe = job.folder / "recipe.yaml"
+    job.hosts[0].path("/tmp/recipe.yaml").write_text("run: {steps: 3}\n")
+    recipe.unlink()
+    recipe.symlink_to("/tmp/recipe.yaml")
+    job.words.remove("run.steps=4")
+    job.words.append("--nproc-per-node=3")
+    job.start(HEADRACE_SECRET="a text that both hosts know")
+    assert job.end() == [0, 0], job.logs()
+    first, second = (json.loads(host.path("/tmp/private/run/summary.json").read_text()) for host in job.hosts)
+    assert first == second and first["steps"] == 3 and first["accounting"]["holds"] is True
+    logs = [sorted(path.name for path in host.path("/tmp/private/run/logs").iterdir()) for host in job.hosts]
+    assert "actor-0.log" in logs[0] and "rollout-1.log" in logs[1] and not set(logs[0]) & set(logs[1])
+
+
+def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(hosts_job):
+    job = hosts_job(2, run__dir="/tmp/private/run", roles__rollout=1, roles__relay=2).start()
+    assert job.end() == [1, 1], job.logs()
+    for rank in (0, 1):
+        assert "run.dir: the run's secret /tmp/private/run/secret is not here" in job.output(rank)
+        assert "HEADRACE_SECRET" in job.output(rank) and "(on host host1)" in job.output(rank)
+        assert "Traceback" not in job.output(rank)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model.path", "/tmp/policy", "model.path: there is no folder /tmp/policy (on host host1)"),
+        ("reward.path", "/tmp/rewards.py:reward", "reward.path: cannot read /tmp/rewards.py: No such file or directory (on host host1)"),
+    ],
+)  # fmt: skip
+def test_a_host_that_lacks_a_file_ends_the_run_with_the_setting_and_its_name(hosts_job, setting, value, message):
+    job = hosts_job(2, roles__rollout=1, roles__relay=2)
+    at_first = job.hosts[0].path("/tmp")
+    (at_first / "policy").symlink_to(job.folder / "llama")
+    (at_first / "rewards.py").symlink_to(job.folder / "rewards.py")
+    job.words.append(f"{setting}={value}")
+    job.start()
+    assert job.end() == [2, 2], job.logs()
+    assert job.summary()["error"] == message and message in job.output(0)
+    assert message.partition(" (on")[0] in job.output(1)
+
+
+def test_actors_on_two_hosts_train_and_are_replayed_bit_for_bit(hosts_job):
+    job = hosts_job(2, roles__actor=3, roles__rollout=1, checkpoint__every=2).start()
+    assert job.end() == [0, 0], job.logs()
+    job.assert_account(4 * 16)
+    assert job.summary()["hosts"]["host1"] == ["actor-2", "relay-1", "rollout-0"]
+    command = [sys.executable, "-m", "headrace.launch.run", str(job.folder / "recipe.yaml"), *job.words]
+    done = subprocess.run(
+        [*command, "run.mode=replay"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0 and "4 steps replayed, 0 of them differ" in done.stdout, done.stderr
+
+
+def test_a_host_that_is_killed_whole_costs_its_unfinished_trajectories_alone(hosts_job):
+    job = hosts_job(3, roles__relay=3, roles__rollout=2, run__steps=30).start()
+    job.wait_for_step(2)
+    job.hosts[2].kill()
+    assert job.end()[:2] == [0, 0], job.logs()
+    job.assert_account(30 * 16)
+    assert job.summary()["hosts"]["host2"] == ["relay-2", "rollout-1"]
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
+    """The end of the run is far away; the rollout of the host is in the journal again after the cut."""
+    job = hosts_job(2, roles__relay=2, roles__rollout=1, roles__actor=1, run__steps=100_000, run__save_rows=False)
+    job.start().wait_for_step(2)
+    cut_at = len(job.metrics())
+    job.hosts[1].cut()
+    time.sleep(seconds)  # the length of the cut is the thing under test
+    job.hosts[1].mend()
+    job.wait_for_step(cut_at + 20)
+    job.launchers[0].send_signal(signal.SIGINT)
+    assert job.end() == [130, 130], job.logs()
+    account = job.summary()["accounting"]
+    assert account["holds"] is True and audit([str(job.dir)]) == 0
