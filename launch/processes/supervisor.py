@@ -154,7 +154,8 @@ class Supervisor:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
         restartable, now = restartable_roles(self.recipe.roles), time.monotonic()
-        if self.is_over() and (role in restartable or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)):
+        is_expected = role in restartable or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
+        if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
         state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
         kind = classify_exit(role, code, self.restarts, now, restartable=restartable, **state)

@@ -70,7 +70,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            preexec_fn=lambda: end_with_parent(signal.SIGKILL, parent),
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL, parent),  # noqa: PLW1509 - it calls the kernel alone
         )
         assert self._outer.stdout is not None and self._outer.stdout.readline() == "up\n", f"{name} did not start"
         self._outer.stdout.close()
@@ -165,6 +165,12 @@ class Cluster:
             shaping = f"root tbf rate {bits_per_s}bit burst 128kb latency 20ms"
             _run(f"tc -n {namespace} qdisc add dev net0 {shaping}")
             _run(f"tc -n {switch} qdisc add dev port{number} {shaping}")
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """Ctrl-C for a program on a host, the child of the process that entered the host."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGINT)
 
 
 def wait_for_exits(processes: Sequence[subprocess.Popen[str]], patience_s: float) -> list[int | None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.closing import at_end
-from support.cluster import Cluster, obstacle, wait_for_exits
+from support.cluster import Cluster, interrupt, obstacle, wait_for_exits
 from support.job import DEADLINE_S, RATIO_OF_As
 from support.policies import tiny_policy
 
@@ -212,7 +212,7 @@ def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
     time.sleep(seconds)  # the length of the cut is the thing under test
     job.hosts[1].mend()
     job.wait_for_step(cut_at + 20)
-    job.launchers[0].send_signal(signal.SIGINT)
+    interrupt(job.launchers[0])
     assert job.end() == [130, 130], job.logs()
     account = job.summary()["accounting"]
     assert account["holds"] is True and audit([str(job.dir)]) == 0
