@@ -8,6 +8,7 @@ A process without its store receives no message, so its watchdog ends it with a 
 the fleet before the store ends.
 """
 
+import logging
 import os
 import socket
 import sys
@@ -24,12 +25,13 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from .errors import STORE_LOST_EXIT, SettingError, StoreGone
+from .errors import STORE_LOST_EXIT, MessageRefused, SettingError, StoreGone
 from .host import bind_process_groups, host_id, own_address
 from .links.base import Link
 from .links.opening import open_link, throttled
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
+from .signing import sign_entry, verify_entry
 from .storage.client import StorageClient
 from .storage.server import StorageServer
 from .store import ROSTER, StoreClient, clone_store, connect_store
@@ -37,6 +39,7 @@ from .waits import join_thread, waiting
 
 _LEAVE_S = 5.0
 _SUMMARY_KEY, _SUMMARY_POLL_S = "headrace/summary", 0.05
+_log = logging.getLogger(__name__)
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -151,6 +154,9 @@ class MemberTable:
 
     def observe(self, member: Member, beat: bytes, now: float) -> None:
         """Take in one member's entry and its heartbeat counter."""
+        known = self.by_name.get(member.name)
+        if known is not None and known.incarnation > member.incarnation:
+            return  # an entry of before, written again
         last, heard = self._beats.get(member.name, (b"", now))
         if beat != last:
             self._beats[member.name] = (beat, now)
@@ -195,6 +201,8 @@ class StoreFleet(Fleet):
         self._on_gone = on_store_gone or _end_process
         self._table = MemberTable(settings.expiry_s)
         self._lock = threading.Lock()
+        self._roster: dict[str, None] = {}
+        self._refused: dict[str, bytes] = {}
         self._leaving = threading.Event()
         self._heard_at = time.monotonic()
         self._threads = [
@@ -277,19 +285,35 @@ class StoreFleet(Fleet):
         self._store.check([ROSTER])
 
     def _publish_member(self, me: Member) -> None:
-        self._store.set(f"fleet/member/{self.name}", msgspec.json.encode(me))
+        key = f"fleet/member/{self.name}"
+        self._store.set(key, sign_entry(self._secret, key, msgspec.json.encode(me)))
 
     def _refresh(self, store: StoreClient) -> None:
-        names = store.get(ROSTER).decode().split()
-        values = store.multi_get([f"fleet/{kind}/{name}" for name in names for kind in ("member", "beat")])
+        roster = store.get(ROSTER).decode(errors="replace").split()
+        for name in roster:  # a name without its entries would block the reads below
+            if name not in self._roster and store.check([f"fleet/{kind}/{name}" for kind in ("member", "beat")]):
+                self._roster[name] = None
+        values = store.multi_get([f"fleet/{kind}/{name}" for name in self._roster for kind in ("member", "beat")])
         now = time.monotonic()
         with self._lock:
-            for name, entry, beat in zip(names, values[::2], values[1::2], strict=True):
-                member = msgspec.json.decode(entry, type=Member)
+            for name, entry, beat in zip(self._roster, values[::2], values[1::2], strict=True):
+                member = self._member_of(name, entry) or self._table.by_name.get(name)
+                if member is None:
+                    continue
                 if member.is_alive:
                     self._table.observe(member, beat, now)
                 else:  # its own entry, the last before it left
                     self._table.remove(name)
+
+    def _member_of(self, name: str, entry: bytes) -> Member | None:
+        """The member that wrote an entry of the store; None for an entry that no member of this run wrote. Its last one holds."""
+        try:
+            return msgspec.json.decode(verify_entry(self._secret, f"fleet/member/{name}", entry), type=Member)
+        except MessageRefused as refusal:
+            if self._refused.get(name) != entry:
+                self._refused[name] = entry
+                _log.warning("%s ignores an entry of the store: %s", self.name, refusal)
+        return None
 
     def _beat(self, store: StoreClient) -> None:
         """Send heartbeats and refresh the table. Waits for its own clock; woken early by `leave`."""
@@ -303,10 +327,17 @@ class StoreFleet(Fleet):
                 self._on_gone(StoreGone(f"{self.name}: the fleet's store at {self.store_address} is gone ({error})"))
 
     def _watch(self) -> None:
-        """End the process when the store stops answering: a frozen host wakes no client. Waits for its own clock."""
-        patience_s = 3 * self.settings.expiry_s
+        """End the process when the store stops answering: a frozen host wakes no client. Waits for its own clock.
+
+        Time that this process itself was stopped (a debugger, a frozen container) does not count.
+        """
+        patience_s, looked_at = 3 * self.settings.expiry_s, time.monotonic()
         while not self._leaving.wait(self.settings.heartbeat_s):
-            if (silence_s := time.monotonic() - self._heard_at) > patience_s:
+            stopped_s = time.monotonic() - looked_at - self.settings.heartbeat_s
+            looked_at += self.settings.heartbeat_s + stopped_s
+            if stopped_s > self.settings.heartbeat_s:
+                self._heard_at = min(self._heard_at + stopped_s, looked_at)
+            if (silence_s := looked_at - self._heard_at) > patience_s:
                 error = f"{self.name}: the fleet's store at {self.store_address} has not answered for {silence_s:.0f} s"
                 self._on_gone(StoreGone(error))
                 return

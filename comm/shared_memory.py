@@ -2,14 +2,17 @@
 
 The supervisor creates the memfd and passes it to its child in `HEADRACE_SEGMENT_FD`; other processes on the host open it as
 /proc/<supervisor>/fd/<number>. So no name is left over, and the memory survives the relay's process and ends with the
-supervisor. Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks
-of a dead process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader
+supervisor. The path that others get names a token too, which the header page must hold: the number of a descriptor may by then
+belong to another file. The memfd is sealed against shrinking, so no other process can take mapped pages away.
+
+Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks of a dead process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader
 checks again after its copy, tells whether the copy is valid.
 """
 
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 import threading
 from collections import defaultdict
@@ -17,12 +20,14 @@ from enum import Enum
 
 import numpy as np
 
-from .environment import SEGMENT_FD
+from .environment import SEGMENT_FD, create_memfd, is_sealed
 from .errors import PeerGone
 
 HEADER_BYTES = 4096
 _PAGE = 4096
 _SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the owner's
+_TOKEN_BYTES = 32  # at the end of the header page
+_TOKEN_AT = HEADER_BYTES - _TOKEN_BYTES
 
 
 class Lock(Enum):
@@ -36,14 +41,16 @@ class Lock(Enum):
 class Segment:
     """One opening of the memfd, with its own locks and its own mapping."""
 
-    def __init__(self, fd: int, path: str) -> None:
-        self.path = path
+    def __init__(self, fd: int, file: str) -> None:
         self._fd = fd
         self._lock = threading.Lock()
         self._shared_locks: dict[int, int] = defaultdict(int)
         if os.fstat(fd).st_size < HEADER_BYTES:
             os.ftruncate(fd, HEADER_BYTES)
-        words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64)
+            os.pwrite(fd, secrets.token_bytes(_TOKEN_BYTES), _TOKEN_AT)
+        self.path = f"{file}#{os.pread(fd, _TOKEN_BYTES, _TOKEN_AT).hex()}"
+        """For `open` in other processes of the host."""
+        words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64, count=_TOKEN_AT // 8)
         self._shape = words[:_SHAPE_WORDS]
         self.words = words[_SHAPE_WORDS:]
         """The header's int64 words for the user of the slots; all 0 in a new segment."""
@@ -53,7 +60,7 @@ class Segment:
     @staticmethod
     def create_anonymous(name: str = "headrace") -> "Segment":
         """A segment that this process owns itself, for processes without a supervisor."""
-        fd = os.memfd_create(name)
+        fd = create_memfd(name)
         return Segment(fd, f"/proc/{os.getpid()}/fd/{fd}")
 
     @staticmethod
@@ -66,10 +73,15 @@ class Segment:
     @staticmethod
     def open(path: str) -> "Segment":
         """Another process's segment; raises `PeerGone` when its owner is gone."""
+        file, _, token = path.partition("#")
         try:
-            return Segment(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise PeerGone(f"no segment at {path}: {error}") from error
+            raise PeerGone(f"no segment at {file}: {error}") from error
+        if not is_sealed(fd) or os.pread(fd, _TOKEN_BYTES, _TOKEN_AT).hex() != token:
+            os.close(fd)
+            raise PeerGone(f"{file} is another file than the segment announced")
+        return Segment(fd, file)
 
     @property
     def slot_bytes(self) -> int:

@@ -1,10 +1,9 @@
-"""Envelopes: a message with its sender and sequence number, signed by an HMAC-SHA256 under the run's secret.
+"""Signatures under the run's secret (HMAC-SHA256): of messages, and of the entries that members write into the store.
 
 An envelope is one line of JSON (sender, sequence number, signature), then the message's JSON. The signature is over sender,
-receiver, sequence number and body.
+receiver, sequence number and body. Each purpose has a key of its own, so no signature serves twice.
 """
 
-import hashlib
 import hmac
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from .errors import MessageRefused
 from .messages.base import Message
 from .messages.codec import decode, encode
 
+_SIGNATURE_BYTES = 32
 _MAX_ENVELOPE_BYTES = 4 << 20  # a store takes 8 MiB a value; above that it resets the connection
 
 
@@ -30,11 +30,29 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     signature: str
 
 
+def derive_key(secret: bytes, purpose: str) -> bytes:
+    """The key of a purpose, 32 bytes."""
+    return hmac.digest(secret, purpose.encode(), "sha256")
+
+
+def sign_entry(secret: bytes, name: str, entry: bytes) -> bytes:
+    """The value of the store's key `name`: the signature, then the entry."""
+    return hmac.digest(derive_key(secret, f"entry {name}"), entry, "sha256") + entry
+
+
+def verify_entry(secret: bytes, name: str, signed: bytes) -> bytes:
+    """The entry that a member wrote under `name`; raises `MessageRefused`."""
+    signature, entry = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(derive_key(secret, f"entry {name}"), entry, "sha256")):
+        raise MessageRefused(f"wrong signature of {name}")
+    return entry
+
+
 class MessageSigner:
     """Signs messages and verifies them; remembers the highest sequence number seen of each sender."""
 
     def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+        self._key = derive_key(secret, "messages")
         self._seen: dict[tuple[str, str], int] = {}
 
     def sign(self, sender: str, to: str, sequence: int, message: Message) -> bytes:
@@ -54,7 +72,8 @@ class MessageSigner:
             head = msgspec.json.decode(line, type=_Head)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MessageRefused(f"not an envelope: {error}") from error
-        if not hmac.compare_digest(head.signature, self._signature(head.sender, to, head.sequence, body)):
+        signature = self._signature(head.sender, to, head.sequence, body)
+        if not hmac.compare_digest(head.signature.encode(), signature.encode()):
             raise MessageRefused(f"wrong signature for sender {head.sender!r}")
         if head.sequence <= self._seen.get((head.sender, to), -1):
             raise MessageRefused(f"message {head.sequence} of {head.sender!r} was seen before")
@@ -63,4 +82,4 @@ class MessageSigner:
 
     def _signature(self, sender: str, to: str, sequence: int, body: bytes) -> str:
         parts = msgspec.json.encode([sender, to, sequence]) + b"\n" + body
-        return hmac.new(self._secret, parts, hashlib.sha256).hexdigest()
+        return hmac.digest(self._key, parts, "sha256").hex()

@@ -172,7 +172,8 @@ class _Attendance:
 
     def present(self, store: StoreClient, now: float) -> tuple[int, int]:
         """The number of members that have joined so far, and the number of them that are present."""
-        names = store.get(ROSTER).decode().split() if store.check([ROSTER]) else []
+        roster = store.get(ROSTER).decode(errors="replace").split() if store.check([ROSTER]) else []
+        names = [name for name in dict.fromkeys(roster) if store.check([f"fleet/beat/{name}"])]
         num_present = 0
         for name in names:
             beat = store.get(f"fleet/beat/{name}")

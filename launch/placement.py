@@ -14,6 +14,12 @@ from msgspec.structs import astuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RoleSettings
 
+RESTARTABLE = frozenset({"relay", "rollout", "shard", "reference", "task"})
+"""Roles whose processes are started again when they die; the death of any other ends the run.
+
+A relay's weights survive in its supervisor's memory. Its rows survive in another relay, or are generated again.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -120,14 +126,6 @@ def _place_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict
             if ranks and len(relay_of_rank) < num_relays:
                 relay_of_rank[ranks.pop()] = len(relay_of_rank)
     return relay_of_rank
-
-
-def restartable_roles(roles: RoleSettings) -> frozenset[str]:
-    """Roles whose processes are started again when they die; the death of any other ends the run.
-
-    A relay is one of them if there are several: another relay then has copies of its rows and weights.
-    """
-    return frozenset({"rollout", "shard", "reference", "task"} | ({"relay"} if count_relays(roles) > 1 else set()))
 
 
 def visible_devices(placement: Placement, num_gpus: int, staging: str | None = None) -> str:

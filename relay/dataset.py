@@ -5,6 +5,8 @@ Rows come from a JSONL file, a parquet file or a Hugging Face data set. JSONL ne
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +17,10 @@ import numpy as np
 from ..comm.errors import SettingError
 from ..comm.messages.base import GroupId
 from ..comm.recipe import DataSettings
+
+MAX_ROW_BYTES = 2 << 20
+"""Most bytes of one row as JSON: it travels in a message."""
+_NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 
 class DatasetRows(Protocol):
@@ -30,7 +36,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise SettingError(f"data.path: {path} does not exist") from None
         except UnicodeDecodeError as error:
@@ -47,7 +53,7 @@ class JsonLines:
 
 
 class TableRows:
-    """A data set of the `datasets` library."""
+    """A data set of the `datasets` library. A number that is not finite is null."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -56,7 +62,11 @@ class TableRows:
         return len(self._table)
 
     def __getitem__(self, index: int, /) -> bytes:
-        return json.dumps(self._table[index], default=str).encode()
+        row = self._table[index]
+        try:
+            return json.dumps(row, default=str, allow_nan=False).encode()
+        except ValueError:  # a table's missing numbers are NaN, which JSON lacks
+            return json.dumps(_without_nan(row), default=str).encode()
 
 
 class PromptPool:
@@ -100,16 +110,33 @@ def open_rows(settings: DataSettings) -> DatasetRows:
 def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
     """The prompt of each row: text, or a list of chat messages. Raises `SettingError` at the first row without one."""
     for index in range(len(rows)):
+        if len(rows[index]) > MAX_ROW_BYTES:
+            raise SettingError(
+                f"data.path: {path}:{index + 1} has {len(rows[index])} bytes; at most {MAX_ROW_BYTES} fit"
+            )
         try:
-            row = json.loads(rows[index])
-        except json.JSONDecodeError as error:
-            raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error.msg})") from error
+            row = msgspec.json.decode(rows[index])  # as its readers will
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(rows[index]) else ""
+            raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error}){hint}") from error
         if not isinstance(row, dict) or "prompt" not in row:
             has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
             raise SettingError(f"data.path: {path}:{index + 1} has no `prompt` column; {has}")
         if not isinstance(row["prompt"], str | list):
             raise SettingError(f"data.path: {path}:{index + 1}: `prompt` must be text or a list of chat messages")
         yield row["prompt"]
+
+
+def _without_nan(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _without_nan(each) for key, each in value.items()}
+        case list():
+            return [_without_nan(each) for each in value]
+        case _:
+            return value
 
 
 def _load_table(settings: DataSettings, path: Path) -> Any:

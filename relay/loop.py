@@ -6,9 +6,10 @@ go through threads and links of their own, never through this loop.
 
 import time
 
+from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet
 from ..comm.links.opening import staging_of
-from ..comm.messages import BusyReport, ConnectionLost, DropRows, ListStoredRows, Stop, StoredRows
+from ..comm.messages import BusyReport, ConnectionLost, DeclaredDead, DropRows, ListStoredRows, Stop, StoredRows
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
 from .weights.server import WeightServer
@@ -31,6 +32,10 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
                 unit.drop(keys)
             case ListStoredRows():
                 mailbox.send("hub", StoredRows(list(unit.listing())))
+            case DeclaredDead(incarnation=incarnation) if incarnation == fleet.incarnation:
+                raise PeerGone(
+                    f"{fleet.name} was silent and counts as dead; its next process brings a new storage unit"
+                )
             case Stop():
                 break
         if time.monotonic() - reported >= REPORT_S:

@@ -80,12 +80,17 @@ class HeldLeases:
             self._send()
 
     def take(self, grant: LeaseGrant, version: int) -> list[tuple[Lease, list[LeasedRow]]]:
-        """The groups of a grant with the trajectories to start. A grant for another version goes back to the hub."""
+        """The groups of a grant with the trajectories to start, on `version`.
+
+        A grant for another version goes back to the hub, unless it answers the present request: then only the weights have
+        changed since.
+        """
         if grant.request_id <= self._answered:
             return []  # a second answer to a repeated request
         self._answered = grant.request_id
         self._is_asking = self._is_asking and grant.request_id != self._request.request_id
-        if grant.version != version and not self._pacing.updates_mid_trajectory:
+        is_present = grant.request_id == self._request.request_id
+        if grant.version != version and not is_present and not self._pacing.updates_mid_trajectory:
             self._mailbox.send("hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases]))
             return []
         self._taken += len(grant.leases)

@@ -78,11 +78,7 @@ class Rollout:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
         self._read_messages()
         self.migration.advance()
-        is_outdated = self.generator.weights.newest() > self.generator.weights.version
-        if not self.migration.is_under_way and self._pacing.takes_weights(is_outdated, self.generator.idle):
-            self._take_weights()
-            is_outdated = False
-        self._request_leases(is_outdated)
+        self._request_leases(self._update_weights())
         self._generate()
         self._submit_scored()
         self._report()
@@ -102,6 +98,7 @@ class Rollout:
     def handle(self, envelope: Envelope) -> None:
         match envelope.message:
             case LeaseGrant() as grant:
+                self._update_weights()  # a version may have come out since the last turn
                 for lease, fresh in self.leases.take(grant, self.generator.weights.version):
                     self._start_group(lease, fresh)
             case Stop():
@@ -119,6 +116,15 @@ class Rollout:
             self._take_weights()
             if self._pacing.repacks:
                 self.migration.begin()
+
+    def _update_weights(self) -> bool:
+        """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
+        weights = self.generator.weights
+        is_outdated = weights.newest() > weights.version
+        if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self.generator.idle):
+            return is_outdated
+        self._take_weights()
+        return False
 
     def _take_weights(self) -> None:
         """Switch to the newest version; unfinished trajectories continue under it."""

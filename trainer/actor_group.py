@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..comm.fleet import Fleet, StoreFleet
 from ..comm.host import bind_process_groups
 from ..comm.messages import Message, decode, encode
+from ..comm.recipe import TrainerSettings
 from ..comm.store import connect_store
 from ..comm.waits import waiting
 
@@ -28,18 +29,24 @@ _SLACK_S = 60.0  # a rank waits while rank 0 waits for the hub, so its bound is 
 
 
 class ActorGroup:
-    """The ranks of the trainer; with `size` 1 nothing is sharded and the collectives do nothing."""
+    """The ranks of the trainer; with `size` 1 the collectives do nothing, and nothing is sharded except for offload."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, deadline_s: float, settings: TrainerSettings | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self._deadline_s = deadline_s
+        self._settings = settings or TrainerSettings()
+        self._is_connected = False
 
     @staticmethod
-    def join(fleet: Fleet, size: int, device: torch.device, deadline_s: float) -> "ActorGroup":
+    def join(
+        fleet: Fleet, size: int, device: torch.device, deadline_s: float, settings: TrainerSettings
+    ) -> "ActorGroup":
         """Open the process group on the fleet's store. It is the default group of the trainer's processes."""
-        group = ActorGroup(fleet.me.index, size, device, deadline_s)
+        group = ActorGroup(fleet.me.index, size, device, deadline_s, settings)
         if size > 1:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
             bind_process_groups(fleet.address)
@@ -58,6 +65,7 @@ class ActorGroup:
                 world_size=self.size,
                 timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
             )
+        self._is_connected = True
 
     def clone_for_thread(self) -> "ThreadGroup | None":
         """A second group of the same ranks, for the collectives of a thread of each; None for a single rank."""
@@ -69,14 +77,28 @@ class ActorGroup:
         return self.rank == 0
 
     def shard(self, policy: "Policy") -> None:
-        """Shard the policy by rows over the ranks: each layer, then the rest."""
-        if self.size == 1:
+        """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device.
+
+        Its parameters may be uninitialised: only a rank's own rows are touched. With `trainer.shard_ranks`, ranks of the same
+        place in their group hold the same rows, and gradients are also summed over them (HSDP). With `trainer.offload` the
+        shards are in host memory.
+        """
+        if self.size == 1 and not self._settings.offload:
+            policy.to(self.device)
             return
-        mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        if not self._is_connected:
+            self.connect(HashStore())
+        shards = self._settings.shard_ranks or self.size
+        sizes, names = ((self.size,), ("shard",))
+        if shards < self.size:
+            sizes, names = ((self.size // shards, shards), ("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        is_offloaded = self._settings.offload and self.device.type == "cuda"
+        offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
         layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
         for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(policy, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=offload)
+        fully_shard(policy, mesh=mesh, offload_policy=offload)
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -85,8 +107,9 @@ class ActorGroup:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def close(self) -> None:
-        if self.size > 1:
+        if self._is_connected:
             dist.destroy_process_group()
+            self._is_connected = False
 
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
@@ -105,22 +128,22 @@ class ThreadGroup:
         self._deadline_s = deadline_s
         ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         assert isinstance(ranks, dist.ProcessGroup)
-        self._ranks = ranks
+        self.process_group = ranks
 
     def broadcast(self, message: Message | None) -> Message:
         """Rank 0's message on all ranks; the others pass None and wait for it."""
         with waiting("actor 0", "the next message", self._deadline_s):
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message else torch.empty(0)
             length = torch.tensor([len(body)])
-            dist.broadcast(length, 0, group=self._ranks)
+            dist.broadcast(length, 0, group=self.process_group)
             if message is None:
                 body = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(body, 0, group=self._ranks)
+            dist.broadcast(body, 0, group=self.process_group)
         return decode(body.numpy().tobytes())
 
     def true_anywhere(self, flags: Sequence[bool]) -> list[bool]:
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._ranks)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.process_group)
         return tensor.bool().tolist()
 
 

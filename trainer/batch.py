@@ -30,6 +30,10 @@ class Trajectory:
     """One for the whole response, or [R], one for each token."""
     ref_logprobs: np.ndarray | None = None
     """[R] float32, by the initial policy."""
+    proximal_logprobs: np.ndarray | None = None
+    """[R] float32, by the policy at the start of the version in training, if it has been updated since."""
+    versions: np.ndarray | None = None
+    """[R] int32: the version of each token; None means `version` for all."""
     num_non_finite: int = 0
     """Tokens that lost their loss, since a column has no finite number for them."""
 
@@ -62,6 +66,7 @@ class Trajectory:
             version=row.version,
             advantage=numbers["advantages"],
             ref_logprobs=numbers.get("ref_logprobs"),
+            versions=columns.get("versions"),
             num_non_finite=wanted - int(mask.sum()),
         )
 
@@ -94,8 +99,10 @@ class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
-    targets, rollout_logprobs, advantages, mask, ref_logprobs (optional) [R]; is_fresh [R]: drawn by the version in training;
-    response_lengths [n] int64: response tokens of each trajectory, R in all.
+    targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
+    token; response_lengths [n] int64: response tokens of each trajectory, R in all. ref_logprobs, proximal_logprobs [R] are None
+    if a trajectory lacks them. `progress`, from 0 to below 1: the share of the version's updates that the policy in training
+    has had; with 0 it is itself the proximal policy.
     """
 
     token_ids: Tensor
@@ -105,23 +112,34 @@ class PackedBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
-    is_fresh: Tensor
+    staleness: Tensor
     response_lengths: Tensor
+    progress: float
     ref_logprobs: Tensor | None
+    proximal_logprobs: Tensor | None
+
+    @property
+    def is_fresh(self) -> Tensor:
+        """[R] bool: drawn by the policy in training."""
+        return (self.staleness == 0) & (self.progress == 0)
 
 
-def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> PackedBatch:
-    """Pack trajectories end to end; `version` is the one in training."""
+def pack(trajectories: list[Trajectory], version: int, device: torch.device, progress: float = 0.0) -> PackedBatch:
+    """Pack trajectories end to end; `version` is the one in training, and `progress` its share of updates that are done."""
     lengths = [t.num_tokens for t in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on.
     predictors = [
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
-    refs = [t.ref_logprobs for t in trajectories if t.ref_logprobs is not None]
+    versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays))).to(device=device, dtype=dtype)
+
+    def optional(arrays: list[np.ndarray | None]) -> Tensor | None:
+        found = [array for array in arrays if array is not None]
+        return joined(found, torch.float32) if len(found) == len(arrays) else None
 
     return PackedBatch(
         token_ids=joined((a for t in trajectories for a in (t.prompt_ids, t.response_ids)), torch.long),
@@ -131,10 +149,9 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device) -> 
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
         advantages=joined((np.broadcast_to(t.advantage, len(t.response_ids)) for t in trajectories), torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
-        is_fresh=joined(
-            [np.repeat([t.version == version for t in trajectories], [len(t.response_ids) for t in trajectories])],
-            torch.bool,
-        ),
+        staleness=version - joined(versions, torch.long),
         response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
-        ref_logprobs=None if len(refs) < len(trajectories) else joined(refs, torch.float32),
+        progress=progress,
+        ref_logprobs=optional([t.ref_logprobs for t in trajectories]),
+        proximal_logprobs=optional([t.proximal_logprobs for t in trajectories]),
     )

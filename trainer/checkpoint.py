@@ -1,25 +1,35 @@
-"""Checkpoints of the trainer: `checkpoints/step_N/{dcp,hf}` and the `latest` pointer, written last and atomically.
+"""Checkpoints of the trainer: the state that they hold, and the thread that writes them while training goes on.
 
-A folder that `latest` does not name may be incomplete; a run never resumes from it.
+The state is copied into the host's memory between two steps (`staged`); a thread writes the copy. `relay/checkpoints.py`
+says what makes a checkpoint whole.
 """
 
-import os
 import shutil
+import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..comm.errors import SettingError
+from ..comm.recipe import CheckpointSettings
+from ..comm.waits import waiting
+from ..relay.checkpoints import CheckpointFolder
 
 if TYPE_CHECKING:
-    from .actor_group import ActorGroup
+    from .actor_group import ThreadGroup
+
+# DCP says that it runs in a single process, which is right for one rank of the trainer.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class TrainingState(Stateful):
@@ -46,45 +56,100 @@ class TrainingState(Stateful):
         self.step = int(state_dict["step"])
 
 
-class Checkpoints:
-    """The folder `checkpoints/` of a run, with the newest `keep`. `save` and `load` are collectives of `group`."""
-
-    def __init__(self, run_dir: Path, keep: int, group: "ActorGroup") -> None:
-        self.folder = run_dir / "checkpoints"
-        self.keep = keep
-        self.group = group
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step_{step}"
-
-    def latest(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        pointer = self.folder / "latest"
-        return int(pointer.read_text().removeprefix("step_")) if pointer.exists() else None
-
-    def save(self, state: TrainingState) -> Path:
-        """Write the training state beside the `hf` folder that the caller has written, and move the pointer."""
-        path = self.path(state.step)
-        with _quiet():
-            save({"trainer": state}, checkpoint_id=path / "dcp", no_dist=self.group.size == 1)
-        if self.group.is_lead:
-            pointer = self.folder / "latest.new"
-            pointer.write_text(path.name)
-            os.replace(pointer, self.folder / "latest")
-            steps = sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
-            for step in steps[: -self.keep]:
-                shutil.rmtree(self.path(step))
-        return path
-
-    def load(self, state: TrainingState, step: int) -> None:
-        """Load the checkpoint of a step into `state`."""
-        with _quiet():
-            load({"trainer": state}, checkpoint_id=self.path(step) / "dcp", no_dist=self.group.size == 1)
+def staged(state: Any) -> Any:
+    """A state with all its tensors, or shards of tensors, copied into the host's memory."""
+    if is_traceable_wrapper_subclass(state):  # a shard, or an 8-bit state: `to` would not copy its parts on a CPU
+        names, context = state.__tensor_flatten__()
+        parts = {name: staged(getattr(state, name)) for name in names}
+        return type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: staged(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(staged, state))
+    return state
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's warning that it runs in a single process, which is right for one actor rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def save_state(state: dict[str, Any], folder: Path, team: "ThreadGroup | None") -> None:
+    """Write a staged state; a collective of `team`, None for a single rank. Raises the error of a rank that failed."""
+    try:
+        group = None if team is None else team.process_group
+        save({"trainer": state}, checkpoint_id=folder / "dcp", no_dist=team is None, process_group=group)
+    except CheckpointException as error:  # it is not an `Exception`
+        raise _first_failure(error) from error
+
+
+def load_state(state: TrainingState, folder: Path, *, is_alone: bool) -> None:
+    """Load what `save_state` wrote; a collective unless `is_alone`. Raises `SettingError` if it does not fit."""
+    try:
+        load({"trainer": state}, checkpoint_id=folder / "dcp", no_dist=is_alone)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        cause = _first_failure(error) if isinstance(error, CheckpointException) else error
+        first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise SettingError(f"run.resume: {folder} does not fit this run: {first_line}") from error
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time, each in a thread of its own, until `close`.
+
+    An error of a thread is raised by the next call. Rank 0 of the trainer (`is_lead`) seals what all ranks wrote.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: CheckpointSettings,
+        deadline_s: float,
+        *,
+        is_lead: bool,
+        on_written: Callable[[int, str], None],
+    ) -> None:
+        """`on_written` is called in the thread of rank 0 with the step and the path of a whole checkpoint."""
+        self.folder = CheckpointFolder(run_dir)
+        self.newest = 0
+        """The step of the newest checkpoint that was begun."""
+        self._settings = settings
+        self._deadline_s = deadline_s
+        self._is_lead = is_lead
+        self._on_written = on_written
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> None:
+        """Write the state after `step` steps by `write`, once the checkpoint before is written."""
+        self.close()
+        self.newest = step
+        self._thread = threading.Thread(target=self._run, args=(step, write, score), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error that ended a thread, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with waiting("the disk", f"checkpoint step_{self.newest}", self._deadline_s) as wait:
+                wait.until(lambda: not thread.is_alive())
+        self.check()
+
+    def _run(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
+        try:
+            path = self.folder.begin(step) if self._is_lead else self.folder.path(step)
+            write(path)
+            if self._is_lead:
+                self.folder.seal(step, score)
+                self._on_written(step, str(path))
+                self.folder.prune(step, self._settings.keep, keep_best=bool(self._settings.best))
+        except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
+            self._error = error
+            shutil.rmtree(self.folder.path(step) / "dcp", ignore_errors=True)
+
+
+def _first_failure(error: CheckpointException) -> Exception:
+    """The error of the first rank that failed; DCP wraps the errors of all ranks."""
+    causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
+    return causes[0] if causes else RuntimeError(str(error))

@@ -19,9 +19,12 @@ NEEDED = ("prompt_ids", "response_ids")
 
 def packed_logprobs(policy: Policy, batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
-    with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
+    half = torch.bfloat16 if recipe.model.dtype == "bfloat16" else None
+    # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
+    device = batch.token_ids.device.type
+    with torch.autocast(device, half or torch.bfloat16, enabled=half is not None, cache_enabled=False):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
-    return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0)
+    return policy.token_logprobs(hidden[batch.predictors], batch.targets, recipe.sampling.temperature or 1.0, half)
 
 
 def response_logprobs(policy: Policy, batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:

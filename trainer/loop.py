@@ -10,15 +10,18 @@ from pathlib import Path
 import torch
 
 from ..comm.clock import Clock
+from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
+from ..relay.checkpoints import CheckpointFolder
 from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream, RunStopped
 from ..relay.queue.tasks import REFERENCE
+from .checkpoint import CheckpointWriter
 from .learners.base import open_learner
 from .metrics import MetricsLog, Value, console_line
 from .step_log import StepLog
@@ -34,11 +37,24 @@ class Trainer:
         self.storage = ReplicatedRows(fleet)
         self.learner = open_learner(fleet, recipe)
         self.group = self.learner.group
+        if recipe.run.resume == "auto" and (step := CheckpointFolder(self.run_dir).latest()) is not None:
+            self.learner.restore(CheckpointFolder(self.run_dir).path(step))
         self.step_log = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.mailbox = fleet.open_mailbox(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
+        self.checkpoints = CheckpointWriter(
+            self.run_dir,
+            recipe.checkpoint,
+            recipe.comm.deadline_s,
+            is_lead=self.group.is_lead,
+            on_written=lambda step, path: self.mailbox.send("hub", CheckpointWritten(step, path)),
+        )
+        self.checkpoints.newest = self.learner.version
+        self.checkpoint_after = -1
+        """A checkpoint of a later step than this is wanted, beside those of `checkpoint.every`."""
+        self.metrics: dict[str, Value] = {}
         tasks = [TRAIN]
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
             tasks.append(REFERENCE.name)
@@ -62,12 +78,12 @@ class Trainer:
             while (step := self.learner.version) < self.recipe.run.steps:
                 self.train_step(step)
                 every = self.recipe.checkpoint.every
-                if every and (step + 1) % every == 0:
-                    path = self.learner.checkpoint()
-                    if self.recorder is not None:
-                        self.mailbox.send("hub", CheckpointWritten(self.learner.version, path))
+                if self.checkpoint_after >= self.checkpoints.newest or (every and (step + 1) % every == 0):
+                    self.checkpoint()
+                self.checkpoints.check()
         except RunStopped:
             self.learner.discard()
+            self.checkpoint_after = self.learner.version
         self.finish()
 
     def train_step(self, step: int) -> None:
@@ -83,6 +99,7 @@ class Trainer:
                 self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
                 continue
             received, total, fleet_metrics = received + len(taken.groups), taken.total, taken.metrics
+            self.checkpoint_after = max(self.checkpoint_after, taken.checkpoint_after)
             if self.step_log is not None:
                 self.step_log.add(batch)
             self.trace.enter("train", step=step)
@@ -93,8 +110,21 @@ class Trainer:
         metrics |= self.publish()
         if self.step_log is not None:
             self.step_log.write(step)
+        self.metrics = metrics | fleet_metrics
         if self.recorder is not None:
-            self.recorder.step(step, self.clock.now() - started, self.waited_s, stats, metrics | fleet_metrics)
+            self.recorder.step(step, self.clock.now() - started, self.waited_s, stats, self.metrics)
+
+    def checkpoint(self) -> None:
+        """Copy the state of training, which a thread writes while training goes on."""
+        self.trace.enter("checkpoint")
+        best = self.recipe.checkpoint.best
+        score = self.metrics.get(best)
+        if not isinstance(score, float | int):
+            score = None
+            if best and self.group.is_lead:
+                names = ", ".join(sorted(self.metrics))
+                raise SettingError(f"checkpoint.best: a step has no number '{best}'; it has {names}")
+        self.checkpoints.begin(self.learner.version, self.learner.stage(), score)
 
     def next_batch(self, step: int) -> Batch:
         """This rank's share of the next batch. Raises `RunStopped` on all ranks when the hub ends the run."""
@@ -114,6 +144,10 @@ class Trainer:
     def finish(self) -> None:
         """Export the last weights, send the hub the facts for the summary, and close everything."""
         self.stream.close()
+        is_due = self.recipe.checkpoint.every or self.checkpoint_after >= self.checkpoints.newest
+        if is_due and self.learner.version > self.checkpoints.newest:
+            self.checkpoint()
+        self.checkpoints.close()
         export = self.learner.export()
         self.learner.close()
         self.trace.close()
@@ -131,7 +165,7 @@ class RunRecorder:
         self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock)
         self.num_steps = trainer.recipe.run.steps
         self.clock = trainer.clock
-        self.rewards: list[float] = []
+        self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
         self.num_tokens = 0
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:

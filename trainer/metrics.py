@@ -3,10 +3,12 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from ..comm.clock import Clock
+from ..relay.checkpoints import write_durably
 
 Value = float | int | Mapping[str, int]
 
@@ -16,7 +18,9 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, first_step: int, clock: Clock) -> None:
         self.path = run_dir / "metrics.jsonl"
-        _keep_before(self.path, first_step)
+        self.kept = _keep_before(self.path, first_step)
+        """The steps before a resumed run."""
+        self._earlier_s: float = self.kept[-1]["time_s"] if self.kept else 0.0
         self._file = self.path.open("a", encoding="utf-8")
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=first_step or None)
         self._clock = clock
@@ -27,8 +31,8 @@ class MetricsLog:
         return self._clock.now() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of optimizer step `step` (counted from 0)."""
-        row = {"step": step, "time_s": round(self.elapsed_s, 3), **metrics}
+        """Record the metrics of optimizer step `step` (counted from 0); `time_s` goes on where a resumed run ended."""
+        row = {"step": step, "time_s": round(self._earlier_s + self.elapsed_s, 3), **metrics}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in metrics.items():
@@ -52,8 +56,11 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str
     )
 
 
-def _keep_before(path: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run repeats."""
-    if path.exists():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] < step]
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def _keep_before(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the lines of steps that a resumed run repeats, and a last line without an end; returns the others."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in lines if json.loads(line)["step"] < step]
+    write_durably(path, "".join(kept).encode())
+    return [json.loads(line) for line in kept]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
-    "mismatch_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
+    "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
+    "router_loss",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -26,8 +27,8 @@ _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 class StepStats:
     """Statistics of the data of one optimizer step.
 
-    Importance weights count all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the
-    mismatch of generator and trainer apart from staleness.
+    `is/*` counts all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the mismatch of
+    generator and trainer apart from staleness; `staleness/kl` and `staleness/limited_frac` count only the others.
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,7 @@ class StepStats:
             return
         self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
+        self._add(limited=terms.limited, limited_fresh=terms.limited_fresh)
         ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
@@ -81,6 +83,12 @@ class StepStats:
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
+        difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)[mask & ~batch.is_fresh]
+        self._add(stale_kl=(difference.exp() - 1 - difference).sum())
+
+    def add_router_loss(self, router_loss: Tensor) -> None:
+        """Add the load-balancing loss of a micro-batch, times its weight."""
+        self._add(router_loss=router_loss)
 
     def non_finite(self) -> list[str]:
         """Names of the sums that are not finite."""
@@ -119,11 +127,17 @@ class StepStats:
             "staleness/max": float(max(staleness)),
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
+        if s["router_loss"]:
+            out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:
             out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
             out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]
             out["mismatch/logprob_abs_diff"] = s["logprob_diff"] / s["fresh"]
             out["mismatch/kl"] = s["mismatch_kl"] / s["fresh"]
+            out["mismatch/limited_frac"] = s["limited_fresh"] / s["fresh"]
+        if stale := s["tokens"] - s["fresh"]:
+            out["staleness/kl"] = s["stale_kl"] / stale
+            out["staleness/limited_frac"] = s["limited"] / stale
         return out
 
     def _add(self, **values: Tensor | float) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import LinkBroken
+from .seal import Seal
 
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -17,6 +18,8 @@ class Link(Protocol):
     """One end of a link. Buffers are one-dimensional uint8 arrays of any length, 0 included."""
 
     backend: str
+    seal: Seal | None
+    """Of the frames on this link, once `authenticate` has run; None within a process."""
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes of `buffer`, which is free for reuse afterwards. Raises `LinkBroken`."""
@@ -29,7 +32,10 @@ class Link(Protocol):
 
 
 def authenticate(link: Link, name: str, end: int, secret: bytes, deadline_s: float) -> None:
-    """Prove to the other end that this one knows `secret`, and check its proof. On failure closes the link and raises."""
+    """Prove to the other end that this one knows `secret`, check its proof, and agree on the key of the link's seal.
+
+    On failure closes the link and raises `LinkBroken`.
+    """
     mine = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), dtype=np.uint8)
     theirs, proof = np.empty(_NONCE_BYTES, np.uint8), np.empty(_PROOF_BYTES, np.uint8)
     _exchange(link, end, mine, theirs, deadline_s)
@@ -37,6 +43,8 @@ def authenticate(link: Link, name: str, end: int, secret: bytes, deadline_s: flo
     if not hmac.compare_digest(proof.tobytes(), _proof(secret, name, 1 - end, mine).tobytes()):
         link.close()
         raise LinkBroken(f"link {name}: the other end does not know the run's secret")
+    first, second = (mine, theirs) if end == 0 else (theirs, mine)
+    link.seal = Seal(hmac.digest(secret, f"seal {name} ".encode() + first.tobytes() + second.tobytes(), "sha256"), end)
 
 
 def _exchange(link: Link, end: int, mine: np.ndarray, theirs: np.ndarray, deadline_s: float) -> None:

@@ -31,6 +31,7 @@ class StagedLink:
 
     def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: "Link") -> None:
         self.backend = backend
+        self.seal = control_link.seal
         self._control_link = control_link
         self._group: ProcessGroup | None = group
         self._end = end

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 
 from ..errors import LinkBroken
+from .seal import Seal
 
 _UNANSWERED_MS = 20_000
 """Milliseconds after which a connection breaks whose bytes the other host does not take: it is cut off."""
@@ -19,6 +20,7 @@ class TcpLink:
     backend = "tcp"
 
     def __init__(self, connection: socket.socket) -> None:
+        self.seal: Seal | None = None
         self._socket = connection
         self._timeouts: dict[int, float] = {}
         # The kernel keeps the deadlines: it then moves a whole buffer in one call, without a poll for every segment.

@@ -20,7 +20,18 @@ from .queue import (
     StoredRows,
     TrainBatch,
 )
-from .run import BusyReport, CheckpointWritten, ConnectionLost, Failed, Interrupted, StepTrained, Stop, TrainingDone
+from .run import (
+    BusyReport,
+    CheckpointRequested,
+    CheckpointWritten,
+    ConnectionLost,
+    DeclaredDead,
+    Failed,
+    Interrupted,
+    StepTrained,
+    Stop,
+    TrainingDone,
+)
 from .weights import (
     FetchVersion,
     OpenPushLink,

@@ -59,7 +59,7 @@ class GroupRef(msgspec.Struct, frozen=True):
 class TrainBatch(Message, frozen=True, kw_only=True):
     """The answer to `RequestRows` for `train`: groups of `step` from number `first` of `total` on.
 
-    `metrics` are the fleet's figures at this moment.
+    `metrics` are the fleet's figures at this moment. A checkpoint of a later step than `checkpoint_after` is wanted.
     """
 
     request_id: int = 0
@@ -68,6 +68,7 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     total: int
     groups: list[GroupRef]
     metrics: dict[str, float]
+    checkpoint_after: int = -1
 
     def rows(self) -> list[RowRef]:
         return [row for group in self.groups for row in group.rows()]

@@ -10,10 +10,14 @@ class StepTrained(Message, frozen=True):
 
 
 class CheckpointWritten(Message, frozen=True):
-    """To the hub: the trainer has written a checkpoint after `step` optimizer steps."""
+    """To the hub: the checkpoint after `step` optimizer steps is whole; training may be further."""
 
     step: int
     path: str
+
+
+class CheckpointRequested(Message, frozen=True):
+    """To the hub: a process received the signal to write a checkpoint soon; the run continues."""
 
 
 class TrainingDone(Message, frozen=True):
@@ -27,6 +31,12 @@ class Stop(Message, frozen=True):
     """From the hub: the run ends; the process reports the rows that it holds and leaves."""
 
     reason: str
+
+
+class DeclaredDead(Message, frozen=True):
+    """From the hub: this incarnation of the process was declared dead while it was silent, and must make room for the next one."""
+
+    incarnation: int
 
 
 class Failed(Message, frozen=True):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import Count, NotNegative, Positive
+from .fields import AtLeastOne, Count, NotNegative, Positive
 
 
 class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Length of every prompt in tokens."""
     median_tokens: Count = 1600
     """Median length of a response in tokens. Lengths are log-normal, limited by `sampling.max_new_tokens`."""
-    p99_over_median: Annotated[float, Meta(ge=1)] = 10.0
+    p99_over_median: AtLeastOne = 10.0
     """The 99th percentile of the lengths over their median, before the limit."""
     train_us: NotNegative = 820.0
     """Microseconds of one GPU to train one token of prompt or response."""

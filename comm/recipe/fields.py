@@ -9,6 +9,7 @@ OptionalCount = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+AtLeastOne = Annotated[float, Meta(ge=1)]
 ScheduleName = Literal["sync", "one_step", "stream", "partial", "headrace"]
 
 

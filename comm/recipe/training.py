@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import Count, NotNegative, OptionalCount, Share, words
+from .fields import AtLeastOne, Count, NotNegative, OptionalCount, Share, words
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -12,6 +12,12 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated")] = "builtin"
     """The trainer: the project's own, emulated devices, or your own adapter (docs/service.md)."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only the layers' inputs for the backward pass and compute the rest again; `auto` where a GPU is too small else."""
+    offload: bool = False
+    """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
+    shard_ranks: Count | None = None
+    """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +41,16 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper clip of the importance ratio: 1 + clip_high."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
+    proximal: Literal["version", "loglinear", "rollout", "adaptive"] = "version"
+    """Policy that the clip compares with: of the step's start (decoupled), its estimate, or the generator's; `adaptive` widens."""
+    importance_sampling: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """Bounds of importance weights: truncate (TIS) or mask (IcePop), of each token or of whole responses."""
+    importance_sampling_cap: AtLeastOne = 2.0
+    """Largest importance weight of tokens of older versions; a mask also drops weights below 1 / cap."""
+    mismatch_cap: AtLeastOne = 2.0
+    """The same for tokens of the version in training: mismatch of generator and trainer alone."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0
@@ -49,6 +65,8 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tokens before `sampling.max_new_tokens` over which a penalty for length grows (DAPO); 0 is off."""
     overlong_penalty: NotNegative = 1.0
     """Penalty at `sampling.max_new_tokens`, subtracted from the reward before the advantage."""
+    router_aux_coef: NotNegative = 0.0
+    """Weight of the load-balancing loss of the routers of a mixture of experts; 0 for none."""
 
 
 class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +100,10 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount = 0
-    """Optimizer steps between two checkpoints; with 0 only the export at the end is written."""
+    """Optimizer steps between two checkpoints; with 0 a signal alone writes one."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
+    best: str = ""
+    """A metric such as `reward/mean`: the checkpoint with its highest value stays on disk too; empty keeps the newest only."""
+    grace_s: NotNegative = 60.0
+    """Seconds that an interrupted run has, beyond the usual 20, to write its last checkpoint."""

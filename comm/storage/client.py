@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..errors import LinkBroken, PeerGone, StorageFull, WrongDigest
+from ..errors import LinkBroken, MessageRefused, PeerGone, StorageFull, WrongDigest
 from ..host import host_id, split_address
 from ..links.base import authenticate
 from ..links.tcp import TcpLink
@@ -184,7 +184,7 @@ class StorageClient:
         try:
             with waiting(f"unit {self.address}", what, self._deadline_s):
                 yield
-        except (OSError, LinkBroken) as error:
+        except (OSError, LinkBroken, MessageRefused) as error:
             raise PeerGone(f"unit {self.address} is gone: {error}") from error
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ..errors import MessageRefused
 from .protocol import Column
 
 if TYPE_CHECKING:
@@ -24,19 +25,25 @@ _ENCODER = msgspec.msgpack.Encoder()
 def send_frame(link: "Link", message: msgspec.Struct, deadline_s: float) -> None:
     """Send a frame."""
     body = _ENCODER.encode(message)
+    if link.seal is not None:
+        body = link.seal.seal(body)
     link.send(np.frombuffer(_LENGTH.pack(len(body)) + body, np.uint8), deadline_s)
 
 
 def receive_frame(link: "Link", decoder: msgspec.msgpack.Decoder[T], deadline_s: float) -> T:
-    """The next frame. Raises `LinkBroken`, or `msgspec.DecodeError` for bytes that `decoder` does not accept."""
+    """The next frame. Raises `LinkBroken`, or `MessageRefused` for bytes that `decoder` does not accept."""
     head = np.empty(_LENGTH.size, np.uint8)
     link.receive(head, deadline_s)
     (num_bytes,) = _LENGTH.unpack(head.data)
     if num_bytes > _FRAME_LIMIT:
-        raise msgspec.DecodeError(f"a frame of {num_bytes} bytes")
-    body = np.empty(num_bytes, np.uint8)
-    link.receive(body, deadline_s)
-    return decoder.decode(body.data)
+        raise MessageRefused(f"a frame of {num_bytes} bytes")
+    frame = np.empty(num_bytes, np.uint8)
+    link.receive(frame, deadline_s)
+    body = frame.data if link.seal is None else link.seal.open(frame.tobytes())
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageRefused(f"not a frame: {error}") from error
 
 
 def refuse_objects(name: str, column: np.ndarray) -> None:

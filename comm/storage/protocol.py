@@ -1,6 +1,9 @@
 """The messages between a storage unit and its clients, as msgpack frames on a link."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -56,7 +59,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Reserve space for blocks of these sizes until the client's `Commit`; frees what it reserved before and never committed."""
 
-    sizes: list[int]
+    sizes: list[Annotated[int, Meta(ge=0)]]
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):

@@ -14,10 +14,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 
-import msgspec
 import numpy as np
 
-from ..errors import LinkBroken, StorageFull, WrongDigest
+from ..errors import LinkBroken, MessageRefused, StorageFull, WrongDigest
 from ..host import host_id, listen
 from ..links.base import authenticate
 from ..links.tcp import TcpLink
@@ -53,6 +52,7 @@ _TRANSFER_S = 60.0
 REATTACH_S = 0.2
 _IDLE_S = 1e9  # a client may be idle for the whole run; the end of its process closes the connection
 _CLOSE_S = 10.0
+_RETRY_S = 0.1
 
 
 class StorageServer:
@@ -117,8 +117,12 @@ class StorageServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                log.warning("unit %s cannot accept a connection, and tries again: %s", self.address, error)
+                self._closing.wait(_RETRY_S)  # the process has no descriptor left; clients that leave free theirs
+                continue
             link = TcpLink(connection)
             with self._lock:
                 self._links[link] = None
@@ -144,7 +148,7 @@ class StorageServer:
         except LinkBroken as error:
             is_broken = True
             log.debug("a client of unit %s has disconnected: %s", self.address, error)
-        except msgspec.DecodeError as error:
+        except MessageRefused as error:
             log.warning("unit %s closes a connection that sent a malformed frame: %s", self.address, error)
         finally:
             with self._lock:

@@ -15,7 +15,7 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
-from ...trainer.policy.families import check_exact_supported, check_supported
+from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .algorithm_checks import check_algorithm
 from .load import CONFIG_FILE
@@ -71,7 +71,20 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
+    _check_trainer(recipe)
     _check_emulation(recipe)
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    trainer, actors = recipe.trainer, recipe.roles.actor
+    if actors % (trainer.shard_ranks or actors):
+        raise SettingError(
+            f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"
+        )
+    if recipe.generator.exact and trainer.activation_checkpointing is True:
+        raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
+    if recipe.generator.exact and trainer.offload:
+        raise SettingError("trainer.offload: not with generator.exact, which runs on the CPU")
 
 
 def _check_emulation(recipe: Recipe) -> None:
@@ -87,11 +100,13 @@ def _check_emulation(recipe: Recipe) -> None:
 
 
 def check_family(recipe: Recipe, folder: Path) -> None:
-    """The policy's family is supported, and has exact mode where the recipe asks for it. Reads `config.json` alone."""
+    """The policy's family is supported, and has the features that the recipe asks for. Reads `config.json` alone."""
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
     if recipe.generator.exact:
         check_exact_supported(config)
+    if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
+        raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
 
 def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
@@ -102,7 +117,7 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
 
     from ...trainer.policy.families import check_splittable
 
-    check_splittable(AutoConfig.from_pretrained(policy.folder), recipe.rollout.tp)
+    check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), recipe.rollout.tp)
 
 
 def check_run_folder(recipe: Recipe) -> None:

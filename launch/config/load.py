@@ -66,7 +66,7 @@ def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
 def save_recipe(recipe: Recipe) -> Path:
     """Write the resolved recipe into its run folder; returns the path."""
     path = Path(recipe.run.dir) / CONFIG_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts, answers and the secret
     path.write_text(recipe_yaml(recipe), encoding="utf-8")
     return path
 

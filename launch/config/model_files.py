@@ -2,16 +2,15 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...comm.errors import SettingError
+from ...trainer.policy.checkpoint_files import find_checkpoint, weight_files
 from ...trainer.policy.families import text_part
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +26,14 @@ class ModelFiles:
     @classmethod
     def read(cls, path: str) -> "ModelFiles":
         """Read `model.path`; raises `SettingError` unless configuration, weights and tokenizer are there."""
-        folder = _find(path)
+        folder = find_checkpoint(path)
         config = read_config(folder)
         if not any((folder / name).exists() for name in _TOKENIZER_FILES):
             raise SettingError(f"model.path: {folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-        weights = sorted(folder.glob("*.safetensors"))
-        if not weights:
-            raise SettingError(f"model.path: {folder} has no *.safetensors weights")
         return cls(
             folder=folder,
             context=int(config.get("max_position_embeddings", 0)),
-            num_parameters=sum(_count_elements(file) for file in weights),
+            num_parameters=sum(_count_elements(file) for file in weight_files(folder)),
             kv_per_token=_kv_per_token(config),
         )
 
@@ -50,25 +46,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise SettingError(f"model.path: {folder} has no config.json, so it is not a Hugging Face checkpoint") from None
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: cannot read {folder / 'config.json'}: {error}") from error
-
-
-def _find(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).exists():
-        raise SettingError(f"model.path: {path} is a file; give the folder of a Hugging Face checkpoint")
-    if not _HUB_ID.fullmatch(path) or Path(path).parent.exists():
-        raise SettingError(f"model.path: there is no folder {path}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SettingError(
-            f"model.path: there is no folder {path}, and it cannot be downloaded from the hub ({reason})"
-        ) from error
 
 
 def _count_elements(file: Path) -> int:

@@ -84,6 +84,7 @@ class Torchrun:
     def __init__(self, recipe: Recipe, hosts: Hosts, words: Sequence[str] = ()) -> None:
         """`words` are the command line of the ranks; without any they read the recipe that the launcher has saved."""
         self._run_dir = Path(recipe.run.dir)
+        self._grace_s = SHUTDOWN_S + recipe.checkpoint.grace_s
         self._hosts = hosts
         self._logs = self._run_dir / "logs" / f"torchrun-{hosts.node_rank}"  # empty files, which it would leave in /tmp
         options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "-m", "headrace.launch.run"]
@@ -99,7 +100,7 @@ class Torchrun:
     def run(self) -> int:
         """Start torchrun and wait for its end; returns its exit code, minus the signal if one ended it.
 
-        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, SIGINT or SIGTERM to pass on.
+        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, others to pass on.
         """
         block_signals()
         environment = {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -134,17 +135,26 @@ class Torchrun:
         return self._idle_since is not None and time.monotonic() - self._idle_since > _BARRIER_S
 
     def _interrupt(self, torchrun: Child, number: int) -> None:
-        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback."""
+        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback.
+
+        SIGUSR1 ends nothing: the run writes a checkpoint.
+        """
+        supervisors = children_of(torchrun.pid)
+        if number == signal.SIGUSR1:
+            print_message("SIGUSR1: the run writes a checkpoint after the next step and continues")
+            for pid in supervisors:
+                os.kill(pid, number)
+            return
         if self.received:
             print_message("interrupted again: the run is killed")
             self._kills, self._deadline = iter(()), time.monotonic()
             return
         self.received = number
-        self._deadline = time.monotonic() + PATIENCE_S
+        self._deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + self._grace_s
         print_message(
-            f"{signal.Signals(number).name}: the run ends in order, within {SHUTDOWN_S:g} s (a second one kills it)"
+            f"{signal.Signals(number).name}: the run writes a checkpoint and ends in order, within {self._grace_s:g} s"
+            " (a second signal kills it)"
         )
-        supervisors = children_of(torchrun.pid)
         for pid in supervisors:
             os.kill(pid, number)
         if not supervisors:

@@ -1,6 +1,5 @@
 """Child processes that cannot outlive their parent, and the messages about them on the console."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -8,10 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+from ...comm.process_tree import end_with_parent
 
-WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """The signals that a parent waits for: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
 
 
@@ -39,6 +37,7 @@ class Child:
         parent = os.getpid()
 
         def prepare() -> None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
             end_with_parent(death_signal, parent)
 
@@ -81,13 +80,6 @@ class Child:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 16384))
             lines = stream.read().decode(errors="replace").splitlines()[-num_lines:]
         return f". Its log is {self.log}" + (":" if lines else "") + "".join(f"\n    {line}" for line in lines)
-
-
-def end_with_parent(number: int, parent: int) -> None:
-    """Have the kernel send `number` to this process when `parent` ends; end it now if `parent` has ended already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def block_signals() -> None:

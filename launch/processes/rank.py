@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...comm.errors import SettingError
+from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
+from ...relay.checkpoints import CheckpointFolder
 from ..config.dry_run import print_plan
 from ..config.load import parse_recipe, read_recipe, save_recipe
 from ..placement import place_ranks, with_relays
 from ..report.summary import print_summary
+from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
-from .child import end_with_parent, print_message
+from .child import print_message
 from .secret import create_secret
 from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
 
@@ -62,6 +65,12 @@ def prepare(recipe: Recipe) -> None:
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    if recipe.run.resume == "auto":
+        step, lines = choose_checkpoint(run_dir)
+        for line in lines:
+            print_message(line)
+        if step is not None:
+            CheckpointFolder(run_dir).set_latest(step)
 
 
 def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:

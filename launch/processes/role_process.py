@@ -3,7 +3,8 @@
     python -m headrace.launch.processes.role_process --role rollout --index 1 --run runs/demo
 
 SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
-ends the process at once. SIGUSR1 writes the stacks of all threads into the log. With `--failed TEXT` the process only
+ends the process at once. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
+log. With `--failed TEXT` the process only
 reports to the hub, for the supervisor, that the process of this role died.
 """
 
@@ -27,7 +28,7 @@ from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.checks import check_files
 from ..config.load import parse_recipe
-from ..placement import count_ranks, place_ranks, restartable_roles
+from ..placement import RESTARTABLE, count_ranks, place_ranks
 from .agent import has_other_hosts
 from .secret import read_secret
 from .supervisor import SUMMARY_FILE
@@ -53,13 +54,15 @@ log = logging.getLogger(__name__)
 
 
 class SignalReporter:
-    """Reports the first SIGINT or SIGTERM to the hub, as soon as there is a mailbox for it."""
+    """Reports the first SIGINT or SIGTERM to the hub, as soon as there is a mailbox for it; in the hub SIGUSR1 too."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
         self.received = 0
         self.mailbox: Mailbox | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        if role == "hub":
+            signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
 
     def report_by(self, mailbox: "Mailbox") -> None:
         """Report through `mailbox` from now on; an earlier signal is reported at once."""
@@ -72,6 +75,12 @@ class SignalReporter:
             os._exit(128 + number)
         self.received = number
         self._report()
+
+    def _on_checkpoint_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.mailbox is not None:
+            from ...comm.messages import CheckpointRequested
+
+            self.mailbox.send("hub", CheckpointRequested())
 
     def _report(self) -> None:
         if self.mailbox is not None:
@@ -158,7 +167,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role not in restartable_roles(recipe.roles):
+    if role not in RESTARTABLE:
         report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
     return 1
 
@@ -204,9 +213,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
         os.environ.setdefault(key, value)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    interruption = SignalReporter()
+    interruption = SignalReporter(arguments.role)
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
 
     from ...comm.store import fetch_recipe, find_address

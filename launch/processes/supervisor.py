@@ -9,18 +9,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV
+from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
 from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from ...comm.host import listening_address
+from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-from ..placement import Placement, check_staging, count_gpus, place_ranks, restartable_roles, visible_devices
-from .child import WATCHED, Child, block_signals, describe_exit, end_with_parent, print_message
+from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, visible_devices
+from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -53,17 +54,17 @@ def classify_exit(
     now: float,
     *,
     is_ending: bool,
-    restartable: Collection[str] = ("rollout",),
     store_is_elsewhere: bool = False,
 ) -> ExitKind:
-    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts; only the
-    `restartable` roles may have any. A process that lost a store on another host is started again: the network may come back.
+    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts.
+
+    A process that lost a store on another host is started again: the network may come back.
     """
     if code == 0:
         return ExitKind.DONE
     if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and not store_is_elsewhere):
         return ExitKind.FAILED_REPORTED
-    if role in restartable and code != 2:
+    if role in RESTARTABLE and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
     if code in (1, 2) and role != "store":
@@ -105,7 +106,7 @@ class Supervisor:
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended.
 
-        It waits for signals, at most until the deadline: SIGCHLD when a child has ended, SIGINT or SIGTERM to pass on.
+        It waits for signals, at most until the deadline: SIGCHLD when a child has ended, others to pass on.
         """
         end_with_parent(signal.SIGTERM, os.getppid())
         block_signals()
@@ -128,7 +129,7 @@ class Supervisor:
             flags = ["--interface", self.store_interface, "--publish", "--expect", members, "--recipe", recipe]
             self._start("store", [*self.commands.store, *flags], console=False)
         if self.placement.role == "relay":
-            self.segment = os.memfd_create(f"headrace-{self.placement.name}")
+            self.segment = create_memfd(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
                 self._start_worker("hub")
         self._start_worker(self.placement.name)
@@ -153,12 +154,12 @@ class Supervisor:
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
-        restartable, now = restartable_roles(self.recipe.roles), time.monotonic()
-        is_expected = role in restartable or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
+        now = time.monotonic()
+        is_expected = role in RESTARTABLE or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
         if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
         state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
-        kind = classify_exit(role, code, self.restarts, now, restartable=restartable, **state)
+        kind = classify_exit(role, code, self.restarts, now, **state)
         if kind is ExitKind.RESTART:
             self.restarts.append(now)
             print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
@@ -192,10 +193,15 @@ class Supervisor:
             self._start("failure-report", [*self._worker_command(child.name), "--failed", error], console=False)
 
     def _pass_on(self, number: int) -> None:
-        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left."""
-        if not self.stopped_by:
+        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""
+        if number == signal.SIGUSR1:
+            if "hub" in self.children:
+                self.children["hub"].send(number)
+        elif not self.stopped_by:
             self.stopped_by = number
-            self._set_deadline(self.shutdown_s)
+            # The trainer writes a checkpoint, of which hub and relays must hear.
+            grace_s = self.recipe.checkpoint.grace_s if self.placement.role in ("actor", "relay") else 0.0
+            self._set_deadline(self.shutdown_s + grace_s)
             for name, child in self.children.items():
                 if name != "store":
                     child.send(number)

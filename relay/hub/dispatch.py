@@ -6,7 +6,16 @@ An answer can be repeated from the state alone, so the loss of an answer or of t
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...comm.messages import ColumnsAdded, DropRows, RequestRows, RowBatch, RowId, StepTrained, TrainBatch
+from ...comm.messages import (
+    CheckpointRequested,
+    ColumnsAdded,
+    DropRows,
+    RequestRows,
+    RowBatch,
+    RowId,
+    StepTrained,
+    TrainBatch,
+)
 from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
 from ..journal import events as ev
@@ -38,7 +47,10 @@ class Dispatcher(Handler):
         self._pending_requests: dict[str, RequestRows] = {}
         self._consumers: dict[str, set[str]] = {}
         self._reported: Snapshot | None = None
+        self.checkpoint_after = -1
+        """The step in training when a checkpoint was requested last."""
         self.routes = {
+            CheckpointRequested: self._on_checkpoint_request,
             RequestRows: self._on_request,
             StepTrained: self._on_step_trained,
             ColumnsAdded: self._on_columns,
@@ -84,7 +96,7 @@ class Dispatcher(Handler):
         self._reported = self.fleet_stats.snapshot(state)
         return TrainBatch(
             request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
-            groups=groups, metrics=self._reported.metrics,
+            groups=groups, metrics=self._reported.metrics, checkpoint_after=self.checkpoint_after,
         )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
@@ -117,6 +129,10 @@ class Dispatcher(Handler):
         self._pending_requests[sender] = request
         for task in request.tasks:
             self._consumers.setdefault(task, set()).add(sender)
+
+    def _on_checkpoint_request(self, sender: str, message: CheckpointRequested) -> None:
+        """Every process of the run may pass on the same signal."""
+        self.checkpoint_after = self.state.step
 
     def _on_columns(self, sender: str, done: ColumnsAdded) -> None:
         """A consumer has finished a batch: its columns count where the row is still in the queue, as the attempt given."""
@@ -155,6 +171,7 @@ class Dispatcher(Handler):
         groups = [self.state.groups[group_id] for group_id in self.state.in_training]
         self.context.drop_rows(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
         self.context.commit(ev.Trained(step=message.step))
+        self.admission.follow(self.state)
         if self._reported is not None:
             self.fleet_stats.finish_step(self._reported)
             self._reported = None

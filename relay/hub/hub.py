@@ -12,6 +12,7 @@ from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionR
 from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
 from ...comm.signing import Envelope
+from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool
 from ..journal import events as ev
 from ..journal.journal import Journal
@@ -104,4 +105,6 @@ class Hub:
         self.context.commit(ev.Received(version=message.version, digest=message.digest, holder=sender))
 
     def _on_checkpoint(self, sender: str, message: CheckpointWritten) -> None:
+        """`latest` names only what the journal has."""
         self.context.commit(ev.Checkpointed(step=message.step, path=message.path))
+        CheckpointFolder(self.context.journal.path.parent).set_latest(message.step)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
-from ..dataset import PromptPool
+from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext
@@ -68,15 +68,19 @@ class Leases(Handler):
                 self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
 
     def _grant(self, holder: str, request: LeaseRequest) -> bool:
-        """Lease groups to a holder; returns whether it got as many as it asked for."""
+        """Lease groups to a holder; returns whether it got as many as it asked for, or as many as fit into a message."""
         leases: list[Lease] = []
-        while len(leases) < request.num_groups and (lease := self._lease_one(holder, request.version)):
+        num_bytes = 0
+        while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
+            if (lease := self._lease_one(holder, request.version)) is None:
+                break
             leases.append(lease)
+            num_bytes += len(lease.row)
         if leases:
             del self._requests[holder]
             self._granted[holder] = LeaseGrant(request.request_id, request.version, leases)
             self.context.mailbox.send(holder, self._granted[holder])
-        return len(leases) == request.num_groups
+        return len(leases) == request.num_groups or num_bytes >= MAX_ROW_BYTES // 2
 
     def _lease_one(self, holder: str, version: int) -> Lease | None:
         """Lease one group: one that came back if there is any, else the next of the data set."""

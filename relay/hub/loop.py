@@ -13,12 +13,13 @@ from pathlib import Path
 from ...comm.clock import Clock
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import ConnectionLost, Failed, Interrupted, TrainingDone
+from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, TrainingDone
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
+from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
-from ..journal.journal import Journal, cut_after_checkpoint, replay
+from ..journal.journal import Journal, cut_at_checkpoint, replay
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
@@ -48,9 +49,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     while (end := loop.step()) is None:
         pass
-    write_summary(
-        run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S).run(end) | {"hosts": names_by_host(loop.seen.values())}
-    )
+    ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
+    write_summary(run_dir, ended | {"hosts": names_by_host(loop.seen.values())})
     journal.close()
     mailbox.close()
 
@@ -65,6 +65,7 @@ class HubLoop:
         self.seen: dict[str, Member] = {}
         """The last member that was seen under each name."""
         self._lost: dict[str, int] = {}
+        self._replaced: set[str] = set()
         self._printed = {""}
         self._checked_at = 0.0
 
@@ -104,7 +105,16 @@ class HubLoop:
                     self._on_death(known, f"incarnation {known.incarnation} is gone")
                 del self._known[name]
         self._known |= living
+        for relay in self.fleet.alive_members("relay"):
+            self._replace_if_lost(relay)
         self._print_generators()
+
+    def _replace_if_lost(self, relay: Member) -> None:
+        """Have a relay that was silent, and is back, start again: the rows of its storage unit are given up already."""
+        unit = storage_id_of(relay.name, relay.incarnation)
+        if unit in self.hub.state.lost_storage_ids and unit not in self._replaced:
+            self._replaced.add(unit)
+            self.hub.mailbox.send(relay.name, DeclaredDead(relay.incarnation))
 
     def _print_generators(self) -> None:
         """Print each new description of a rollout's generator: of all logs, only the hub's and rank 0's reach the console."""
@@ -133,12 +143,11 @@ class HubLoop:
 
 
 def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
-    """The journal of a run folder, new or continued from its newest checkpoint, and the state after its last event."""
+    """The journal of a run folder, new or continued from its latest checkpoint, and the state after its last event."""
     path = run_dir / "journal.jsonl"
-    latest = run_dir / "checkpoints" / "latest"
-    state = HubState()
-    if path.exists() and recipe.run.resume == "auto" and latest.exists():
-        cut_after_checkpoint(path, int(latest.read_text().removeprefix("step_")))
+    state, checkpoint = HubState(), None
+    if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
+        checkpoint = cut_at_checkpoint(path, latest)
         state = replay(path)
     elif path.exists() and recipe.run.resume == "auto":
         path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
@@ -148,6 +157,7 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
         raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
     journal = Journal(path)
     opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
-    journal.append(opened)
-    apply(opened, state)
+    for event in (opened, *([checkpoint] if checkpoint else [])):
+        journal.append(ev.stamped(event))
+        apply(event, state)
     return state, journal

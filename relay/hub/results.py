@@ -12,6 +12,9 @@ from .context import Handler, HubContext
 
 log = logging.getLogger(__name__)
 
+LOST_ALARM = 4
+"""Times the rows in flight that may be lost within a step before the console says so."""
+
 
 class Results(Handler):
     """Accepts a row only from the holder of its present attempt.
@@ -23,6 +26,8 @@ class Results(Handler):
         super().__init__(context)
         self.queue = queue
         self.num_fenced = 0
+        self._counted_step = -1
+        self._num_lost = self._alarm_at = 0
         self.failures: Counter[str] = Counter()
         """Failed trajectories by reason."""
         self.routes = {RowDone: self._on_row_done, RowsNotFound: self._on_rows_not_found}
@@ -34,6 +39,7 @@ class Results(Handler):
         before = self.state.regenerated
         self.context.commit(ev.UnitLost(unit=storage_id, reason=reason))
         num_lost = self.state.regenerated - before
+        self._count_lost(num_lost, reason)
         log.warning("storage unit %s is lost (%s); %d rows will be generated again", storage_id, reason, num_lost)
 
     def _on_row_done(self, sender: str, done: RowDone) -> None:
@@ -47,6 +53,7 @@ class Results(Handler):
         elif not units:
             reason = f"gone with {', '.join(done.storage_ids)}"
             self.context.commit(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
+            self._count_lost(1, reason)
         else:
             self.context.commit(
                 ev.RowReady(
@@ -93,3 +100,13 @@ class Results(Handler):
             self.context.drop_rows(lost)
             reason = f"{sender}: {message.reason}"
             self.context.commit(ev.RowsLost(rows=list(lost), attempts=list(lost.values()), reason=reason))
+            self._count_lost(len(lost), reason)
+
+    def _count_lost(self, num_rows: int, reason: str) -> None:
+        """Print an alarm when the rows lost since the last step are several times those in flight: no step will come of it."""
+        if self._counted_step != self.state.step:
+            self._counted_step, self._num_lost, self._alarm_at = self.state.step, 0, LOST_ALARM * self.state.in_flight
+        self._num_lost += num_rows
+        if self._num_lost > self._alarm_at:
+            self._alarm_at = 2 * self._num_lost
+            print(f"alarm: {self._num_lost} rows were lost since step {self.state.step} began: {reason}", flush=True)

@@ -44,10 +44,12 @@ class RunEnd(NamedTuple):
 class Shutdown:
     """Brings one run to its end."""
 
-    def __init__(self, hub: "Hub", fleet: Fleet, deadline_s: float) -> None:
+    def __init__(self, hub: "Hub", fleet: Fleet, deadline_s: float, grace_s: float = 0.0) -> None:
+        """Each group of processes has `deadline_s` to answer, the trainer of an interrupted run `grace_s` more."""
         self.hub = hub
         self.fleet = fleet
         self.deadline_s = deadline_s
+        self.grace_s = grace_s
         self._early: dict[str, Message] = {}
 
     def run(self, end: RunEnd) -> dict[str, Any]:
@@ -59,7 +61,8 @@ class Shutdown:
         for role in ("reference", "task"):  # they hold no trajectory, but may still write to the storage units
             rollouts += self._tell(role, Stop(end.status), gone)
         holdings = self._collect(HeldRows, rollouts)
-        done = done or next(iter(self._collect(TrainingDone, actors).values()), None)
+        extra_s = self.grace_s if end.status == "interrupted" else 0.0
+        done = done or next(iter(self._collect(TrainingDone, actors, extra_s).values()), None)
         for missing in hub.leases.holders() - set(holdings):
             hub.on_process_death(missing, "gone when the run ended")
         units = self._collect(StoredRows, self._tell("relay", ListStoredRows(), gone))
@@ -80,10 +83,11 @@ class Shutdown:
             self.hub.mailbox.send(name, message)
         return names
 
-    def _collect(self, kind: type[M], senders: list[str]) -> dict[str, M]:
+    def _collect(self, kind: type[M], senders: list[str], extra_s: float = 0.0) -> dict[str, M]:
         """One message of this kind from each living sender; messages without a route are kept for a later call."""
         answers = {name: message for name, message in self._early.items() if isinstance(message, kind)}
-        with waiting(", ".join(senders), f"{kind.__name__} at the end of the run", self.deadline_s) as wait:
+        deadline_s = self.deadline_s + extra_s
+        with waiting(", ".join(senders), f"{kind.__name__} at the end of the run", deadline_s) as wait:
             while wait.remaining_s > 0 and not answers.keys() >= set(senders):
                 alive = {m.name for m in self.fleet.members() if m.is_alive}
                 envelope = self.hub.mailbox.receive(POLL_S)

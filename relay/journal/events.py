@@ -156,7 +156,7 @@ class Received(Event, frozen=True, kw_only=True):
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):
-    """A checkpoint after `step` optimizer steps is at `path`."""
+    """A checkpoint after `step` optimizer steps is whole at `path`; more steps may have been trained meanwhile."""
 
     step: int
     path: str

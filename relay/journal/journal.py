@@ -3,6 +3,7 @@
 `launch/audit.py` prints what a journal says.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,13 +19,15 @@ from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
 
+_log = logging.getLogger(__name__)
+
 
 class JournalError(HeadraceError):
     """A journal line is not an event, not a legal one, or cannot be written; the message names the file."""
 
 
 class Journal:
-    """Append-only file of events. `append` returns after the operating system has the line.
+    """Append-only file of events. `append` returns after the operating system has the line, and a checkpoint's the disk.
 
     A last line without an end, whose writer died, is cut off when the journal is opened again: a line appended to it could
     not be read.
@@ -48,6 +51,8 @@ class Journal:
             raise JournalError(
                 f"{self.path} cannot be written: {error}; make room there, or set another run.dir"
             ) from error
+        if isinstance(event, Checkpointed):
+            os.fsync(self._fd)  # a run may resume from it now, so it and all lines before it survive a power cut
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -63,7 +68,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
                 return
             try:
                 yield number, decode_event(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise JournalError(f"{path}:{number}: {error}") from error
 
 
@@ -76,7 +81,7 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
     for number, event in read_events(path):
         try:
             apply(event, state)
-        except (AssertionError, KeyError) as error:
+        except (AssertionError, KeyError, IndexError) as error:
             raise JournalError(f"{path}:{number}: {error}") from error
         note(event)
         if isinstance(event, Trained) and not state.is_balanced:
@@ -86,23 +91,42 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
     return state
 
 
-def cut_after_checkpoint(path: Path, step: int) -> None:
-    """End the journal with its checkpoint of `step`; the rest moves to `<name>.discarded-<n>` beside it.
+def checkpoints_in(path: Path) -> dict[int, int]:
+    """The checkpoints that a journal knows: by their step, the number of the line of the last optimizer step before it.
 
-    Raises `JournalError` if it has no such checkpoint.
+    A checkpoint is written while training goes on, so its own line may be much later. Reading ends at a damaged line: it
+    is younger than the checkpoints before it, whose lines were synced to the disk.
     """
-    found = [n for n, event in read_events(path) if isinstance(event, Checkpointed) and event.step == step]
-    if not found:
+    trained, found = dict[int, int](), dict[int, int]()
+    try:
+        for number, event in read_events(path):
+            if isinstance(event, Trained):
+                trained[event.step + 1] = number
+            elif isinstance(event, Checkpointed) and event.step in trained:
+                found[event.step] = trained[event.step]
+    except JournalError as error:
+        _log.warning("%s; the lines from there on are not used", error)
+    return found
+
+
+def cut_at_checkpoint(path: Path, step: int) -> Checkpointed:
+    """End the journal with the last optimizer step before a checkpoint; the rest moves to `<name>.discarded-<n>` beside it.
+
+    Returns the checkpoint's event, which the next writer appends. Raises `JournalError` if the journal does not know it.
+    """
+    if (last_line := checkpoints_in(path).get(step)) is None:
         raise JournalError(f"{path} has no checkpoint of step {step}")
+    checkpoint = Checkpointed(step=step, path=str(path.parent / "checkpoints" / f"step_{step}"))
     with path.open("rb") as file:
-        kept_bytes = sum(len(line) for line in islice(file, found[-1]))
+        kept_bytes = sum(len(line) for line in islice(file, last_line))
         if kept_bytes == path.stat().st_size:
-            return
+            return checkpoint
         spare = 1 + len(list(path.parent.glob(f"{path.name}.discarded-*")))
         file.seek(kept_bytes)
         with path.with_name(f"{path.name}.discarded-{spare}").open("wb") as rest:
             shutil.copyfileobj(file, rest)
     os.truncate(path, kept_bytes)
+    return checkpoint
 
 
 def _end_of_last_line(path: Path) -> int:

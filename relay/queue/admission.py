@@ -35,13 +35,28 @@ class Admission:
         self.bound = queue.max_staleness if schedule.staleness is None else schedule.staleness
         # Without a bound the queue holds one batch in generation and one that is ready.
         waves = 2 if self.bound is None else self.bound + 1
-        self.capacity = queue.capacity or waves * self.per_step
+        self.longest = queue.capacity or waves * self.per_step
+        """Most groups in the queue at any time."""
+        self.follows_trainer = queue.capacity is None and self.bound is None
+        self.capacity = self.per_step if self.follows_trainer else self.longest
+        """Most groups in the queue now."""
         self.num_steps = num_steps
         self.evicts = queue.on_stale == "evict" and self.bound is not None
         self.sampler = sampler
         """Chooses among the complete groups; None for the most urgent or the oldest."""
         self.needs = needs
         """Columns that training needs besides those of the rollout."""
+
+    def follow(self, state: HubState) -> None:
+        """After a step, before the next one's groups are handed out: let the queue be as short as keeps the trainer busy.
+
+        Groups that are complete beyond the next step only grow stale: half of them leave the capacity. Groups that the next
+        step lacks are added at once.
+        """
+        if self.follows_trainer:
+            spare = len(self.trainable(state)) - self.per_step
+            change = -(spare // 2) if spare > 0 else -spare
+            self.capacity = min(self.longest, max(self.per_step, self.capacity + change))
 
     def open_slots(self, state: HubState) -> int:
         """Groups that may still be handed out for the step in progress."""
@@ -66,7 +81,7 @@ class Admission:
         queued = [g for g in state.queued() if g is not group]
         if group is None and len(queued) >= min(self.capacity, self.remaining_groups(state)):
             return False
-        if group is None and self._waits_for_batch(state, version, len(queued)):
+        if group is None and (self._waits_for_batch(state, version, len(queued)) or self._waits_for_version(state)):
             return False
         oldest = min(
             [version, *(row.version for row in group.rows if row.status is RowStatus.READY)] if group else [version]
@@ -101,6 +116,10 @@ class Admission:
         places = self.open_slots(state)
         is_next = self.schedule.staleness is not None and num_queued >= places
         return is_next and (len(self.trainable(state)) < places or version != state.step)
+
+    def _waits_for_version(self, state: HubState) -> bool:
+        """Whether a new group waits for weights that are due at once: the trainer has its whole step, of a version not out yet."""
+        return state.version < state.step and self.open_slots(state) == 0
 
     def _most_urgent(self, state: HubState) -> list[Group]:
         """The groups that can be trained, in the order in which they are handed out."""

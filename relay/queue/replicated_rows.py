@@ -7,6 +7,7 @@ message about the earlier unit cannot be mistaken for one about the new unit.
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,7 +54,7 @@ class ReplicatedRows:
     def put_row(self, key: str, columns: "Columns") -> list[str]:
         """Write a new row to two units if there are two, the nearest first; returns the units that have it.
 
-        Waits while all are full; raises `PeerGone` without a living unit.
+        Waits while all are full or dead: a relay's next process brings a new unit. Raises `WaitTimeout`.
         """
         with waiting("storage units", f"room for row {key}", self._fleet.settings.deadline_s) as wait:
             return wait.until(lambda: self._put_replicas(key, columns), RETRY_S)
@@ -94,17 +95,12 @@ class ReplicatedRows:
             self._clients.clear()
 
     def _put_replicas(self, key: str, columns: "Columns") -> list[str] | None:
-        """The units that have the row; None if all units are full."""
+        """The units that have the row; None if all units are full or dead."""
         held: list[str] = []
-        is_full = False
         for unit in self._nearest_first():
-            try:
+            with suppress(StorageFull):
                 if len(held) < COPIES and self._put(unit, key, columns):
                     held.append(unit)
-            except StorageFull:
-                is_full = True
-        if not held and not is_full:
-            raise PeerGone(f"row {key}: no storage unit is alive")
         return held or None
 
     def _put(self, storage_id: str, key: str, columns: "Columns") -> bool:

@@ -51,7 +51,7 @@ class WeightShard:
         """
         if num_parts == 1:
             return WeightShard.whole(layout)
-        owned = {entry.name: _owned_rows(entry.name, tensors[entry.name], index) for entry in layout.entries}
+        owned = {entry.name: _owned_rows(tensors[entry.name], index) for entry in layout.entries}
         runs = [
             ShardRun(entry, low - owned[entry.name][0], high - owned[entry.name][0], start, end)
             for entry in layout.entries
@@ -85,17 +85,34 @@ class WeightShard:
         return digest_of_ranges(buffer, pairwise(self.ranges.starts))
 
 
-def _owned_rows(name: str, tensor: Tensor, index: int) -> tuple[int, int]:
+def held_rows(tensor: Tensor) -> tuple[int, int]:
+    """The rows [low, high) of a tensor that this rank holds: all of a plain tensor, its shard of a DTensor.
+
+    Raises `SettingError` for a sharding that is not by rows.
+    """
+    if not hasattr(tensor, "to_local"):
+        return 0, num_rows(tensor)
     # This import takes a second, so it happens only where there are shards.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name
 
-    if not isinstance(tensor, DTensor):
-        return (0, num_rows(tensor)) if index == 0 else (0, 0)
-    for placement, coordinate in zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True):
-        if isinstance(placement, Replicate) and coordinate > 0:
-            return 0, 0
-        if isinstance(placement, Shard) and placement.dim != 0:
-            raise SettingError(f"{name} is sharded by {placement}: actor ranks must shard by rows (FSDP2)")
+    assert isinstance(tensor, DTensor)
+    if any(isinstance(placement, Shard) and placement.dim != 0 for placement in tensor.placements):
+        raise SettingError(f"a tensor is sharded by {tensor.placements}: actor ranks must shard by rows (FSDP2)")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return (offset[0], offset[0] + shape[0]) if all(shape) else (0, 0)
+
+
+def _owned_rows(tensor: Tensor, index: int) -> tuple[int, int]:
+    """The rows that this rank publishes: of replicas, those of the first."""
+    if not hasattr(tensor, "to_local"):
+        return (0, num_rows(tensor)) if index == 0 else (0, 0)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(tensor, DTensor)
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    is_copy = any(
+        isinstance(placement, Replicate) and coordinate > 0
+        for placement, coordinate in zip(tensor.placements, coordinates, strict=True)
+    )
+    return (0, 0) if is_copy else held_rows(tensor)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...trainer.policy.attention import AttentionSpec, PackedAttention, band, masked_attention
+from ...trainer.policy.attention import AttentionSpec, PackedAttention, chunk_attention
 from ...trainer.policy.exact_attention import Run, TileAttention
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ class PrefillAttention:
             parts.append(self._fresh(layer, query[:count], key[:count], value[:count], rule))
         for tokens, cache_rows in self._continued:
             keys, values = self.cache.read(layer, cache_rows)
-            q, k, v = (x.transpose(0, 1)[None] for x in (query[tokens], keys, values))
-            sees = band(q.shape[2], k.shape[2], rule.window, q.device)
-            parts.append(masked_attention(q, k, v, sees, rule)[0].transpose(0, 1))
+            parts.append(chunk_attention(query[tokens], keys, values, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -121,18 +121,21 @@ class RewardPool:
 
 @dataclass(slots=True)
 class _RewardProcess:
-    """One process of `worker.py`, started when needed and again after its end."""
+    """One process of `worker.py` with its guardian, started when needed and again after its end."""
 
     settings: RewardSettings
     process: "subprocess.Popen[bytes] | None" = None
     unread: bytes = b""
+    last_id: int = 0
 
     def call(self, batch: list[ScoreRequest]) -> dict[str, Any]:
         """`{"rewards": [...]}` or `{"error": "..."}` within `reward.timeout_s`."""
         if self.process is None and "error" in (ready := self._start()):
             return ready
         columns = {name for item in batch for name in item.row} - {"prompt"}
+        self.last_id += 1
         question = {
+            "id": self.last_id,
             "prompts": [item.row["prompt"] for item in batch],
             "completions": [_as_message(item) for item in batch],
             "completion_ids": [item.completion_ids for item in batch],
@@ -141,34 +144,41 @@ class _RewardProcess:
         return self._exchange(json.dumps(question).encode() + b"\n", self.settings.timeout_s)
 
     def close(self) -> None:
+        """End the process and everything that it has started."""
         if self.process is not None:
             assert self.process.stdin is not None and self.process.stdout is not None
-            self.process.kill()
-            self.process.wait(KILL_S)
-            with suppress(BrokenPipeError):  # part of a request may be unsent
-                self.process.stdin.close()
+            self.process.terminate()  # the guardian kills the others first
+            try:
+                self.process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                log.warning("the guardian of a reward process does not end within %g s and is killed", KILL_S)
+                self.process.kill()
+            self.process.stdin.close()
             self.process.stdout.close()  # not read to its end: a process that the function has started may hold it open
             self.process, self.unread = None, b""
 
     def _start(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "headrace.rollout.rewards.worker", self.settings.path]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "headrace.rollout.rewards.worker", self.settings.path, str(os.getpid())]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
+        self.last_id = 0
         answer = self._exchange(b"", STARTUP_S)
         if "error" in answer:
             self.close()
         return answer
 
     def _exchange(self, request: bytes, deadline_s: float) -> dict[str, Any]:
-        assert self.process is not None and self.process.stdin is not None
+        """The answer with the last request's number; an error if the process ends or the deadline passes."""
         deadline = time.monotonic() + deadline_s
         try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-            line = self._read_line(deadline)
-        except BrokenPipeError:
-            line = b""
-        if line:
-            return json.loads(line)
+            answer = self._read_answer(deadline) if self._write(request, deadline) else None
+        except (BrokenPipeError, ValueError):  # the process ends, or does not write JSON lines
+            answer = None
+        if answer is not None:
+            return answer
         ended = self._exit_code(deadline)
         self.close()
         if ended is None:
@@ -183,17 +193,32 @@ class _RewardProcess:
         except subprocess.TimeoutExpired:
             return None
 
-    def _read_line(self, deadline: float) -> bytes:
-        """One line of the worker, or b"" if the deadline passes or the worker ends."""
+    def _write(self, request: bytes, deadline: float) -> bool:
+        """Write a request; False if the deadline passes first: a stopped process does not empty its pipe."""
+        assert self.process is not None and self.process.stdin is not None
+        pipe, rest = self.process.stdin.fileno(), memoryview(request)
+        while rest:
+            _, ready, _ = select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return False
+            rest = rest[os.write(pipe, rest) :]
+        return True
+
+    def _read_answer(self, deadline: float) -> dict[str, Any] | None:
+        """The answer to the last request, or None if the deadline passes or the worker ends."""
         assert self.process is not None and self.process.stdout is not None
-        while b"\n" not in self.unread:
+        while True:
+            line, newline, rest = self.unread.partition(b"\n")
+            if newline:
+                self.unread = rest
+                if (answer := json.loads(line))["id"] == self.last_id:
+                    return answer
+                continue
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             chunk = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
             if not chunk:
-                return b""
+                return None
             self.unread += chunk
-        line, _, self.unread = self.unread.partition(b"\n")
-        return line
 
 
 def _drain(requests: "queue.Queue[ScoreRequest]", most: int | None = None) -> list[ScoreRequest]:

@@ -1,7 +1,8 @@
 """The process that runs a user's reward function: one JSON line in, one JSON line out.
 
 `pool.py` starts it on the user's file; it imports neither torch nor other heavy modules. Output that the function prints goes to
-the log, not into the answers. The process ends with its standard input.
+the log, not into the answers. The process ends with its standard input, and everything that it has started ends with it. A
+process that the function forks can neither read questions nor answer them.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ...comm.plugins import load_object
+from ...comm.process_tree import fork_guarded
 
 
 class WrongLength(Exception):
@@ -77,24 +79,37 @@ def explain(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def main() -> None:
-    """Answer each line of standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    """Answer each line of standard input until it ends. The arguments are the function and the process that starts this one."""
+    path, parent = sys.argv[1], int(sys.argv[2])
+    fork_guarded(parent)
+    questions, answers = (
+        os.fdopen(os.dup(0), encoding="utf-8"),
+        os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1),
+    )
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=lambda: _close(questions.fileno(), answers.fileno()))
     try:
-        sys.path.insert(0, str(Path(sys.argv[1].rpartition(":")[0]).resolve().parent))  # only the user's code runs here
-        function = load_object("reward.path", sys.argv[1])
-        answers.write(json.dumps({"ready": True}) + "\n")
+        sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
+        function = load_object("reward.path", path)
+        answers.write(json.dumps({"id": 0}) + "\n")
     except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
-        answers.write(json.dumps({"error": explain(error, error.__traceback__)}) + "\n")
+        answers.write(json.dumps({"id": 0, "error": explain(error, error.__traceback__)}) + "\n")
         return
-    for line in sys.stdin:
+    for line in questions:
+        batch = json.loads(line)
         try:
-            answer: dict[str, Any] = {"rewards": call(function, json.loads(line))}
+            answer: dict[str, Any] = {"rewards": call(function, batch)}
         except WrongLength as error:
             answer = {"error": str(error), "is_misuse": True}
         except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's function
             answer = {"error": explain(error, error.__traceback__)}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({"id": batch["id"], **answer}) + "\n")
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
@@ -14,7 +15,7 @@ from headrace.comm.errors import STORE_LOST_EXIT, WaitTimeout
 from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
-from headrace.comm.store import StoreServer
+from headrace.comm.store import ROSTER, StoreServer, connect_store
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
@@ -220,6 +221,20 @@ def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
     assert "has not answered" in member.stderr.read()
 
 
+def test_a_process_that_was_stopped_itself_is_a_member_again_when_it_continues(processes):
+    member = processes.member("stay", expiry_s=0.5)
+    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
+    hub.wait_for("rollout", 1, PATIENCE_S)
+    os.kill(member.pid, signal.SIGSTOP)
+    assert until(
+        lambda: not hub.members("rollout")[0].is_alive
+    )  # after more time than the member's watchdog grants a store
+    os.kill(member.pid, signal.SIGCONT)
+    assert until(lambda: hub.members("rollout")[0].is_alive)
+    hub.leave()
+    assert member.poll() is None
+
+
 def test_the_store_ends_without_output_after_the_last_member_left(processes):
     member = processes.member("leave")
     member.stdin.write("\n")
@@ -254,3 +269,28 @@ def test_the_watchdog_reports_a_lost_store_once():
     assert until(lambda: errors)
     assert "relay-0" in str(errors[0])
     fleet.leave()
+
+
+def test_an_entry_that_no_member_wrote_is_ignored():
+    cluster = StoreCluster()
+    watcher, relay = cluster.join("hub"), cluster.join("relay", info={"segment": "mine"})
+    store = connect_store(cluster.hosted.address, PATIENCE_S)
+    store.append(ROSTER, "relay-7\nghost\n")
+    forged = Member("relay-0", "relay", 0, 9, "host", 1, {"segment": "/tmp/theirs"})
+    for name, entry in (("relay-0", msgspec.json.encode(forged)), ("relay-7", b"\xff not JSON")):
+        store.set(f"fleet/member/{name}", entry)
+        store.add(f"fleet/beat/{name}", 1)
+    cluster.join("rollout")
+    watcher.wait_for("rollout", 1, PATIENCE_S)  # the table was read again since
+    assert {member.info["segment"] for member in watcher.members("relay")} <= {"mine"}
+    relay.announce(more="facts")
+    found = watcher.wait_for("relay", 1, PATIENCE_S, having="more")
+    assert [member.info["segment"] for member in found] == ["mine"]
+
+
+def test_an_entry_of_an_earlier_incarnation_does_not_replace_a_later_one():
+    table = MemberTable(expiry_s=1.0)
+    second = Member("rollout-0", "rollout", 0, 2, "host", 2, {})
+    table.observe(second, b"1", 0.0)
+    table.observe(Member("rollout-0", "rollout", 0, 1, "host", 1, {}), b"2", 0.1)
+    assert table.members("rollout") == [second]

@@ -12,6 +12,7 @@ from support.in_memory import MemoryLink
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links.opening import ThrottledLink, open_link
+from headrace.comm.links.seal import Seal
 from headrace.comm.store import StoreServer, clone_store, connect_store
 from headrace.comm.waits import waiting
 
@@ -169,3 +170,21 @@ def test_a_throttled_link_makes_up_for_a_sleep_that_was_too_long():
     for _ in range(20):
         throttled.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.003)
+
+
+def test_a_seal_accepts_the_frames_of_the_other_end_in_their_order_and_nothing_else():
+    sender, receiver = Seal(b"key", 0), Seal(b"key", 1)
+    for body in (b"", b"first", b"second"):
+        assert receiver.open(sender.seal(body)) == body
+    frame = sender.seal(b"third")
+    forged = [b"", frame[:-1], b"T" + frame[1:], Seal(b"other key", 0).seal(b"third"), Seal(b"key", 1).seal(b"third")]
+    for each in [*forged, Seal(b"key", 0).seal(b"third")]:  # the last is a frame of before, sent again
+        with pytest.raises(LinkBroken):
+            opened_later(receiver, each)
+
+
+def opened_later(receiver, frame):
+    """The body that a copy of the receiver finds in the frame. A real connection ends with its first forged frame."""
+    again = Seal(b"key", 1)
+    again._num_received = receiver._num_received
+    return again.open(frame)

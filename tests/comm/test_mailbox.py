@@ -103,7 +103,13 @@ def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster):
     cluster.open_mailboxes(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
     raw = connect_store(cluster.hosted.address, PATIENCE_S)
     signer = MessageSigner(SECRET)
-    for envelope in (b"", b"\x80\x04", b"[1]\n{}", signer.sign("relay-1", "relay-0", 9, ListStoredRows())):
+    for envelope in (
+        b"",
+        b"\x80\x04",
+        b"[1]\n{}",
+        '["x",1,"é"]\nbody'.encode(),
+        signer.sign("relay-1", "relay-0", 9, ListStoredRows()),
+    ):
         raw.queue_push("inbox/hub", envelope)
     raw.queue_push(
         "inbox/hub", signer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
@@ -112,7 +118,7 @@ def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster):
     relay.send("hub", ListStoredRows())
     assert hub.receive(PATIENCE_S).sender == "relay-0"
     assert hub.receive(0.2) is None
-    assert hub.refused == 6
+    assert hub.refused == 7
 
 
 def test_a_message_that_arrives_twice_is_accepted_once(cluster):

@@ -21,13 +21,14 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.tp
-trainer.engine
+trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 algorithm.advantage algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
-algorithm.clip_dual algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
-algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty
+algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
+algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
+algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty algorithm.router_aux_coef
 optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
 optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
-checkpoint.every checkpoint.keep
+checkpoint.every checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms
 emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s

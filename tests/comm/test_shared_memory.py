@@ -90,7 +90,7 @@ print(segment.path, flush=True)
 
 
 def test_the_bytes_outlive_the_child_that_wrote_them(segment):
-    supervisor_fd = int(segment.path.rsplit("/", 1)[1])
+    supervisor_fd = int(segment.path.partition("#")[0].rsplit("/", 1)[1])
     environment = {**os.environ, SEGMENT_FD: str(supervisor_fd)}
     for _ in range(2):
         run = subprocess.run(
@@ -117,7 +117,7 @@ def test_without_a_supervisor_the_process_holds_its_own_segment(monkeypatch):
 
 def test_a_segment_that_is_gone_is_named(segment):
     segment.close()
-    with pytest.raises(PeerGone, match=segment.path):
+    with pytest.raises(PeerGone, match=segment.path.partition("#")[0]):
         Segment.open(segment.path)
 
 
@@ -126,3 +126,27 @@ def test_views_outlive_the_opening(segment):
     segment.close()
     view[:] = 1
     assert int(np.sum(view)) == 10_000
+
+
+def test_a_path_that_names_another_file_is_refused_and_the_file_stays_as_it_is(segment, tmp_path):
+    victim = tmp_path / "victim.txt"
+    victim.write_text("thirty bytes of another program")
+    _, _, token = segment.path.partition("#")
+    with pytest.raises(PeerGone, match="another file"):
+        Segment.open(f"{victim}#{token}")
+    assert victim.read_text() == "thirty bytes of another program"
+
+
+def test_a_descriptor_that_belongs_to_another_segment_by_now_is_refused(segment):
+    other = Segment.create_anonymous()
+    file, _, _ = other.path.partition("#")
+    _, _, token = segment.path.partition("#")
+    with pytest.raises(PeerGone, match="another file"):
+        Segment.open(f"{file}#{token}")
+    other.close()
+
+
+def test_nobody_can_take_mapped_pages_away(segment):
+    file, _, _ = segment.path.partition("#")
+    with pytest.raises(PermissionError):
+        os.truncate(file, 4096)

@@ -107,6 +107,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, setting
         ({"attention_dropout": 0.1}, "run.seed=1", "model.path: llama with attention_dropout is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "run.seed=1", "llama with quantized weights (quantization_config) awq"),
         ({"rope_scaling": {"type": "longrope"}}, "run.seed=1", "llama with rope type 'longrope'"),
+        ({}, "algorithm.router_aux_coef=0.1", "algorithm.router_aux_coef: model type 'llama' has no experts"),
         ({"model_type": "gemma2"}, "generator.exact=true", "generator.exact is not available for model type 'gemma2'"),
     ],
 )  # fmt: skip

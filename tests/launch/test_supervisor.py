@@ -13,8 +13,6 @@ from typing import TypeVar
 import pytest
 
 from headrace.comm.environment import STREAMING_COPY_ENV
-from headrace.comm.recipe import RoleSettings
-from headrace.launch.placement import restartable_roles
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 
 T = TypeVar("T")
@@ -171,13 +169,7 @@ def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
     assert classify_exit("rollout", -9, recent, now + RESTART_WINDOW_S, is_ending=False) is ExitKind.RESTART
 
 
-def test_only_a_rollout_is_ever_started_again():
-    for role in ("actor", "relay", "hub", "store"):
+def test_the_death_of_the_trainer_the_hub_or_the_store_ends_the_run():
+    for role in ("actor", "hub", "store"):
         assert classify_exit(role, -9, [], 0.0, is_ending=False) is ExitKind.FAILED_UNREPORTED
     assert classify_exit("rollout", -9, [], 0.0, is_ending=True) is ExitKind.FAILED_REPORTED
-
-
-def test_a_relay_is_started_again_if_the_run_has_another_relay():
-    for num_relays, expected in ((1, ExitKind.FAILED_UNREPORTED), (2, ExitKind.RESTART)):
-        restartable = restartable_roles(RoleSettings(relay=num_relays))
-        assert classify_exit("relay", -9, [], 0.0, is_ending=False, restartable=restartable) is expected

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings
-from headrace.relay.dataset import checked_prompts, open_rows
+from headrace.relay.dataset import MAX_ROW_BYTES, TableRows, checked_prompts, open_rows
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
 datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data sets need the `datasets` package")
@@ -57,3 +57,30 @@ def test_the_error_for_a_row_without_a_prompt_names_the_row(tmp_path: Path):
     path.write_text('{"prompt": "x"}\n{"question": "y"}\n')
     with pytest.raises(SettingError, match=r"data.jsonl:2 has no `prompt` column; it has question"):
         list(checked_prompts(open_rows(DataSettings(path=str(path))), str(path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"prompt": "x", "score": NaN}', r"JSON has no NaN"),
+        ('{"prompt": "x", "score": -Infinity}', r"JSON has no NaN"),
+        ('{"prompt": "\\ud800"}', r"is not JSON"),
+        (json.dumps({"prompt": "x" * MAX_ROW_BYTES}), r"bytes; at most"),
+    ],
+)
+def test_a_row_that_could_not_travel_in_a_message_is_named_before_the_run(row: str, reason: str, tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"prompt": "x"}}\n{row}\n')
+    with pytest.raises(SettingError, match=rf"data\.path: .*data\.jsonl:2 .*{reason}"):
+        list(checked_prompts(open_rows(DataSettings(path=str(path))), str(path)))
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
+    path = str(tmp_path / "data.jsonl")
+    assert list(checked_prompts(open_rows(DataSettings(path=path)), path)) == ["x"]
+
+
+def test_a_missing_number_of_a_table_is_null():
+    table = datasets.Dataset.from_list([{"prompt": "x", "score": float("nan"), "parts": {"least": float("-inf")}}])
+    assert json.loads(TableRows(table)[0]) == {"prompt": "x", "score": None, "parts": {"least": None}}

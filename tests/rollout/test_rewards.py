@@ -1,5 +1,9 @@
 """Rewards run in processes of their own: no fault of the user's function ends the run."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +30,14 @@ def pool(tmp_path: Path):
     yield make
     for each in pools:
         each.close()
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within a minute."""
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not Path(f"/proc/{pid}").exists()
 
 
 def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[ScoreRequest]:
@@ -123,6 +135,67 @@ def test_a_process_that_the_function_leaves_behind_does_not_hold_up_the_end(pool
     assert score(rewards, {"answer": "go"})[0].reward == 1.0
     rewards.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward-")]
+
+
+def test_everything_that_a_hung_call_has_started_ends_with_it(pool: MakePool, tmp_path: Path):
+    start = "    child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    note = f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n    child.wait()\n"
+    rewards = pool("import subprocess\n" + TRL + start + note, timeout_s=4.0)
+    assert "reward.timeout_s" in score(rewards, {"answer": 1})[0].failure
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_forked_child_that_holds_the_pipes_does_not_hold_up_the_next_call(pool: MakePool):
+    fork = "    if answer[0] == 'fork':\n        os.fork() or time.sleep(1000)\n        time.sleep(1000)\n"
+    rewards = pool("import os, time\n" + TRL + fork + "    return [1.0 for _ in prompts]\n", timeout_s=4.0)
+    for _ in range(2):
+        assert "reward.timeout_s" in score(rewards, {"answer": "fork"})[0].failure
+        assert score(rewards, {"answer": "go"})[0].reward == 1.0
+
+
+def test_a_forked_child_cannot_answer_for_its_parent(pool: MakePool):
+    fork = "    if os.fork() == 0:\n        return [77.0 for _ in prompts]\n    os.wait()\n"
+    rewards = pool("import os\n" + TRL + fork + "    return [1.0 for _ in prompts]\n")
+    assert [score(rewards, {"answer": "x"})[0].reward for _ in range(4)] == [1.0] * 4
+
+
+def test_a_stopped_process_does_not_hold_up_a_large_question(pool: MakePool, tmp_path: Path):
+    note = f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    stop = "    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))\n"
+    stop += "    answer[0] == 'stop' and signal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+    source = "import os, signal\n" + TRL + note + stop + "    return [1.0 for _ in prompts]\n"
+    rewards = pool(source, timeout_s=3.0)
+    assert score(rewards, {"answer": "stop"})[0].reward == 1.0
+    stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    assert "reward.timeout_s" in score(rewards, {"answer": "x" * 1_000_000})[0].failure
+    assert score(rewards, {"answer": "go"})[0].reward == 1.0
+
+
+OWNER = """
+import sys, time
+from headrace.comm.recipe import RewardSettings
+from headrace.rollout.rewards.pool import RewardPool, ScoreRequest
+rewards = RewardPool(RewardSettings(path=sys.argv[1] + ":reward")).start()
+rewards.submit(ScoreRequest(0, {"prompt": "p", "answer": 1}, "text", [1]))
+time.sleep(1000)
+"""
+
+
+def test_a_killed_rollout_takes_its_reward_processes_with_it(tmp_path: Path):
+    file, pids = tmp_path / "rewards.py", tmp_path / "pids"
+    note = f"    child = subprocess.Popen(['sleep', '1000'])\n    open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}} \\n')\n"
+    file.write_text("import os, subprocess, time\n" + TRL + note + "    time.sleep(1000)\n")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(file)])
+    try:
+        deadline = time.monotonic() + 120
+        while not (pids.exists() and "\n" in pids.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(60)
+    assert all(ends(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_crashing_process_costs_one_reward(pool: MakePool):

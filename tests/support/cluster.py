@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
-from headrace.launch.processes.child import end_with_parent
+from headrace.comm.process_tree import end_with_parent
 
 PATIENCE_S = 60.0
 _serials = itertools.count()

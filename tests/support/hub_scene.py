@@ -29,10 +29,11 @@ class Scene:
         per_step: int = 2,
         tasks: Mapping[str, Task] | None = None,
         repack: RepackSettings | None = None,
+        prompt: str = "p",
         **queue: int | bool | str,
     ) -> None:
         data = folder / "data.jsonl"
-        data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(5)))
+        data.write_text("".join(f'{{"prompt": "{prompt}{i}"}}\n' for i in range(5)))
         self.path = folder / "journal.jsonl"
         self.journal = Journal(self.path)
         self.network = MemoryNetwork()

@@ -75,10 +75,18 @@ class Job:
         path = self.dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     def wait_for_step(self, step: int) -> None:
+        self.until(lambda: len(self.metrics()) > step)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait while the run goes on; fails when it ends."""
         assert self.process is not None
         deadline = time.monotonic() + DEADLINE_S
-        while len(self.metrics()) <= step:
+        while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, self.logs()
             time.sleep(0.05)
 

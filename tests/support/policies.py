@@ -64,7 +64,19 @@ FAMILIES = {
         "residual_multiplier": 0.5,
         "logits_scaling": 2.0,
     },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "swiglu_limit": 0.5},
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e4,
+            "truncate": False,
+        },
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "swiglu_limit": 0.5,
+    },
 }
 
 

@@ -10,7 +10,7 @@ from headrace.launch.processes.supervisor import ChildCommands, Supervisor
 name, run_dir, hosts_store, shutdown_s = sys.argv[1:]
 fake = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 role, _, index = name.partition("-")
-recipe = read_recipe(None, [f"run.dir={run_dir}"])
+recipe = read_recipe(None, [f"run.dir={run_dir}", "checkpoint.grace_s=0"])
 placement = Placement(role, int(index), host=0, slot=None)
 commands = ChildCommands(worker=fake, store=fake)
 supervisor = Supervisor(

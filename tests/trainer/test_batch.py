@@ -1,5 +1,7 @@
 """Packing joins trajectories end to end and finds the hidden states that predict their tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -34,6 +36,14 @@ def test_advantages_and_freshness_are_spread_over_the_tokens():
     batch = pack([trajectory([1], [2, 3], 4, 0.5), trajectory([1], [2], 3, -1.0)], 4, torch.device("cpu"))
     assert batch.advantages.tolist() == [0.5, 0.5, -1.0]
     assert batch.is_fresh.tolist() == [True, True, False]
+
+
+def test_staleness_is_that_of_each_token():
+    mixed = replace(trajectory([1], [2, 3], 3), versions=np.array([3, 4], np.int32))
+    batch = pack([mixed, trajectory([1], [2], 1)], 4, torch.device("cpu"))
+    assert batch.staleness.tolist() == [1, 0, 3]
+    assert batch.is_fresh.tolist() == [False, True, False]
+    assert not pack([mixed], 4, torch.device("cpu"), progress=0.5).is_fresh.any()
 
 
 def row_of(number: int, num_tokens: int) -> RowRef:

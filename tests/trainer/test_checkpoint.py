@@ -1,6 +1,8 @@
 """A checkpoint holds everything that training needs to continue bit for bit."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,12 +10,13 @@ import torch
 from support.policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
+from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import ModelSettings, OptimizerSettings, Recipe
+from headrace.comm.recipe import CheckpointSettings, ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
-from headrace.trainer.checkpoint import Checkpoints
+from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
 from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.policy.model import load_tokenizer, save_policy
 from headrace.trainer.step_stats import StepStats
@@ -67,10 +70,10 @@ def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path):
     broken = actor_of(policy_dir)
     train(broken, 4)
     random_number = torch.get_rng_state()
-    Checkpoints(tmp_path, keep=2, group=ALONE).save(broken.state)
+    save(broken, tmp_path)
     resumed = actor_of(policy_dir)
     torch.manual_seed(99)
-    Checkpoints(tmp_path, keep=2, group=ALONE).load(resumed.state, 4)
+    load_state(resumed.state, tmp_path, is_alone=True)
     assert resumed.version == 4
     assert torch.equal(torch.get_rng_state(), random_number)
     assert train(resumed, 3) == expected
@@ -78,16 +81,85 @@ def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path):
         assert torch.equal(weight, resumed.policy.weights()[name]), name
 
 
-def test_the_pointer_names_only_complete_checkpoints_and_old_ones_are_removed(policy_dir: Path, tmp_path: Path):
+def save(actor: Actor, folder: Path) -> Path:
+    save_state(staged(actor.state.state_dict()), folder, team=None)
+    return folder
+
+
+def test_a_staged_checkpoint_does_not_follow_the_training_that_goes_on(policy_dir: Path, tmp_path: Path):
+    actor, expected = actor_of(policy_dir), actor_of(policy_dir)
+    train(actor, 2)
+    copy = staged(actor.state.state_dict())
+    train(actor, 3)
+    save_state(copy, tmp_path, team=None)
+    load_state(actor.state, tmp_path, is_alone=True)
+    assert train(actor, 2) == train(expected, 4)[2:]
+
+
+def test_a_checkpoint_of_another_model_is_a_mistake_in_the_settings(policy_dir: Path, tmp_path: Path):
+    path = save(actor_of(policy_dir), tmp_path / "step_0")
+    other = actor_of(tiny_policy(tmp_path, "qwen3", hidden_size=32))
+    with pytest.raises(SettingError, match=r"run\.resume.*step_0 does not fit this run"):
+        load_state(other.state, path, is_alone=True)
+
+
+def test_a_damaged_state_is_a_mistake_in_the_settings(policy_dir: Path, tmp_path: Path):
     actor = actor_of(policy_dir)
-    checkpoints = Checkpoints(tmp_path, keep=2, group=ALONE)
-    assert checkpoints.latest() is None
-    for _ in range(3):
-        train(actor, 1)
-        checkpoints.save(actor.state)
-    (checkpoints.folder / "step_9").mkdir()
-    assert checkpoints.latest() == 3
-    assert not checkpoints.path(1).exists()
+    data = next((save(actor, tmp_path) / "dcp").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:5000])
+    with pytest.raises(SettingError, match=r"run\.resume"):
+        load_state(actor.state, tmp_path, is_alone=True)
+
+
+class Disk:
+    """A writer of checkpoints whose writes wait for the test, and what it has reported."""
+
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        self.may_write = threading.Event()
+        self.reported: list[int] = []
+        self.writer = CheckpointWriter(
+            run_dir,
+            CheckpointSettings(**settings),
+            deadline_s=60,
+            is_lead=True,
+            on_written=lambda step, path: self.reported.append(step),
+        )
+
+    def write(self, folder: Path) -> None:
+        assert self.may_write.wait(60)
+        (folder / "dcp").mkdir()
+
+    def fail(self, folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_reported_when_whole(tmp_path: Path):
+    disk = Disk(tmp_path)
+    disk.writer.begin(4, disk.write)
+    disk.writer.check()
+    assert (disk.reported, disk.writer.folder.whole()) == ([], {})
+    disk.may_write.set()
+    disk.writer.close()
+    assert (disk.reported, [*disk.writer.folder.whole()]) == ([4], [4])
+
+
+def test_one_checkpoint_is_written_at_a_time_and_old_ones_are_removed(tmp_path: Path):
+    disk = Disk(tmp_path, keep=1)
+    disk.may_write.set()
+    for step in (1, 2, 3):
+        disk.writer.begin(step, disk.write)
+    disk.writer.close()
+    assert (disk.reported, [*disk.writer.folder.whole()]) == ([1, 2, 3], [3])
+
+
+def test_the_error_of_a_writer_is_raised_in_the_trainers_loop(tmp_path: Path):
+    disk = Disk(tmp_path)
+    disk.writer.begin(4, disk.fail)
+    with pytest.raises(OSError, match="Input/output"):
+        disk.writer.close()
+    with pytest.raises(OSError, match="Input/output"):
+        disk.writer.check()
+    assert (disk.reported, disk.writer.folder.whole()) == ([], {})
 
 
 def test_the_export_gives_the_trained_policys_logits_in_plain_transformers(policy_dir: Path, tmp_path: Path):

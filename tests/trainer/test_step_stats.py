@@ -1,6 +1,7 @@
 """The metrics of a step describe its data, and separate engine mismatch from staleness."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def batch_of(version: int, response_ids: np.ndarray, truncated: int = 1) -> Batc
     )
 
 
-def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:
+def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -> StepStats:
     """One trajectory of `version` whose log-probs in training are `shift` above those of its rollout."""
     trajectory = Trajectory(
         prompt_ids=np.array([1], np.int32),
@@ -44,7 +45,8 @@ def stats_of(version: int, shift: float, num_tokens: int = 3) -> StepStats:
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)
-    terms = policy_loss(logprobs, entropy, batch, Recipe(algorithm=AlgorithmSettings(clip_high=0.05)))
+    algorithm = AlgorithmSettings(clip_high=0.05, mismatch_cap=1.05, **settings)
+    terms = policy_loss(logprobs, entropy, batch, Recipe(algorithm=algorithm))
     stats.add_batch(batch, logprobs, terms)
     return stats
 
@@ -81,8 +83,16 @@ def test_a_response_that_ends_by_itself_at_the_longest_length_is_not_cut():
 
 
 def test_clipped_tokens_are_counted():
-    assert stats_of(VERSION, shift=0.2).metrics(VERSION)["actor/pg_clipfrac"] == 1
-    assert stats_of(VERSION, shift=0.01).metrics(VERSION)["actor/pg_clipfrac"] == 0
+    for shift, clipped in ((0.2, 1), (0.01, 0)):
+        assert stats_of(VERSION, shift, proximal="rollout").metrics(VERSION)["actor/pg_clipfrac"] == clipped
+
+
+def test_bounded_weights_of_fresh_and_of_stale_tokens_are_counted_apart():
+    fresh, stale = (stats_of(version, shift=0.2).metrics(VERSION) for version in (VERSION, VERSION - 1))
+    assert fresh["mismatch/limited_frac"] == 1 and "staleness/limited_frac" not in fresh
+    assert stale["staleness/limited_frac"] == 0 and "mismatch/limited_frac" not in stale
+    assert stats_of(VERSION - 1, shift=0.8).metrics(VERSION)["staleness/limited_frac"] == 1
+    assert stale["staleness/kl"] == pytest.approx(math.exp(0.2) - 1.2, rel=1e-3)
 
 
 def test_a_trajectory_without_weight_adds_nothing():

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import AlgorithmSettings
 
@@ -47,7 +48,7 @@ def group_relative(rewards: Tensor, group_sizes: Sequence[int], scale: str = "no
 
 
 def leave_one_out(rewards: Tensor, group_sizes: Sequence[int]) -> Tensor:
-    """RLOO (arXiv 2402.14740, formula 10): r minus the mean of the group's other rewards; 0 for a group of one."""
+    """RLOO (arXiv 2402.14740): r minus the mean of the group's other rewards; 0 for a group of one."""
     return torch.cat([_centred(g) * (len(g) / max(len(g) - 1, 1)) for g in rewards.split(list(group_sizes))])
 
 
@@ -64,7 +65,9 @@ def open_estimator(settings: AlgorithmSettings) -> Estimator:
     """
     if ":" in settings.advantage:
         function = load_object("algorithm.advantage", settings.advantage)
-        return Estimator(function, needs_whole_step=getattr(function, "needs_whole_step", True))
+        return Estimator(
+            partial(_users_advantages, function), needs_whole_step=getattr(function, "needs_whole_step", True)
+        )
     return {
         "grpo": Estimator(
             partial(group_relative, scale=settings.scale_rewards), needs_whole_step=settings.scale_rewards == "batch"
@@ -73,6 +76,15 @@ def open_estimator(settings: AlgorithmSettings) -> Estimator:
         "reinforce_plus_plus": Estimator(whole_reward, needs_whole_step=True, whitens=True, kl_to_go=True),
         "reinforce_plus_plus_baseline": Estimator(group_relative, needs_whole_step=True, whitens=True),
     }[settings.advantage]
+
+
+def _users_advantages(function: Function, rewards: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    advantages = torch.as_tensor(function(rewards, group_sizes), dtype=rewards.dtype)
+    if advantages.shape != rewards.shape:
+        raise SettingError(
+            f"algorithm.advantage: the function returns a tensor of shape {[*advantages.shape]} for {len(rewards)} rewards"
+        )
+    return advantages
 
 
 def _centred(rewards: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class TokenWeights(NamedTuple):
 def token_weights(loss_agg: str, mask: Tensor, lengths: Tensor, max_new_tokens: int) -> TokenWeights:
     """Weights for mask [R] and lengths [n] of responses; a response without a token with loss does not count (as in verl).
 
-    token-mean: mean over the tokens of the step (DAPO, arXiv 2503.14476, formula 8; TRL's `dapo`, and its `bnpo`, which takes
+    token-mean: mean over the tokens of the step (DAPO, arXiv 2503.14476, formula 12; TRL's `dapo`, and its `bnpo`, which takes
     the mean over a micro-batch). seq-mean-token-mean: mean over responses of the mean over their tokens (GRPO,
     arXiv 2402.03300, formula 3). seq-mean-token-sum: mean over responses of the sum over their tokens.
     seq-mean-token-sum-norm: that, divided by the constant `max_new_tokens` (Dr. GRPO, arXiv 2503.20783, section 3.2).

@@ -5,11 +5,13 @@ the clip bounds the ratio of the token in the loss.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from .sequences import sequence_means, spread
 
@@ -42,7 +44,7 @@ def clipped_surrogate(x: LossInputs) -> tuple[Tensor, Tensor]:
     """PPO's loss, which GRPO and DAPO share (arXiv 1707.06347, formula 7; bounds of their own: DAPO, arXiv 2503.14476, formula 10).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old; for A < 0 at most -clip_dual A (dual clip,
-    arXiv 1912.09729, formula 5; verl's `clip_ratio_c`, TRL's `delta`).
+    arXiv 1912.09729; verl's `clip_ratio_c`, TRL's `delta`).
     """
     return _pessimistic(log_ratio(x.logprobs, x.old_logprobs).exp(), x)
 
@@ -86,8 +88,29 @@ LOSSES: dict[str, LossFunction] = {
 
 
 def open_loss(name: str) -> LossFunction:
-    """The loss that `algorithm.loss` names: one of `LOSSES`, or a user's function of `LossInputs`."""
-    return load_object("algorithm.loss", name) if ":" in name else LOSSES[name]
+    """The loss that `algorithm.loss` names: one of `LOSSES`, or a user's function of `LossInputs`.
+
+    The user's raises `SettingError` when it returns anything but two tensors [R].
+    """
+    return partial(_users_loss, load_object("algorithm.loss", name)) if ":" in name else LOSSES[name]
+
+
+def _users_loss(function: Callable[[LossInputs], Any], x: LossInputs) -> tuple[Tensor, Tensor]:
+    result = function(x)
+    match result:
+        case (Tensor(shape=x.logprobs.shape) as loss, Tensor(shape=x.logprobs.shape) as is_bounded):
+            return loss, is_bounded
+    raise SettingError(
+        f"algorithm.loss: the function returns {_outline(result)}; it must return the loss of each token and whether"
+        f" it is bounded, two tensors of {len(x.logprobs)} numbers for {len(x.logprobs)} tokens"
+    )
+
+
+def _outline(result: object) -> str:
+    """What a function returned, in short."""
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {[*result.shape]}"
+    return f"({', '.join(map(_outline, result))})" if isinstance(result, tuple) else type(result).__name__
 
 
 def _pessimistic(ratio: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:

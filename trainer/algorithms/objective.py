@@ -8,6 +8,7 @@ from torch import Tensor
 from ...comm.recipe import Recipe
 from ..batch import PackedBatch
 from .aggregation import token_weights
+from .corrections import correct
 from .kl import KL_ESTIMATORS, k3
 from .losses import LossInputs, open_loss
 
@@ -16,13 +17,15 @@ class LossTerms(NamedTuple):
     """Sums over a micro-batch; only `loss` carries a gradient.
 
     `loss` and `pg_loss` are aggregated sums, to be divided by the step's sum of `weight`. The others are sums over tokens
-    with loss.
+    with loss: `limited` those of older versions whose importance weight is bounded, `limited_fresh` the others.
     """
 
     loss: Tensor
     pg_loss: Tensor
     weight: Tensor
     clipped: Tensor
+    limited: Tensor
+    limited_fresh: Tensor
     ppo_kl: Tensor
     entropy: Tensor
     kl: Tensor
@@ -31,18 +34,20 @@ class LossTerms(NamedTuple):
 def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: Recipe) -> LossTerms:
     """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
     algorithm = recipe.algorithm
+    correction = correct(logprobs, batch, algorithm)
     per_token, clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,
-            old_logprobs=batch.rollout_logprobs,
+            old_logprobs=correction.old_logprobs,
             advantages=batch.advantages,
             mask=batch.mask,
             lengths=batch.response_lengths,
-            clip_low=logprobs.new_tensor(algorithm.clip_low),
-            clip_high=logprobs.new_tensor(algorithm.clip_high),
+            clip_low=correction.clip_low,
+            clip_high=correction.clip_high,
             clip_dual=algorithm.clip_dual,
         )
     )
+    per_token = per_token * correction.weight
     weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, recipe.sampling.max_new_tokens)
     loss = per_token - algorithm.entropy_coef * entropy
     kl = torch.zeros_like(logprobs)
@@ -55,6 +60,8 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: R
         pg_loss=(per_token * weights.tokens).sum().detach(),
         weight=weights.weight,
         clipped=(clipped * batch.mask).sum(),
+        limited=(correction.is_limited & ~batch.is_fresh & (batch.mask > 0)).sum(),
+        limited_fresh=(correction.is_limited & batch.is_fresh & (batch.mask > 0)).sum(),
         ppo_kl=(k3(batch.rollout_logprobs, logprobs) * batch.mask).sum().detach(),
         entropy=(entropy * batch.mask).sum().detach(),
         kl=(kl * batch.mask).sum().detach(),

@@ -14,5 +14,5 @@ def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer: int, penalty:
 
 
 def kl_to_go(kl: np.ndarray) -> np.ndarray:
-    """The KL penalty of each token and of those after it: [R] -> [R] (REINFORCE++, arXiv 2501.03262, formula 8)."""
+    """The KL penalty of each token and of those after it: [R] -> [R] (REINFORCE++, arXiv 2501.03262)."""
     return np.cumsum(kl[::-1])[::-1]

@@ -1,5 +1,7 @@
 """The interface between the trainer's loop and an engine, and the choice of the engine by `trainer.engine`."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -51,8 +53,15 @@ class Learner(Protocol):
         """Write the weights for users; returns the folder."""
         ...
 
-    def checkpoint(self) -> str:
-        """Write the weights for users and the state that `run.resume` needs; returns the folder."""
+    def stage(self) -> Callable[[Path], None]:
+        """Copy the weights and all else that training needs to continue; a collective of all ranks.
+
+        The result writes the copies into a folder, while training goes on; every rank calls it, in a thread.
+        """
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a folder that `stage` wrote; a collective. Raises `SettingError` if its content does not fit."""
         ...
 
     def close(self) -> None:
@@ -61,5 +70,5 @@ class Learner(Protocol):
 
 
 def open_learner(fleet: Fleet, recipe: Recipe) -> Learner:
-    """The learner that `trainer.engine` names; with `run.resume`, it continues from the newest checkpoint."""
+    """The learner that `trainer.engine` names, with the initial weights."""
     return adapter_class("trainer.engine", recipe.trainer.engine, _LEARNERS, __package__)(fleet, recipe)

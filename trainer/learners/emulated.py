@@ -1,6 +1,8 @@
 """A trainer on emulated devices: `trainer.engine=emulated`. It fetches rows and sleeps instead of computing."""
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
 from ..actor_group import ActorGroup
 from ..step_stats import StepStats
+
+_VERSION_FILE = "version"
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +35,6 @@ class EmulatedLearner:
         self._clock = Clock(e.speed)
         self._until = self._clock.now()
         self._busy_s = 0.0
-        self._run_dir = recipe.run.dir
         self._weights = dummy_weights(e)
         layout = Layout.of(self._weights, torch.float32)
         self._publisher = WeightPublisher(fleet, layout, recipe.comm)
@@ -67,8 +70,16 @@ class EmulatedLearner:
     def export(self) -> str:
         return ""
 
-    def checkpoint(self) -> str:
-        return self._run_dir
+    def stage(self) -> Callable[[Path], None]:
+        version = str(self.version)
+
+        def write(folder: Path) -> None:
+            (folder / _VERSION_FILE).write_text(version, encoding="utf-8")
+
+        return write
+
+    def restore(self, folder: Path) -> None:
+        self.version = int((folder / _VERSION_FILE).read_text(encoding="utf-8"))
 
     def close(self) -> None:
         _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)

@@ -5,7 +5,9 @@ given to the forward pass: `PackedAttention` in training, paged ones in the gene
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from inspect import signature
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .length_classes import length_classes
+from .narrow_attention import WIDTH, NarrowAttention
+
 NAME = "headrace"
 """The attention implementation's name within transformers."""
+_HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # PyTorch 2.12 and later
 
 
 class AttentionSpec(NamedTuple):
@@ -60,6 +66,8 @@ def _dispatch(
     # Some families put the window into the mask only, and keep it in the module.
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     spec = AttentionSpec(scaling, window, softcap, s_aux)
+    # Under autocast the rotation leaves query and key in fp32, for which a GPU has slow kernels only.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     out = attention(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec)
     return out.unsqueeze(0), None
 
@@ -68,54 +76,106 @@ AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentTy
 AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # pyright: ignore[reportArgumentType]
 
 
+def kernel_of(
+    device: str, dtype: torch.dtype, head_dim: int, spec: AttentionSpec
+) -> Literal["varlen", "narrow", "padded"]:
+    """The kernel of `PackedAttention` for tensors of this kind on this type of device."""
+    if spec.is_plain:
+        if device == "cuda" and dtype in (torch.bfloat16, torch.float16):
+            return "varlen"
+        if device == "cpu" and dtype == torch.float32 and head_dim <= WIDTH:
+            return "narrow"
+    return "padded"
+
+
 class PackedAttention:
     """Causal attention over whole sequences packed one after the other in one row. Differentiable.
 
-    On a GPU in half precision, PyTorch's `varlen_attn`. Elsewhere sequences of similar length (within a factor of two) are
-    padded on the right into one batch: the padding comes after every real query, so the causal mask hides it.
+    On a GPU in half precision, PyTorch's `varlen_attn`; on a CPU with narrow heads, `NarrowAttention`. Elsewhere sequences of
+    about equal length are padded on the right into one batch: the padding comes after every real query, so the causal mask
+    hides it.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self._lengths = lengths
+        self._device = device
         self._longest = max(lengths)
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        self._starts = starts.to(device, torch.int32)
-        classes: dict[int, list[int]] = {}
-        for index, length in enumerate(lengths):
-            classes.setdefault(max(length - 1, 0).bit_length(), []).append(index)
-        self._buckets: list[tuple[Tensor, tuple[int, int]]] = []
-        inverse = torch.empty(sum(lengths), dtype=torch.long)
-        padded = 0
-        for members in classes.values():
-            longest = max(lengths[i] for i in members)
-            offsets = torch.arange(longest)
-            sizes = torch.tensor([lengths[i] for i in members])
-            tokens = starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
-            is_real = offsets[None, :] < sizes[:, None]
-            inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
-            self._buckets.append((tokens.flatten().to(device), (len(members), longest)))
-            padded += tokens.numel()
-        self._inverse = inverse.to(device)
+        self._starts = torch.tensor([0, *lengths]).cumsum(0)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and spec.is_plain:
-            return self._varlen(query, key, value, spec)
+        kernel = kernel_of(query.device.type, query.dtype, query.shape[2], spec)
+        if kernel == "varlen":
+            starts = self._device_starts
+            return varlen_attention(query, key, value, (starts, starts), (self._longest, self._longest), spec)
+        if kernel == "narrow":
+            return self._narrow(query, key, value, spec.scale, spec.window)
         outputs = []
-        for tokens, size in self._buckets:
+        classes, inverse = self._padded
+        for tokens, size in classes:
             q, k, v = (x.index_select(0, tokens).unflatten(0, size).transpose(1, 2) for x in (query, key, value))
             outputs.append(causal_attention(q, k, v, spec).transpose(1, 2).flatten(0, 1))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out.index_select(0, self._inverse)
+        return out.index_select(0, inverse)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
+    @cached_property
+    def _device_starts(self) -> Tensor:
+        return self._starts.to(self._device, torch.int32)
+
+    @cached_property
+    def _narrow(self) -> NarrowAttention:
+        return NarrowAttention(self._lengths)
+
+    @cached_property
+    def _padded(self) -> tuple[list[tuple[Tensor, tuple[int, int]]], Tensor]:
+        """Of each class its tokens [members * longest] and (members, longest); of each token its place in all classes."""
+        found: list[tuple[Tensor, tuple[int, int]]] = []
+        inverse = torch.empty(sum(self._lengths), dtype=torch.long)
+        padded = 0
+        for members in length_classes(self._lengths):
+            sizes = torch.tensor([self._lengths[index] for index in members])
+            longest = int(sizes[0])
+            offsets = torch.arange(longest)
+            tokens = self._starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
+            is_real = offsets[None, :] < sizes[:, None]
+            inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
+            found.append((tokens.flatten().to(self._device), (len(members), longest)))
+            padded += tokens.numel()
+        return found, inverse.to(self._device)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    spec: AttentionSpec,
+) -> Tensor:
+    """Causal attention by PyTorch's `varlen_attn`, on a GPU in half precision; the last query of a sequence is at its last key.
+
+    query [T, heads, d], key and value [S, kv_heads, d]; `starts` int32 [n + 1] and `longest` are those of queries and of keys.
+    """
+    options: dict[str, Any] = {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and _HAS_GROUPS:
+        options["enable_gqa"] = True
+    elif groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        window = (-1, 0) if spec.window is None else (spec.window - 1, 0)
-        starts, longest = self._starts, self._longest
-        out = varlen_attn(
-            query.contiguous(), key, value, starts, starts, longest, longest, scale=spec.scale, window_size=window
-        )
-        assert isinstance(out, Tensor)
-        return out
+    window = (-1, 0) if spec.window is None else (spec.window - 1, 0)
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    out = varlen_attn(query, key, value, *starts, *longest, scale=spec.scale, window_size=window, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def chunk_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    """Causal attention of the last tokens of one sequence; query [T, heads, d], key and value [S, kv_heads, d]."""
+    sizes = len(query), len(key)
+    if kernel_of(query.device.type, query.dtype, query.shape[2], spec) == "varlen":
+        starts = torch.tensor([[0, size] for size in sizes], dtype=torch.int32).to(query.device)
+        return varlen_attention(query, key, value, (starts[0], starts[1]), sizes, spec)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return masked_attention(q, k, v, band(*sizes, spec.window, q.device), spec)[0].transpose(0, 1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -140,9 +200,11 @@ def band(num_queries: int, num_keys: int, window: int | None, device: torch.devi
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention under a boolean mask `sees` (broadcast to [B, heads, q, s]), with soft-capping and sinks where `spec` asks for them."""
     groups = query.shape[1] // key.shape[1]
+    is_grouped = groups > 1 and spec.is_plain and takes_groups(query.device.type)
+    if not is_grouped:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if spec.is_plain:
-        return F.scaled_dot_product_attention(query, key, value, sees, scale=spec.scale, enable_gqa=groups > 1)
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return F.scaled_dot_product_attention(query, key, value, sees, scale=spec.scale, enable_gqa=is_grouped)
     scores = torch.matmul(query, key.transpose(2, 3)) * spec.scale
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
@@ -151,6 +213,14 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, sp
         scores = torch.cat((scores, spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), -1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
     return torch.matmul(weights.to(value.dtype), value)
+
+
+def takes_groups(device: str) -> bool:
+    """Whether a kernel with a mask takes fewer key heads than query heads.
+
+    On a GPU only the kernel that keeps all scores in fp32 does.
+    """
+    return device == "cpu"
 
 
 def rope_table(model: Any, context: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

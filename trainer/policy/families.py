@@ -18,6 +18,8 @@ class Family(NamedTuple):
 
     is_llama_line: bool = False
     """`decoder` and `exact_decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
+    has_experts: bool = False
+    """Routers choose `num_experts_per_tok` experts for each token."""
     has_sinks: bool = False
     """Each head has a learned score that its softmax counts and that carries no value (`AttentionSpec.sinks`)."""
 
@@ -35,11 +37,11 @@ FAMILIES = {
     "gemma3_text": Family(),  # as Gemma 2, with norms of query and key and a rotary embedding for each kind of layer
     "olmo2": Family(),  # norms behind attention and MLP instead of before; norms of query and key over all heads
     "olmo3": Family(),  # as OLMo 2; windows in some layers; a rotary embedding for each kind of layer
-    "mixtral": Family(),  # experts
-    "qwen2_moe": Family(),  # experts, and one that every token passes
-    "qwen3_moe": Family(),  # as Qwen 3, with experts
-    "granitemoe": Family(),  # as Granite, with experts
-    "gpt_oss": Family(has_sinks=True),  # experts with biases and a clamped SwiGLU; windows in some layers; sinks
+    "mixtral": Family(has_experts=True),
+    "qwen2_moe": Family(has_experts=True),  # and one expert that every token passes
+    "qwen3_moe": Family(has_experts=True),  # as Qwen 3
+    "granitemoe": Family(has_experts=True),  # as Granite
+    "gpt_oss": Family(has_experts=True, has_sinks=True),  # clamped SwiGLU with biases; windows in some layers
 }
 """By transformers' model type. Each is tested against transformers."""
 

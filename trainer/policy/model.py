@@ -7,11 +7,11 @@ that transformers gives them; a tied weight has one name.
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -20,17 +20,18 @@ from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
+from .checkpoint_files import find_checkpoint
 from .exact_attention import ExactPackedAttention
-from .exact_decoder import ExactDecoder, exact_logits
+from .exact_decoder import ExactDecoder
 from .families import check_exact_supported, check_splittable, check_supported
+from .head import LogitsHead
+from .loading import read_weights
 from .tensor_parallel import TensorParallel, splits_for
 
 transformers_logging.disable_progress_bar()
 
 LOADING = threading.RLock()
 """Held while a model is made: transformers then sets switches of the whole process (dtype, initialisation, tying)."""
-LOGPROB_ROWS = 256
-"""Tokens whose logits are in memory at one time while log-probabilities are computed."""
 
 
 class Policy(nn.Module):
@@ -79,6 +80,13 @@ class Policy(nn.Module):
         self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
         return self.exact
 
+    def checkpoint_activations(self) -> None:
+        """From now on keep only the layers' inputs for the backward pass, which computes the layers again."""
+        assert self.exact is None, "exact mode computes the layers itself"
+        layers: Any = self.model.base_model.layers
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
     @torch.no_grad()
     def split(self, tensor_parallel: TensorParallel) -> None:
         """From now on hold only this rank's slice of each layer, for `decoder.LeanDecoder`.
@@ -126,57 +134,22 @@ class Policy(nn.Module):
         return (self.exact or self)(token_ids, positions, attention(lengths, token_ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, vocab] in fp32 of hidden states [T, hidden]."""
-        head = self.head
-        if self.exact is not None:
-            return _Logits.apply(hidden, head.weight, exact_logits)  # pyright: ignore[reportReturnType]
-        if head.weight.is_cuda and head.weight.dtype != torch.float32:
-            logits = _Logits.apply(hidden, head.weight, _wide_logits)
-            assert isinstance(logits, Tensor)
-        else:
-            logits = F.linear(hidden.float(), head.weight.float(), head.bias)
-        if self.logit_divisor != 1.0:
-            logits = logits / self.logit_divisor
-        if self.logit_softcap is not None:
-            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits
+        """Logits [T, vocab] in fp32 of hidden states [T, hidden]. Differentiable."""
+        return self._logits_head().logits(hidden)
 
-    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden].
+    def token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden]. Differentiable.
 
-        Differentiable. Logits are computed for LOGPROB_ROWS tokens at a time, and again in the backward pass.
+        On a GPU the products of the LM head are of numbers of this type, by default the weights'.
         """
+        return self._logits_head(dtype).token_logprobs(hidden, targets, temperature)
 
-        def chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs = torch.log_softmax(self.logits(rows) * (1 / temperature), dim=-1)
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-            return logprobs.gather(1, wanted[:, None])[:, 0], entropy
-
-        parts = [
-            checkpoint(chunk, rows, wanted, use_reentrant=False) if torch.is_grad_enabled() else chunk(rows, wanted)
-            for rows, wanted in zip(hidden.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-class _Logits(torch.autograd.Function):
-    """fp32 logits by `compute(hidden, weight)`; the backward pass computes in the weights' type."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return compute(hidden, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden, None
-
-
-def _wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Of half-precision hidden states and weights on a GPU: sums in fp32, without an fp32 copy of the weights."""
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    def _logits_head(self, dtype: torch.dtype | None = None) -> LogitsHead:
+        head = self.head
+        dtype = (dtype or self.dtype) if head.weight.is_cuda else torch.float32
+        return LogitsHead(head.weight, head.bias, dtype, self.exact is not None, self.logit_divisor, self.logit_softcap)
 
 
 def load_policy(
@@ -186,46 +159,43 @@ def load_policy(
     weights: bool = True,
     exact: bool = False,
     tensor_parallel: TensorParallel | None = None,
+    shard: Callable[[Policy], None] | None = None,
 ) -> Policy:
     """The policy of a Hugging Face checkpoint.
 
-    With `weights=False` only its structure, with uninitialised parameters. With `tensor_parallel` it is split before it is
-    moved, so the device never holds more than this rank's slices. Raises SettingError for a missing checkpoint and for a
-    feature that would be computed wrongly.
+    With `weights=False` only its structure, with uninitialised parameters. `shard` distributes such a policy over ranks and
+    their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before
+    it is moved, so the device never holds more than this rank's slices. Raises SettingError for a missing or damaged
+    checkpoint and for a feature that would be computed wrongly.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise SettingError(f"model.dtype: '{dtype}' is not a floating-point type (float32, bfloat16, float16)")
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
     check_supported(config)
     with LOADING:
-        model = _load(path, config, wanted) if weights else _build(path, config, wanted)
+        model = _build(path, config, wanted)
     policy = Policy(model.eval(), _stop_ids(path, config))
     if tensor_parallel is not None:
+        if weights:
+            read_weights(model, find_checkpoint(path))
         policy.split(tensor_parallel)
-    policy.to(device)
+    if shard is not None:
+        shard(policy)
+    else:
+        policy.to(device)
+    if weights and tensor_parallel is None:
+        read_weights(model, find_checkpoint(path))
     if exact:
         policy.make_exact()
     return policy
 
 
-def _load(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
-    except OSError as error:
-        raise SettingError(f"model.path: cannot load the weights at {path} ({_first_line(error)})") from error
-    if config.tie_word_embeddings and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        raise SettingError(
-            f"model.path: the configuration at {path} ties LM head and embedding (tie_word_embeddings), "
-            "but its weights hold two different ones: set tie_word_embeddings to false there"
-        )
-    return model
-
-
 def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with uninitialised parameters, which take no memory until they are written, and with its buffers."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     model.tie_weights()
@@ -241,7 +211,7 @@ def default_device(*, exact: bool = False) -> torch.device:
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a checkpoint; raises SettingError if it has none."""
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no tokenizer at {path} ({_first_line(error)})") from error
 
@@ -278,6 +248,6 @@ def _stop_ids(path: str | Path, config: Any) -> frozenset[int]:
     """Tokens that end a response: those of the generation configuration, of the model's configuration and of the tokenizer."""
     settings: list[Any] = [_generation_config(path, config).eos_token_id, getattr(config, "eos_token_id", None)]
     with suppress(OSError, ValueError, KeyError):
-        settings.append(AutoTokenizer.from_pretrained(path).eos_token_id)
+        settings.append(AutoTokenizer.from_pretrained(path, trust_remote_code=False).eos_token_id)
     lists = [[setting] if isinstance(setting, int) else setting or [] for setting in settings]
     return frozenset(token for tokens in lists for token in tokens)

@@ -9,6 +9,8 @@ from support.in_memory import MemoryFleet
 
 from headrace.comm.messages import (
     BusyReport,
+    CheckpointRequested,
+    CheckpointWritten,
     ConnectionLost,
     DropRows,
     LeaseGrant,
@@ -22,10 +24,10 @@ from headrace.comm.messages import (
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, cut_after_checkpoint, read_events, replay
+from headrace.relay.journal.journal import JournalError, cut_at_checkpoint, read_events, replay
 from headrace.relay.journal.records import RowStatus
 
 
@@ -33,7 +35,7 @@ from headrace.relay.journal.records import RowStatus
 def scene(tmp_path: Path):
     scenes: list[Scene] = []
 
-    def make(**settings: int | bool) -> Scene:
+    def make(**settings: int | bool | str) -> Scene:
         scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
         return scenes[-1]
 
@@ -51,6 +53,12 @@ def test_a_request_sent_twice_is_answered_the_same(scene: MakeScene):
     again = s.lease(num_groups=2)
     assert encode(first) == encode(again)
     assert s.hub.state.account.leased == 4
+
+
+def test_a_grant_of_large_rows_fits_into_a_message(scene: MakeScene):
+    s = scene(capacity=5, prompt="p" * (MAX_ROW_BYTES - 100))
+    leased = [s.lease(request=number, num_groups=5) for number in range(1, 6)]
+    assert [len(grant.leases) for grant in leased] == [1] * 5
 
 
 def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScene):
@@ -324,13 +332,26 @@ def test_a_damaged_journal_is_named_with_its_line(scene: MakeScene):
         replay(s.path)
 
 
-def test_resuming_cuts_the_events_after_the_checkpoint_and_keeps_them_in_another_file(scene: MakeScene):
-    s = scene()
-    s.hub.context.commit(ev.Checkpointed(step=0, path="x"))
+def test_resuming_cuts_the_events_after_the_steps_of_the_checkpoint_and_keeps_them_in_another_file(scene: MakeScene):
+    s = scene(per_step=1)
+    s.hub.context.commit(ev.Trained(step=0))
     s.lease()
-    cut_after_checkpoint(s.path, 0)
-    assert len(list(read_events(s.path))) == 2
+    s.say("actor-0", CheckpointWritten(1, "run/checkpoints/step_1"))
+    assert (s.path.parent / "checkpoints" / "latest").read_text() == "step_1", "once the journal has it"
+    cut_at_checkpoint(s.path, 1)
+    assert [type(event).__name__ for _, event in read_events(s.path)] == ["Opened", "Trained"]
     assert len(list(s.path.parent.glob("journal.jsonl.discarded-*"))) == 1
+
+
+def test_a_requested_checkpoint_is_asked_of_the_trainer_with_its_next_rows(scene: MakeScene):
+    s = scene(per_step=1)
+    s.finish(s.lease())
+    s.say("actor-0", RequestRows(1, ["train"], step=0))
+    s.say("hub", CheckpointRequested())
+    s.say("actor-0", RequestRows(2, ["train"], step=0))
+    before, after = s.heard("actor-0")
+    assert isinstance(before, TrainBatch) and isinstance(after, TrainBatch)
+    assert (before.checkpoint_after, after.checkpoint_after) == (-1, 0)
 
 
 def test_each_epoch_leases_every_prompt_once_in_a_seeded_order(tmp_path: Path):

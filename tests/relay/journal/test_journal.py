@@ -2,14 +2,24 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, account_dict, cut_after_checkpoint, replay
+from headrace.relay.journal.journal import (
+    Journal,
+    JournalError,
+    account_dict,
+    checkpoints_in,
+    cut_at_checkpoint,
+    replay,
+)
 from headrace.relay.journal.state import HubState, apply
 
 SAMPLES = 2
@@ -69,14 +79,29 @@ def test_the_journal_is_the_only_file_of_the_hub_in_a_run_folder(recorder: Recor
     assert list(recorder.path.parent.iterdir()) == [recorder.path]
 
 
-def test_resuming_at_a_checkpoint_ends_in_the_state_of_that_checkpoint(recorder: Recorder):
+def test_resuming_at_a_checkpoint_ends_in_the_state_of_its_steps_however_late_it_was_written(recorder: Recorder):
     recorder.train_step()
-    recorder.commit(ev.Checkpointed(step=1, path="step_1"))
     expected = msgspec.msgpack.encode(recorder.state)
     recorder.train_step()
+    recorder.commit(ev.Checkpointed(step=1, path="step_1"))
+    recorder.train_step()
     recorder.journal.close()
-    cut_after_checkpoint(recorder.path, 1)
+    assert cut_at_checkpoint(recorder.path, 1).step == 1
     assert msgspec.msgpack.encode(replay(recorder.path)) == expected
+
+
+def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
+    """A power cut may leave zeros where the last lines were."""
+    recorder.train_step()
+    recorder.commit(ev.Checkpointed(step=1, path="step_1"))
+    expected = recorder.path.read_bytes().count(b"\n") - 1
+    with recorder.path.open("ab") as file:
+        file.write(bytes(100) + b"\n" + b'{"event":"Trained","step":1}\n')
+    assert checkpoints_in(recorder.path) == {1: expected}
+    with pytest.raises(JournalError, match="no checkpoint of step 2"):
+        cut_at_checkpoint(recorder.path, 2)
+    cut_at_checkpoint(recorder.path, 1)
+    assert replay(recorder.path).step == 1
 
 
 def test_an_unfinished_last_line_is_cut_off_before_others_follow(recorder: Recorder):
@@ -133,3 +158,26 @@ def test_the_state_does_not_grow_with_the_run(tmp_path: Path):
             sizes.append(len(msgspec.msgpack.encode(recorder.state)))
     recorder.journal.close()
     assert sizes[1] <= sizes[0] + 20  # longer numbers
+
+
+@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))
+def test_a_journal_with_changed_bytes_is_legal_or_refused_with_its_line(at: int, replacement: bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder))
+        for step in range(3):
+            recorder.train_step(fails=step == 0)
+        recorder.journal.close()
+        data = bytearray(recorder.path.read_bytes())
+        at %= len(data)
+        data[at : at + len(replacement)] = replacement
+        recorder.path.write_bytes(data)
+        try:
+            replay(recorder.path)
+        except JournalError as error:
+            assert "journal.jsonl:" in str(error)
+
+
+def test_the_rules_of_the_journal_are_never_optimized_away():
+    code = "import headrace.relay.journal.state"
+    result = subprocess.run([sys.executable, "-O", "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0 and "PYTHONOPTIMIZE" in result.stderr

@@ -52,8 +52,37 @@ def test_a_bound_of_zero_admits_one_batch_per_version():
 
 
 def test_without_a_bound_the_capacity_limits_leases():
-    run = SmallRun(bound=None, per_step=2)
+    run = SmallRun(bound=None, per_step=2, capacity=4)
     assert [run.lease(0) for _ in range(5)] == [True, True, True, True, False]
+
+
+def test_without_a_capacity_the_queue_grows_by_what_a_step_lacks_and_shrinks_by_half_of_what_it_does_not_need():
+    run = SmallRun(bound=None, per_step=4)
+    capacities = []
+    for num_ready in (1, 0, 8, 6, 6, 4, 4):
+        while len(run.state.queued()) < num_ready:
+            group = GroupId(0, run.state.cursor)
+            apply(ev.Leased(group=group, samples=[0], attempt=1, version=0, holder="r"), run.state)
+            run.finish(group)
+        run.admission.follow(run.state)
+        capacities.append(run.admission.capacity)
+        while run.state.queued()[4:]:
+            handed = run.state.queued()[0].id
+            apply(ev.Handed(step=0, groups=[handed]), run.state)
+    assert capacities == [7, 8, 6, 5, 4, 4, 4]
+
+
+def test_a_new_group_waits_for_a_version_that_is_due_only_while_the_trainer_has_its_step():
+    run = SmallRun(bound=None, per_step=1)
+    assert run.lease(0)
+    run.finish(GroupId(0, 0))
+    assert run.train_if_ready() and run.lease(0)
+    run.finish(GroupId(0, 1))
+    (group,) = run.admission.select_groups(run.state)
+    apply(ev.Handed(step=1, groups=[group.id]), run.state)
+    assert not run.lease(0)
+    apply(ev.Published(version=1, digest="", relay="relay-0"), run.state)
+    assert run.lease(1)
 
 
 def test_a_selection_ends_with_the_group_that_reaches_the_tokens():

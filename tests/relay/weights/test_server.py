@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.closing import at_end
 
-from headrace.comm.environment import SEGMENT_FD
+from headrace.comm.environment import SEGMENT_FD, create_memfd
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
@@ -48,7 +48,7 @@ class Processes:
 
     def relay(self, index):
         if index == len(self.segments):
-            self.segments.append(os.memfd_create("headrace-test"))
+            self.segments.append(create_memfd("headrace-test"))
             self.relays.append(None)
         fd = self.segments[index]
         command = [sys.executable, "-c", RELAY, self.hosted.address, str(index), self.settings.link]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.comm.errors import SettingError
 from headrace.comm.recipe import AlgorithmSettings
 from headrace.trainer.algorithms.advantages import open_estimator
 
@@ -85,3 +86,10 @@ def test_a_users_estimator_gets_the_whole_step_unless_it_says_otherwise(tmp_path
     )
     assert best.needs_whole_step and not first.needs_whole_step
     assert best.advantages(torch.tensor([1.0, 3.0]), [2]).tolist() == [0.0, 1.0]
+
+
+def test_a_users_estimator_that_returns_another_number_of_advantages_names_its_setting(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def wrong(rewards, group_sizes):\n    return rewards[:1]\n")
+    estimator = open_estimator(AlgorithmSettings(advantage=f"{tmp_path}/mine.py:wrong"))
+    with pytest.raises(SettingError, match=r"algorithm.advantage: .* shape \[1\] for 2 rewards"):
+        estimator.advantages(torch.tensor([1.0, 3.0]), [2])

@@ -1,11 +1,13 @@
 """Each loss equals its paper's formula in float64 NumPy, and its gradient the formula's finite differences."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from headrace.comm.errors import SettingError
 from headrace.trainer.algorithms.losses import LossInputs, open_loss
 
 LENGTHS = (4, 1, 3)
@@ -119,7 +121,22 @@ def test_a_token_with_a_ratio_beyond_all_bounds_gives_a_finite_gradient(name: st
     assert gradient.isfinite().all()
 
 
-def test_a_users_loss_is_a_function_in_a_file(tmp_path):
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ("-x.advantages * x.logprobs", "a tensor of shape \\[8\\]"),
+        ("x.mask.sum(), x.mask > 1", "a tensor of shape \\[\\]"),
+        ("None", "NoneType"),
+    ],
+)
+def test_a_users_loss_that_returns_anything_else_names_its_setting(tmp_path: Path, result: str, shown: str):
+    (tmp_path / "mine.py").write_text(f"def wrong(x):\n    return {result}\n")
+    new, old, advantages = random_case(0)
+    with pytest.raises(SettingError, match=f"algorithm.loss: the function returns .*{shown}"):
+        open_loss(f"{tmp_path}/mine.py:wrong")(inputs_of(torch.tensor(new), old, advantages))
+
+
+def test_a_users_loss_is_a_function_in_a_file(tmp_path: Path):
     (tmp_path / "mine.py").write_text("def double(x):\n    return -2 * x.advantages * x.logprobs, x.mask > 1\n")
     new, old, advantages = random_case(0)
     loss, bounded = open_loss(f"{tmp_path}/mine.py:double")(inputs_of(torch.tensor(new), old, advantages))

@@ -1,6 +1,7 @@
 """The loss of a step is its formula over whole responses, and does not depend on how they are split over micro-batches."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ def by_response(values: np.ndarray) -> list[list[float]]:
     return split(values.tolist(), LENGTHS)
 
 
-def recipe_of(**settings: object) -> Recipe:
-    return Recipe(algorithm=AlgorithmSettings(**settings), sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS))  # pyright: ignore[reportArgumentType]
+def recipe_of(**settings: Any) -> Recipe:
+    algorithm = AlgorithmSettings(proximal="rollout", **settings)
+    return Recipe(algorithm=algorithm, sampling=SamplingSettings(max_new_tokens=MAX_NEW_TOKENS))
 
 
 def formula(loss_agg: str, new: np.ndarray, entropy: np.ndarray) -> float:

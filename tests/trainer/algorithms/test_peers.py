@@ -32,7 +32,7 @@ def column(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", PEERS["losses"], ids=name_of)
 def test_a_loss_and_its_gradient_equal_the_peers(case: dict[str, Any]):
-    settings = AlgorithmSettings(**case["settings"])
+    settings = AlgorithmSettings(proximal="rollout", **case["settings"])
     recipe = Recipe(algorithm=settings, sampling=SamplingSettings(max_new_tokens=PEERS["max_new_tokens"]))
     batch = packed(
         split(INPUTS["old_logprobs"], LENGTHS),

@@ -98,3 +98,12 @@ def test_a_setting_that_cannot_be_loaded_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(SettingError, match="model type 'gpt2' is not supported"):
         load_policy(tmp_path)
+
+
+def test_the_code_of_a_model_folder_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a question on the terminal"))
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('the code of the folder ran')")
+    with pytest.raises(SettingError, match=r"model\.path: no Hugging Face checkpoint"):
+        load_policy(tmp_path)

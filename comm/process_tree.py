@@ -1,0 +1,67 @@
+"""Processes that end together with the ones that started them. This module imports no other module of the project."""
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GUARDED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with_parent(number: int, parent: int) -> None:
+    """Have the kernel send `number` to this process when `parent` ends; end it now if `parent` has ended already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def fork_guarded(parent: int) -> None:
+    """Fork, and return in the child. The process that called stays as the child's guardian.
+
+    The guardian ends when the child has ended, on SIGTERM, and with `parent`, which is its own. Before that it kills everything
+    that the child has started, processes in other groups and sessions included: an orphan becomes a child of the guardian.
+    Its exit code is the child's, or 128 + n if signal n ended the child.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _GUARDED)
+    end_with_parent(signal.SIGTERM, parent)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if child:
+        _guard(child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GUARDED)
+
+
+def _guard(child: int) -> NoReturn:
+    for descriptor in range(3):  # the child's pipes end with the child
+        with suppress(OSError):
+            os.close(descriptor)
+    code = None
+    # The owner of this wait is the guardian's parent: its SIGTERM or its death ends it.
+    while code is None and signal.sigwait(_GUARDED) == signal.SIGCHLD:
+        code = _reap(child)
+    while pids := _children():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+    os._exit(128 + signal.SIGTERM if code is None else code)
+
+
+def _reap(child: int) -> int | None:
+    """Take in every process that has ended; returns the exit code of `child` if it is one of them."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                code = os.waitstatus_to_exitcode(ended[1])
+                return code if code >= 0 else 128 - code
+    return None
+
+
+def _children() -> list[int]:
+    me = os.getpid()
+    return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]

@@ -1,0 +1,166 @@
+"""The folder `checkpoints/` of a run: which checkpoints are whole, and the one that a run resumes from.
+
+    step_N/{dcp,hf}/...      the trainer's state after N steps, and its policy in Hugging Face form
+    step_N/manifest.json     size and digest of each of these files; written last, so a folder without it is incomplete
+    latest                   names the newest checkpoint that the journal knows
+
+A power cut leaves no name without what it names: files and folders are synced before the manifest is written, the manifest
+before the journal has the checkpoint, and the journal before `latest` names it.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from ..comm.errors import SettingError
+
+MANIFEST = "manifest.json"
+_BLOCK_BYTES = 1 << 24
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a checkpoint: its size in bytes and the xxh3 of its bytes, in hexadecimal digits."""
+
+    num_bytes: int
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The content of a whole checkpoint; `score` is the value of `checkpoint.best` after its last step."""
+
+    step: int
+    files: dict[str, FileEntry]
+    score: float | None = None
+
+
+class CheckpointFolder:
+    """The checkpoints of one run; every process that shares the run folder may read it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.root = run_dir / "checkpoints"
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step_{step}"
+
+    def whole(self) -> dict[int, Manifest]:
+        """Manifests of the checkpoints that were written to their end, by step. Their digests are not checked."""
+        found = {_step_of(path.parent.name): _read_manifest(path) for path in self.root.glob(f"step_*/{MANIFEST}")}
+        return {step: manifest for step, manifest in sorted(found.items()) if manifest and manifest.step == step}
+
+    def incomplete(self) -> list[int]:
+        """Steps of the checkpoints that were begun and not written to their end; an export alone is not one."""
+        whole = self.whole()
+        return [step for path in self.root.glob("step_*/dcp") if (step := _step_of(path.parent.name)) not in whole]
+
+    def latest(self) -> int | None:
+        """The step that `latest` names, None without the file. Raises `SettingError` if it names none."""
+        pointer = self.root / "latest"
+        if not pointer.exists():
+            return None
+        step = _step_of(pointer.read_text(encoding="utf-8").strip())
+        if step < 0:
+            raise SettingError(f"run.resume: {pointer} does not name a checkpoint")
+        return step
+
+    def set_latest(self, step: int) -> None:
+        """Let `latest` name a checkpoint."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_durably(self.root / "latest", self.path(step).name.encode())
+
+    def begin(self, step: int) -> Path:
+        """The folder for a new checkpoint. An older one of this step stops being whole before it is overwritten."""
+        path = self.path(step)
+        (path / MANIFEST).unlink(missing_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(path / "dcp", ignore_errors=True)
+        return path
+
+    def seal(self, step: int, score: float | None = None) -> None:
+        """Declare the files of a checkpoint whole: they, their folders and the manifest are on the disk afterwards."""
+        path = self.path(step)
+        files = {
+            str(file.relative_to(path)): FileEntry(file.stat().st_size, _digest(file, sync=True))
+            for file in sorted(path.rglob("*"))
+            if file.is_file() and file.name != MANIFEST
+        }
+        for folder in (*(child for child in path.rglob("*") if child.is_dir()), path):
+            _sync_folder(folder)
+        write_durably(path / MANIFEST, msgspec.json.encode(Manifest(step, files, score)))
+        _sync_folder(self.root)
+
+    def problem(self, step: int) -> str:
+        """Why a checkpoint cannot be loaded, "" if it can be. It reads every byte."""
+        path = self.path(step)
+        if not path.is_dir():
+            return "is missing"
+        if (manifest := self.whole().get(step)) is None:
+            return f"was not written to its end (no {MANIFEST})"
+        for name, entry in manifest.files.items():
+            file = path / name
+            if not file.is_file():
+                return f"lacks {name}"
+            if (size := file.stat().st_size) != entry.num_bytes:
+                return f"has {size} of {entry.num_bytes} bytes of {name}"
+            if _digest(file) != entry.digest:
+                return f"holds other bytes in {name} than were written"
+        return ""
+
+    def prune(self, newest: int, keep: int, *, keep_best: bool = False) -> None:
+        """Remove checkpoints up to `newest` but the last `keep` whole ones, the one that `latest` names and the best.
+
+        Of equal scores the newest is the best. Those after `newest` are of a run that was resumed from an earlier one.
+        """
+        whole = {step: manifest for step, manifest in self.whole().items() if step <= newest}
+        kept = {*list(whole)[-keep:], self.latest()}
+        scores = {step: manifest.score for step, manifest in whole.items() if manifest.score is not None}
+        if keep_best and scores:
+            kept.add(max(scores, key=lambda step: (scores[step], step)))
+        for step in {*whole, *(step for step in self.incomplete() if step <= newest)} - kept:
+            (self.path(step) / MANIFEST).unlink(missing_ok=True)  # first, so a part of it never counts as whole
+            shutil.rmtree(self.path(step))
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a file; after a power cut it has the old content or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(file: Path, *, sync: bool = False) -> str:
+    """xxh3 of a file's bytes; with `sync` they are on the disk afterwards."""
+    state = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            state.update(block)
+        if sync:
+            os.fsync(stream.fileno())
+    return state.hexdigest()
+
+
+def _read_manifest(path: Path) -> Manifest | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _step_of(name: str) -> int:
+    """N of `step_N`, -1 for another name."""
+    number = name.removeprefix("step_")
+    return int(number) if number != name and number.isdecimal() else -1

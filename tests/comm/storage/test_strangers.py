@@ -1,0 +1,111 @@
+"""A storage unit's port in front of programs that are not of the run."""
+
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from headrace.comm.errors import PeerGone
+from headrace.comm.storage.client import StorageClient
+from headrace.comm.storage.server import StorageServer
+
+
+@pytest.fixture
+def unit():
+    unit = StorageServer("127.0.0.1", b"secret").start()
+    yield unit
+    unit.close()
+
+
+class Proxy:
+    """Passes the bytes of one connection on in both directions, the hand-shake included; `change` edits those to the client."""
+
+    def __init__(self, address, change):
+        self.change = change
+        host, _, port = address.rpartition(":")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.server = socket.create_connection((host, int(port)))
+        self.threads = [threading.Thread(target=self.serve)]
+        self.threads[0].start()
+
+    def serve(self):
+        self.client = self.listener.accept()[0]
+        self.threads.append(threading.Thread(target=self.copy, args=(self.client, self.server, bytes)))
+        self.threads[-1].start()
+        self.copy(self.server, self.client, self.change)
+
+    def copy(self, source, to, change):
+        try:
+            while data := source.recv(1 << 16):
+                to.sendall(change(data))
+        except OSError:
+            pass
+        for each in (source, to):
+            each.close()
+
+    def close(self):
+        self.listener.close()
+        for each in (self.server, self.client):
+            each.close()
+        for thread in self.threads:
+            thread.join(60)
+
+
+def test_a_proxy_that_knows_no_secret_cannot_change_a_row(unit):
+    writer = StorageClient(unit.address, b"secret")
+    writer.put("row", {"reward": np.array([0.25])})
+    quarter, thousand = np.array([0.25]).tobytes(), np.array([1000.0]).tobytes()
+    proxy = Proxy(unit.address, lambda data: data.replace(b"reward", b"rEward").replace(quarter, thousand))
+    reader = StorageClient(proxy.address, b"secret", through_memory=False)
+    with pytest.raises(PeerGone, match="the other end did not send"):
+        reader.get("row")
+    reader.close()
+    writer.close()
+    proxy.close()
+
+
+def test_random_bytes_end_their_own_connection_alone(unit):
+    client = StorageClient(unit.address, b"secret")
+    address = ("127.0.0.1", int(unit.address.rpartition(":")[2]))
+    for length in (0, 1, 15, 16, 47, 48, 200, 5000):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(secrets.token_bytes(length))
+    client.put("row", {"x": np.arange(3)})
+    assert client.get("row")["x"].tolist() == [0, 1, 2]
+    client.close()
+
+
+CROWD = """
+import resource, socket, sys
+import numpy as np
+from headrace.comm.storage.client import StorageClient
+from headrace.comm.storage.server import StorageServer
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+unit = StorageServer("127.0.0.1", b"secret").start()
+host, _, port = unit.address.rpartition(":")
+crowd = []
+try:
+    while True:
+        crowd.append(socket.create_connection((host, int(port))))
+except OSError:  # no descriptor is left, neither here nor for the unit's next client
+    pass
+for each in crowd:
+    each.close()
+client = StorageClient(unit.address, b"secret", deadline_s=60)
+client.put("row", {"x": np.arange(3)})
+print(client.get("row")["x"].tolist())
+client.close()
+unit.close()
+"""
+
+
+def test_a_unit_without_free_descriptors_serves_again_when_the_crowd_has_left():
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
+    result = subprocess.run([sys.executable, "-c", CROWD], check=False, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "[0, 1, 2]\n", result.stderr

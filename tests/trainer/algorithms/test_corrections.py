@@ -1,0 +1,137 @@
+"""Corrections equal float64 NumPy written from their formulas, and the gradient equals finite differences."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from support.packed import packed, split
+
+from headrace.comm.recipe import AlgorithmSettings, Recipe
+from headrace.trainer.algorithms.corrections import correct
+from headrace.trainer.algorithms.objective import policy_loss
+from headrace.trainer.batch import PackedBatch
+
+RNG = np.random.default_rng(7)
+LENGTHS = (4, 2, 5, 3)
+ENDS = np.cumsum(LENGTHS)
+SIZE = int(ENDS[-1])
+BEHAVIOUR = -RNG.gamma(2.0, 0.6, SIZE)
+PROXIMAL = BEHAVIOUR + RNG.normal(0, 0.6, SIZE)
+NEW = PROXIMAL + RNG.normal(0, 0.2, SIZE)
+ADVANTAGES = RNG.normal(0, 1, len(LENGTHS))
+MASK = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1], float)
+STALENESS = np.array([2, 2, 2, 1, 0, 0, 3, 3, 1, 0, 0, 0, 0, 0])
+PROGRESS = 0.25
+LOW, HIGH, CAP, MISMATCH_CAP = 0.1, 0.15, 1.4, 1.2
+PROXIMALS = ("version", "loglinear", "rollout", "adaptive")
+BOUNDS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def batch(progress: float = PROGRESS) -> PackedBatch:
+    masks = split(MASK.tolist(), LENGTHS)
+    found = packed(split(BEHAVIOUR.tolist(), LENGTHS), ADVANTAGES.tolist(), masks=masks, dtype=torch.float64)
+    found.staleness, found.progress = torch.tensor(STALENESS), progress
+    found.proximal_logprobs = torch.tensor(PROXIMAL) if progress else None
+    return found
+
+
+def settings(proximal: str, bound: str) -> AlgorithmSettings:
+    return AlgorithmSettings(
+        proximal=proximal,  # pyright: ignore[reportArgumentType]
+        importance_sampling=bound,  # pyright: ignore[reportArgumentType]
+        clip_low=LOW,
+        clip_high=HIGH,
+        importance_sampling_cap=CAP,
+        mismatch_cap=MISMATCH_CAP,
+    )
+
+
+def formula(new: np.ndarray, frozen: np.ndarray, proximal: str, bound: str, progress: float) -> float:
+    """The mean loss over tokens; `frozen` are the log-probs of the policy in training that carry no gradient."""
+    total = 0.0
+    for begin, end, advantage in zip([0, *ENDS[:-1]], ENDS, ADVANTAGES, strict=True):
+        old = [proximal_of(frozen[t], t, proximal, progress) for t in range(begin, end)]
+        log_weights = {t: old[t - begin] - BEHAVIOUR[t] for t in range(begin, end) if MASK[t]}
+        for t, own in log_weights.items():
+            by_sequence = bound.startswith("sequence")
+            weight = np.exp(sum(log_weights.values()) if by_sequence else own)
+            is_stale = any(STALENESS[u] > 0 for u in log_weights) if by_sequence else STALENESS[t] > 0
+            cap = CAP if is_stale else MISMATCH_CAP
+            is_kept = 1 / cap <= weight <= cap
+            weight = weight * is_kept if bound.endswith("mask") else min(weight, cap)
+            span = STALENESS[t] + 1 if proximal == "adaptive" else 1
+            ratio = np.exp(new[t] - old[t - begin])
+            clipped = np.clip(ratio, (1 - LOW) ** span, (1 + HIGH) ** span)
+            total += -weight * min(ratio * advantage, clipped * advantage)
+    return total / MASK.sum()
+
+
+def proximal_of(logprob: float, t: int, proximal: str, progress: float) -> float:
+    if proximal in ("rollout", "adaptive"):
+        return BEHAVIOUR[t]
+    if progress == 0:
+        return logprob
+    if proximal == "version":
+        return PROXIMAL[t]
+    share = STALENESS[t] / (STALENESS[t] + progress)
+    return BEHAVIOUR[t] + share * (logprob - BEHAVIOUR[t])
+
+
+@pytest.mark.parametrize(("proximal", "bound", "progress"), [*product(PROXIMALS, BOUNDS, (0.0, PROGRESS))])
+def test_the_corrected_loss_and_its_gradient_follow_the_formula(proximal: str, bound: str, progress: float):
+    logprobs = torch.tensor(NEW, requires_grad=True)
+    recipe = Recipe(algorithm=settings(proximal, bound))
+    terms = policy_loss(logprobs, torch.zeros_like(logprobs), batch(progress), recipe)
+    loss = terms.loss / terms.weight
+    assert loss.item() == pytest.approx(formula(NEW, NEW, proximal, bound, progress), abs=1e-9)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    step = 1e-6
+    differences = [
+        (
+            formula(NEW + step * unit, NEW, proximal, bound, progress)
+            - formula(NEW - step * unit, NEW, proximal, bound, progress)
+        )
+        / (2 * step)
+        for unit in np.eye(SIZE)
+    ]
+    assert gradient.tolist() == pytest.approx(differences, abs=1e-6)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_at_equal_version_and_equal_numbers_no_correction_changes_anything(bound: str):
+    fresh = batch(progress=0.0)
+    fresh.staleness = torch.zeros_like(fresh.staleness)
+    for proximal in PROXIMALS:
+        found = correct(fresh.rollout_logprobs, fresh, settings(proximal, bound))
+        assert torch.equal(found.old_logprobs, fresh.rollout_logprobs)
+        assert found.weight.eq(1).all() and not found.is_limited.any()
+        assert found.clip_low.sub(LOW).abs().max() < 1e-12 and found.clip_high.sub(HIGH).abs().max() < 1e-12
+
+
+def test_with_one_update_for_each_version_the_ratio_in_the_clip_is_exactly_one():
+    logprobs = torch.tensor(NEW, requires_grad=True)
+    found = correct(logprobs, batch(progress=0.0), settings("version", "token_truncate"))
+    assert torch.equal((logprobs - found.old_logprobs).exp(), torch.ones(SIZE, dtype=torch.float64))
+    assert not any(each.requires_grad for each in found)
+
+
+def test_the_estimate_is_exact_before_the_first_update_of_a_version():
+    estimated, exact = (
+        correct(torch.tensor(NEW), batch(progress=0.0), settings(proximal, "token_mask")).old_logprobs
+        for proximal in ("loglinear", "version")
+    )
+    assert estimated.tolist() == pytest.approx(exact.tolist(), abs=1e-15)
+
+
+def test_mismatch_and_staleness_have_bounds_of_their_own():
+    logprobs = torch.tensor(BEHAVIOUR + np.log(1.3))
+    found = correct(logprobs, batch(progress=0.0), settings("version", "token_truncate"))
+    assert found.weight.tolist() == pytest.approx(np.where(STALENESS > 0, 1.3, MISMATCH_CAP).tolist())
+    assert found.is_limited.tolist() == (STALENESS == 0).tolist()
+
+
+def test_weights_of_numbers_far_apart_are_finite_and_bounded():
+    for bound in BOUNDS:
+        found = correct(torch.tensor(BEHAVIOUR + 500.0), batch(progress=0.0), settings("version", bound))
+        assert found.weight.isfinite().all() and found.weight.max() <= CAP

@@ -1,0 +1,58 @@
+"""The files of a Hugging Face checkpoint: the folder that `model.path` names, and its weights. Imports no torch."""
+
+import json
+import re
+from pathlib import Path
+
+from ...comm.errors import SettingError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The folder of a checkpoint, downloaded from the Hub where `path` is an id; raises SettingError if there is none."""
+    folder, name = Path(path), str(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise SettingError(f"model.path: {path} is a file; give the folder of a Hugging Face checkpoint")
+    if not _HUB_ID.fullmatch(name) or folder.parent.exists():
+        raise SettingError(f"model.path: there is no folder {path}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingError(
+            f"model.path: there is no folder {path}, and it cannot be downloaded from the hub ({reason})"
+        ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, as its index names them; raises SettingError for a file that is not there."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise SettingError(f"model.path: {index} is not an index of weights ({error!r})") from error
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SettingError(f"model.path: {folder} has no *.safetensors weights{_advice(folder)}")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise SettingError(f"model.path: {folder} has no {', '.join(missing)}, which {index.name} names")
+    return files
+
+
+def _advice(folder: Path) -> str:
+    if not next(folder.glob("*.bin"), None):
+        return ""
+    return (
+        "; its *.bin files are pickles, which can run code. Convert them: AutoModelForCausalLM.from_pretrained(PATH)"
+        ".save_pretrained(NEW_PATH) writes safetensors"
+    )

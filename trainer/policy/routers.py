@@ -1,0 +1,31 @@
+"""The routers of a mixture of experts: their logits during a forward pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .model import Policy
+
+
+@contextmanager
+def recorded_routers(policy: "Policy", is_needed: bool = True) -> "Iterator[list[Tensor]]":
+    """A list that gets the logits [T, experts] of each layer's router, with their gradient, while the policy runs inside.
+
+    A layer that activation checkpointing computes again, in the backward pass, is outside: it does not count twice.
+    """
+    found: list[Tensor] = []
+    recorder: Any = getattr(policy.model.base_model, "_can_record_outputs", {}).get("router_logits")
+
+    def record(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+        found.append(outputs[recorder.index])
+
+    routers = [m for m in policy.model.modules() if is_needed and recorder and isinstance(m, recorder.target_class)]
+    hooks = [router.register_forward_hook(record) for router in routers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
