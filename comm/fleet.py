@@ -16,7 +16,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -38,7 +37,6 @@ from .store import ROSTER, StoreClient, clone_store, connect_store
 from .waits import join_thread, waiting
 
 _LEAVE_S = 5.0
-_SUMMARY_KEY, _SUMMARY_POLL_S = "headrace/summary", 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -257,23 +255,6 @@ class StoreFleet(Fleet):
             self._store.check([ROSTER])
         except DistError as error:
             sys.stderr.write(f"{self.name} leaves the fleet, whose store is gone: {error}\n")
-
-    def publish_summary(self, text: str) -> None:
-        """Give the run's summary to the processes of all hosts, as long as there is a store."""
-        with suppress(DistError):
-            self._store.set(_SUMMARY_KEY, text)
-            self._store.check([ROSTER])
-
-    def wait_for_summary(self, deadline_s: float) -> str:
-        """The run's summary from a hub on another host; empty if the hub is on this host, or if it or the store is gone."""
-        with suppress(DistError), waiting("hub", "the run's summary", deadline_s) as wait:
-            while not self._store.check([_SUMMARY_KEY]):
-                hubs = self.alive_members("hub")
-                if not hubs or hubs[0].host == self.me.host or not wait.remaining_s:
-                    return ""
-                time.sleep(_SUMMARY_POLL_S)
-            return self._store.get(_SUMMARY_KEY).decode()
-        return ""
 
     def _register(self) -> None:
         """Write everything that others read before the name goes on the roster."""

@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, cast
@@ -42,7 +42,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 _ADDRESS_KEY = "headrace/store"
 _ATTEMPT_S, _RETRY_S = 5.0, 0.1
 _REFUSAL_KEY = "headrace/refusal"
-_RECIPE_KEY = "headrace/recipe"
+_RECIPE_KEY, _SUMMARY_KEY = "headrace/recipe", "headrace/summary"
 _FIND_S = _CLONE_S = 120.0
 ROSTER = "fleet/roster"
 """Key of the names of all members that ever joined, one on each line, in the order of their first joining."""
@@ -146,6 +146,24 @@ def refuse_run(address: str, reason: str) -> None:
     store = connect_store(address, _FIND_S)
     store.set(_REFUSAL_KEY, reason)
     store.check([_REFUSAL_KEY])
+
+
+def publish_summary(address: str, text: str) -> None:
+    """Give the summary of a run that has ended to the processes of all hosts. Raises `StoreGone`."""
+    store = connect_store(address, _FIND_S)
+    store.set(_SUMMARY_KEY, text)
+    store.check([_SUMMARY_KEY])
+
+
+def wait_for_summary(address: str, is_coming: Callable[[], bool], deadline_s: float) -> str:
+    """The summary of the run; empty if it is not there and not `is_coming`. Raises `StoreGone`."""
+    store = connect_store(address, deadline_s)
+    with waiting("hub", "the run's summary", deadline_s) as wait:
+        while not store.check([_SUMMARY_KEY]):
+            if not is_coming() or not wait.remaining_s:
+                return ""
+            time.sleep(_RETRY_S)
+    return store.get(_SUMMARY_KEY).decode()
 
 
 def _wait_for_value(store: StoreClient, key: str, what: str, deadline_s: float) -> str:

@@ -76,7 +76,8 @@ def main(words: Sequence[str]) -> int:
         recipe = _read_here(arguments)
         if arguments.is_dry_run:
             hosts = arguments.hosts
-            return _print_plan(recipe, hosts.ranks_per_host(recipe) if hosts.nnodes > 1 else 0)
+            ranks_per_host = hosts.ranks_per_host(recipe) if hosts.nnodes > 1 else 0
+            return _print_plan(with_relays(recipe, hosts.nnodes), ranks_per_host)
         if recipe.run.mode == "replay":
             return _replay(recipe)
         return _launch(recipe, arguments)

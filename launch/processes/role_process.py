@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -133,14 +134,22 @@ def _refuse(address: str, reason: str) -> int:
 
 
 def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
-    """The hub gives its summary to all hosts; the others write it where the run folder is not the hub's."""
+    """The hub gives its summary to all hosts; on another host than the hub's it is written where the run folder has none."""
+    from torch.distributed import DistError
+
+    from ...comm.store import publish_summary, wait_for_summary
     from ...relay.hub.shutdown import write_summary_text
 
+    def is_coming() -> bool:
+        hubs = fleet.alive_members("hub")
+        return bool(hubs) and hubs[0].host != fleet.me.host
+
     path = run_dir / SUMMARY_FILE
-    if fleet.name == "hub" and path.exists():
-        fleet.publish_summary(path.read_text(encoding="utf-8"))
-    elif fleet.name != "hub" and (summary := fleet.wait_for_summary(_SUMMARY_S)) and not path.exists():
-        write_summary_text(run_dir, summary)
+    with suppress(StoreGone, DistError):  # then the run has ended without one
+        if fleet.name == "hub" and path.exists():
+            publish_summary(fleet.store_address, path.read_text(encoding="utf-8"))
+        elif (summary := wait_for_summary(fleet.store_address, is_coming, _SUMMARY_S)) and not path.exists():
+            write_summary_text(run_dir, summary)
 
 
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:

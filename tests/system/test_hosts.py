@@ -15,7 +15,9 @@ from support.cluster import Cluster, interrupt, obstacle, wait_for_exits
 from support.job import DEADLINE_S, RATIO_OF_As
 from support.policies import tiny_policy
 
+from headrace.launch import quickstart
 from headrace.launch.audit import main as audit
+from headrace.launch.config.load import read_recipe
 from headrace.relay.journal.events import Published, Received
 from headrace.relay.journal.journal import read_events
 
@@ -216,3 +218,18 @@ def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
     assert job.end() == [130, 130], job.logs()
     account = job.summary()["accounting"]
     assert account["holds"] is True and audit([str(job.dir)]) == 0
+
+
+@pytest.mark.slow
+def test_three_hosts_train_the_quickstart_to_its_reward(hosts_job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    parts = quickstart.missing_parts(read_recipe(quickstart.RECIPE), is_dry_run=False)
+    job = hosts_job(3)
+    (job.folder / "recipe.yaml").write_text(quickstart.RECIPE.read_text())
+    job.words = [*parts, f"run.dir={job.dir}"]
+    job.start()
+    assert job.end() == [0, 0, 0], job.logs()
+    summary = job.summary()
+    job.assert_account(summary["steps"] * 16 * 8)
+    assert summary["reward_last"] >= summary["reward_first"] + 0.3
+    assert sorted(summary["hosts"]) == ["host0", "host1", "host2"]
