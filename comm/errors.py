@@ -6,6 +6,7 @@ HeadraceError
 ├── PeerGone                      the other side of a connection is gone
 │   └── StoreGone                 the fleet's store is gone
 ├── StorageFull                   a storage unit has no room for more rows
+├── DiskFull                      the run folder's disk had no room until a deadline
 ├── LinkBroken                    a link failed in the middle of a transfer
 ├── WrongDigest                   bytes are not those that were announced
 └── MessageRefused                a message is malformed, foreign or forged
@@ -37,6 +38,10 @@ class StoreGone(PeerGone):
 
 class StorageFull(HeadraceError):
     """A storage unit has no room for more rows."""
+
+
+class DiskFull(HeadraceError):
+    """The run folder's disk had no room until a deadline."""
 
 
 class LinkBroken(HeadraceError):

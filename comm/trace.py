@@ -4,11 +4,12 @@ The first line relates this process's clock to the wall clock, so that the files
 """
 
 import json
+import os
 import time
 from pathlib import Path
-from typing import IO
 
 from .clock import Clock
+from .disk import is_full
 
 
 class Trace:
@@ -17,7 +18,7 @@ class Trace:
     def __init__(self, run_dir: Path, name: str, clock: Clock) -> None:
         folder = run_dir / "trace"
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (folder / f"{name}.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._descriptor = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._clock = clock
         self._state = ""
         self._facts: dict[str, float | int | str] = {}
@@ -44,7 +45,7 @@ class Trace:
     def close(self) -> None:
         """Write the last state."""
         self._end_state()
-        self._file.close()
+        os.close(self._descriptor)
 
     def _end_state(self) -> None:
         now = self._clock.now()
@@ -53,4 +54,9 @@ class Trace:
         self._since = now
 
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        """A line that does not fit on the disk is left out: a trace is no reason to wait, nor its loss to fail."""
+        try:
+            os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            if not is_full(error):
+                raise

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..comm.disk import describe_full, is_full
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.dry_run import print_plan
@@ -81,6 +82,11 @@ def main(words: Sequence[str]) -> int:
         if recipe.run.mode == "replay":
             return _replay(recipe)
         return _launch(recipe, arguments)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print_message(f"error: {describe_full(Path(error.filename or '.'))}; make room there, or set another run.dir")
+        return 2
     except SettingError as error:
         print_message(f"error: {error}")
         return 2

@@ -126,11 +126,14 @@ class CheckpointFolder:
 def write_durably(path: Path, content: bytes) -> None:
     """Replace a file; after a power cut it has the old content or the new one."""
     new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
     _sync_folder(path.parent)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..comm.fleet import Fleet, StoreFleet
@@ -77,14 +77,19 @@ class ActorGroup:
         return self.rank == 0
 
     def shard(self, policy: "Policy") -> None:
-        """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device.
+        """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device."""
+        layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
+        self.shard_modules(*layers, policy)
 
-        Its parameters may be uninitialised: only a rank's own rows are touched. With `trainer.shard_ranks`, ranks of the same
+    def shard_modules(self, *modules: nn.Module) -> None:
+        """Shard modules by rows over the ranks, inner ones first, and place them on the device.
+
+        Parameters may be uninitialised: only a rank's own rows are touched. With `trainer.shard_ranks`, ranks of the same
         place in their group hold the same rows, and gradients are also summed over them (HSDP). With `trainer.offload` the
         shards are in host memory.
         """
         if self.size == 1 and not self._settings.offload:
-            policy.to(self.device)
+            modules[-1].to(self.device)
             return
         if not self._is_connected:
             self.connect(HashStore())
@@ -95,10 +100,14 @@ class ActorGroup:
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         is_offloaded = self._settings.offload and self.device.type == "cuda"
         offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
-        layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, offload_policy=offload)
-        fully_shard(policy, mesh=mesh, offload_policy=offload)
+        for module in modules:
+            fully_shard(module, mesh=mesh, offload_policy=offload)
+
+    def reshard(self, *modules: nn.Module) -> None:
+        """Free the whole weights that a forward pass without a backward pass has gathered."""
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -10,15 +10,20 @@ from torch import Tensor
 
 from ..comm.errors import SettingError
 from ..comm.messages.queue import RowRef
+from ..relay.queue.batch import Batch
 
 _log = logging.getLogger(__name__)
+
+
+NUMBERS = ("rollout_logprobs", "ref_logprobs", "advantages")
+"""Columns with a number for each token of the response, where a row has them."""
 
 
 @dataclass(slots=True)
 class Trajectory:
     """One row of the experience queue with the columns that training needs.
 
-    prompt_ids [P], response_ids [R] int32; rollout_logprobs [R] float32; loss_mask [R] uint8; `version` generated it.
+    prompt_ids [P], response_ids [R] int32; loss_mask [R] uint8; all others [R] float32; `version` generated it.
     """
 
     prompt_ids: np.ndarray
@@ -26,49 +31,23 @@ class Trajectory:
     rollout_logprobs: np.ndarray
     loss_mask: np.ndarray
     version: int
-    advantage: float | np.ndarray = 0.0
-    """One for the whole response, or [R], one for each token."""
+    advantages: np.ndarray
     ref_logprobs: np.ndarray | None = None
-    """[R] float32, by the initial policy."""
+    """By the initial policy."""
     proximal_logprobs: np.ndarray | None = None
-    """[R] float32, by the policy at the start of the version in training, if it has been updated since."""
+    """By the policy at the start of the version in training, if it has been updated since."""
     versions: np.ndarray | None = None
     """[R] int32: the version of each token; None means `version` for all."""
-    num_non_finite: int = 0
-    """Tokens that lost their loss, since a column has no finite number for them."""
+    values: np.ndarray | None = None
+    """By the critic, before the updates of the step."""
+    returns: np.ndarray | None = None
+    """Targets of the critic."""
 
     @classmethod
-    def of(
-        cls, row: RowRef, columns: Mapping[str, np.ndarray], advantage: np.ndarray, mask: np.ndarray
-    ) -> "Trajectory":
-        """A row with its columns, advantages [R] and loss mask [R]; a column `advantages` replaces the advantages.
-
-        A token without a finite number in each column has no loss, and the numbers of all tokens without loss are 0, so that
-        none of them reaches a gradient. Raises SettingError for a column `advantages` of another length.
-        """
-        mask = mask != 0
-        wanted = int(mask.sum())
-        numbers = {name: columns[name] for name in ("rollout_logprobs", "ref_logprobs") if name in columns}
-        numbers["advantages"] = _one_per_token(row, columns.get("advantages", advantage), len(mask))
-        for name, column in numbers.items():
-            broken = mask & ~np.isfinite(column.astype(np.float32))
-            if broken.any():
-                _log.warning(
-                    "row %s: %d tokens without a finite number in %s have no loss", row.key, broken.sum(), name
-                )
-            mask &= ~broken
-        numbers = {name: np.where(mask, column, 0) for name, column in numbers.items()}
-        return cls(
-            prompt_ids=columns["prompt_ids"],
-            response_ids=columns["response_ids"],
-            rollout_logprobs=numbers["rollout_logprobs"],
-            loss_mask=mask.astype(np.uint8),
-            version=row.version,
-            advantage=numbers["advantages"],
-            ref_logprobs=numbers.get("ref_logprobs"),
-            versions=columns.get("versions"),
-            num_non_finite=wanted - int(mask.sum()),
-        )
+    def of(cls, row: RowRef, columns: Mapping[str, np.ndarray]) -> "Trajectory":
+        """A row with its columns."""
+        names = [field.name for field in fields(cls) if field.name in columns]
+        return cls(version=row.version, **{name: columns[name] for name in names})
 
     @property
     def num_tokens(self) -> int:
@@ -76,21 +55,45 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def loss_mask(columns: Mapping[str, np.ndarray], *, mask_truncated: bool) -> np.ndarray:
-    """[R] uint8: the row's own mask; zeros for a response that was cut at its longest length, if `mask_truncated`."""
-    return columns["loss_mask"] * np.uint8(not (mask_truncated and columns["truncated"][0]))
+def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[Batch, int]:
+    """The batch with columns that the learner may add to, and how many tokens lost their loss.
+
+    A token without a finite number in each of NUMBERS has no loss, nor has a response that was cut at its longest length, if
+    `mask_truncated`. The numbers of all tokens without loss are 0, so that none of them reaches a gradient. Raises SettingError
+    for a column `advantages` of another length.
+    """
+    found: dict[str, dict[str, np.ndarray]] = {}
+    num_lost = 0
+    for row in batch.rows:
+        columns = dict(batch.columns[row.key])
+        mask = (columns["loss_mask"] != 0) & (not (mask_truncated and columns["truncated"][0]))
+        num_wanted = int(mask.sum())
+        numbers = {name: _one_per_token(row, name, columns[name], len(mask)) for name in NUMBERS if name in columns}
+        for name, column in numbers.items():
+            broken = mask & ~np.isfinite(column)
+            if broken.any():
+                _log.warning(
+                    "row %s: %d tokens without a finite number in %s have no loss", row.key, broken.sum(), name
+                )
+            mask &= ~broken
+        columns |= {name: np.where(mask, column, np.float32(0)) for name, column in numbers.items()}
+        columns["loss_mask"] = mask.astype(np.uint8)
+        found[row.key] = columns
+        num_lost += num_wanted - int(mask.sum())
+    return replace(batch, columns=found), num_lost
 
 
-def _one_per_token(row: RowRef, advantages: np.ndarray, num_tokens: int) -> np.ndarray:
-    if advantages.size not in (1, num_tokens):
+def _one_per_token(row: RowRef, name: str, column: np.ndarray, num_tokens: int) -> np.ndarray:
+    if column.size not in (1, num_tokens):
         raise SettingError(
-            f"queue.tasks: column `advantages` of row {row.key} has {advantages.size} numbers for a response of {num_tokens} tokens"
+            f"queue.tasks: column `{name}` of row {row.key} has {column.size} numbers for a response of {num_tokens} tokens"
         )
-    return np.broadcast_to(advantages.reshape(-1), num_tokens)
+    with np.errstate(over="ignore"):  # a number beyond float32 is not finite
+        return np.broadcast_to(column.reshape(-1).astype(np.float32), num_tokens)
 
 
 _ZERO = np.zeros(1, np.int32)
-PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=_ZERO, version=-1)
+PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=_ZERO, version=-1, advantages=_ZERO)
 """A trajectory without weight, for a rank that has an empty micro-batch and must take part in the collectives."""
 
 
@@ -100,8 +103,8 @@ class PackedBatch:
 
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
-    token; response_lengths [n] int64: response tokens of each trajectory, R in all. ref_logprobs, proximal_logprobs [R] are None
-    if a trajectory lacks them. `progress`, from 0 to below 1: the share of the version's updates that the policy in training
+    token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
+    trajectory lacks them. `progress`, from 0 to below 1: the share of the version's updates that the policy in training
     has had; with 0 it is itself the proximal policy.
     """
 
@@ -117,6 +120,8 @@ class PackedBatch:
     progress: float
     ref_logprobs: Tensor | None
     proximal_logprobs: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
 
     @property
     def is_fresh(self) -> Tensor:
@@ -147,11 +152,13 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device, pro
         predictors=joined(predictors, torch.long),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
-        advantages=joined((np.broadcast_to(t.advantage, len(t.response_ids)) for t in trajectories), torch.float32),
+        advantages=joined((t.advantages for t in trajectories), torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
         staleness=version - joined(versions, torch.long),
         response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
         progress=progress,
         ref_logprobs=optional([t.ref_logprobs for t in trajectories]),
         proximal_logprobs=optional([t.proximal_logprobs for t in trajectories]),
+        values=optional([t.values for t in trajectories]),
+        returns=optional([t.returns for t in trajectories]),
     )

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..comm.disk import describe_full, raise_if_full, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
 from ..comm.waits import waiting
@@ -33,11 +34,17 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class TrainingState(Stateful):
-    """The state that DCP saves: model, optimizer, random number generators and the number of steps."""
+    """The state that DCP saves: model, optimizer, the critic's, random number generators and the number of steps."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.critic = critic
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,11 +52,17 @@ class TrainingState(Stateful):
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        return {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
+        if self.critic is not None:
+            state["critic"], state["critic_optimizer"] = get_state_dict(*self.critic)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         model, optimizer = state_dict["model"], state_dict["optimizer"]
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        if self.critic is not None:
+            weights, moments = state_dict["critic"], state_dict["critic_optimizer"]
+            set_state_dict(*self.critic, model_state_dict=weights, optim_state_dict=moments)
         torch.set_rng_state(state_dict["rng"]["cpu"])
         if "cuda" in state_dict["rng"]:
             torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
@@ -145,8 +158,18 @@ class CheckpointWriter:
                 self._on_written(step, str(path))
                 self.folder.prune(step, self._settings.keep, keep_best=bool(self._settings.best))
         except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
+            self._on_failure(self.folder.path(step), error)
+
+    def _on_failure(self, path: Path, error: Exception) -> None:
+        """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
+        try:
+            raise_if_full(path)
             self._error = error
-            shutil.rmtree(self.folder.path(step) / "dcp", ignore_errors=True)
+        except OSError:
+            say(f"{describe_full(path)}; this checkpoint is given up, and training continues")
+        finally:
+            if self._is_lead:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _first_failure(error: CheckpointException) -> Exception:

@@ -39,7 +39,7 @@ class Trainer:
         self.group = self.learner.group
         if recipe.run.resume == "auto" and (step := CheckpointFolder(self.run_dir).latest()) is not None:
             self.learner.restore(CheckpointFolder(self.run_dir).path(step))
-        self.step_log = StepLog(self.run_dir, self.group.rank, self.group.size) if recipe.run.save_rows else None
+        self.step_log = self._open_step_log()
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.mailbox = fleet.open_mailbox(fleet.name)
@@ -69,6 +69,11 @@ class Trainer:
             deadline_s=recipe.comm.deadline_s,
         )
         self.waited_s = 0.0
+
+    def _open_step_log(self) -> StepLog | None:
+        if not self.recipe.run.save_rows:
+            return None
+        return StepLog(self.run_dir, self.group.rank, self.group.size, self.recipe.comm.deadline_s)
 
     def run(self) -> None:
         """Publish the first version, then train until the last step or until the hub ends the run."""
@@ -153,7 +158,7 @@ class Trainer:
         self.trace.close()
         self.storage.close()
         if self.recorder is not None:
-            self.recorder.finish(export)
+            self.recorder.finish(export if Path(export).exists() else "")
         self.mailbox.close()
 
 
@@ -162,7 +167,7 @@ class RunRecorder:
 
     def __init__(self, trainer: Trainer) -> None:
         self.mailbox = trainer.mailbox
-        self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock)
+        self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock, trainer.recipe.comm.deadline_s)
         self.num_steps = trainer.recipe.run.steps
         self.clock = trainer.clock
         self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]

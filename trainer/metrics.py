@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from ..comm.clock import Clock
+from ..comm.disk import AppendFile
 from ..relay.checkpoints import write_durably
+from .board import Board
 
 Value = float | int | Mapping[str, int]
 
@@ -16,13 +16,14 @@ Value = float | int | Mapping[str, int]
 class MetricsLog:
     """Writes one object per step; values are numbers, or histograms as {"bin": count}."""
 
-    def __init__(self, run_dir: Path, first_step: int, clock: Clock) -> None:
+    def __init__(self, run_dir: Path, first_step: int, clock: Clock, deadline_s: float = 60.0) -> None:
+        """`deadline_s` bounds the wait for room on a full disk."""
         self.path = run_dir / "metrics.jsonl"
         self.kept = _keep_before(self.path, first_step)
         """The steps before a resumed run."""
         self._earlier_s: float = self.kept[-1]["time_s"] if self.kept else 0.0
-        self._file = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(run_dir / "tensorboard", purge_step=first_step or None)
+        self._file = AppendFile(self.path, deadline_s)
+        self._board = Board(run_dir / "tensorboard", first_step, deadline_s)
         self._clock = clock
         self._start = clock.now()
 
@@ -33,11 +34,8 @@ class MetricsLog:
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Record the metrics of optimizer step `step` (counted from 0); `time_s` goes on where a resumed run ended."""
         row = {"step": step, "time_s": round(self._earlier_s + self.elapsed_s, 3), **metrics}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            if not isinstance(value, Mapping):
-                self._board.add_scalar(name, value, step)
+        self._file.append(json.dumps(row).encode() + b"\n")
+        self._board.write(step, {name: value for name, value in metrics.items() if not isinstance(value, Mapping)})
 
     def close(self) -> None:
         self._file.close()

@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .actor_group import ActorGroup
-from .learners.builtin import Actor
+from .learners.actor import Actor
 from .policy.model import default_device
 from .step_log import StepReplay
 from .step_stats import StepStats

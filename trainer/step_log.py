@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from ..comm.disk import raise_if_full, when_there_is_room
 from ..comm.errors import SettingError
 from ..comm.messages import TrainBatch, decode, encode
 from ..relay.queue.batch import Batch
@@ -22,10 +23,12 @@ _NUM_RANKS = "ranks"
 class StepLog:
     """Collects one rank's batches of a step, in their order, and writes them at its end."""
 
-    def __init__(self, run_dir: Path, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(self, run_dir: Path, rank: int = 0, num_ranks: int = 1, deadline_s: float = 60.0) -> None:
+        """`deadline_s` bounds the wait for room on a full disk."""
         self._run_dir = run_dir
         self._rank = rank
         self._num_ranks = num_ranks
+        self._deadline_s = deadline_s
         self._batches: list[Batch] = []
 
     def add(self, batch: Batch) -> None:
@@ -42,10 +45,21 @@ class StepLog:
             metadata[f"{number}.rows"] = json.dumps([[row.key for row in part] for part in batch.micro_batches])
             for row in batch.rows:
                 columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
-        new = path.with_suffix(".new")
-        save_file(columns, new, metadata)
-        new.replace(path)
+        when_there_is_room(path, lambda: _save(columns, path, metadata), self._deadline_s)
         self._batches = []
+
+
+def _save(columns: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
+    new = path.with_suffix(".new")
+    try:
+        save_file(columns, new, metadata)
+    except SafetensorError:
+        try:
+            raise_if_full(path.parent)
+        finally:
+            new.unlink(missing_ok=True)
+        raise
+    new.replace(path)
 
 
 class StepReplay:

@@ -1,6 +1,5 @@
 """Sums over the micro-batches of a step, and the metrics computed from them."""
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..comm.messages.queue import RowRef
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
-from .batch import PackedBatch, Trajectory
+from .batch import PackedBatch
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -39,13 +38,8 @@ class StepStats:
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
 
     @property
-    def num_tokens(self) -> float:
-        """Tokens with loss: of this rank before `reduce`, of all ranks after it."""
-        return self._sums["tokens"]
-
-    @property
     def weight(self) -> float:
-        """Divisor of the step's loss: of this rank before `reduce`, of all ranks after it."""
+        """Sum of the divisors of the updates' losses: of this rank before `reduce`, of all ranks after it."""
         return self._sums["weight"]
 
     @property
@@ -61,9 +55,9 @@ class StepStats:
             self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
             self._update_max(response_tokens=len(response))
 
-    def add_trajectories(self, trajectories: list[Trajectory]) -> None:
-        """Count the tokens without finite numbers."""
-        self._add(non_finite=sum(trajectory.num_non_finite for trajectory in trajectories))
+    def add_non_finite(self, num_tokens: int) -> None:
+        """Count tokens that have no loss, since a column has no finite number for them."""
+        self._add(non_finite=num_tokens)
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
         """logprobs [R] of the policy in training, without gradient."""
@@ -89,10 +83,6 @@ class StepStats:
     def add_router_loss(self, router_loss: Tensor) -> None:
         """Add the load-balancing loss of a micro-batch, times its weight."""
         self._add(router_loss=router_loss)
-
-    def non_finite(self) -> list[str]:
-        """Names of the sums that are not finite."""
-        return [name for name, value in self._sums.items() if not math.isfinite(value)]
 
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""

@@ -12,7 +12,7 @@ from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
 from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
 from .run import DataSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
-from .training import AlgorithmSettings, CheckpointSettings, OptimizerSettings, TrainerSettings
+from .training import AlgorithmSettings, CheckpointSettings, CriticSettings, OptimizerSettings, TrainerSettings
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +32,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trainer: TrainerSettings = TrainerSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     relay: RelaySettings = RelaySettings()
     emulated: EmulatedSettings = EmulatedSettings()

@@ -15,6 +15,16 @@ class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Groups per optimizer step."""
     samples_per_prompt: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 8
     """Trajectories per group."""
+    updates_per_version: Count = 1
+    """Optimizer updates of a step, each on an equal part of its groups; the last one's weights are published."""
+    passes: Count = 1
+    """Passes over the groups of a step, each with `updates_per_version` updates."""
+
+    @property
+    def update_ends(self) -> list[int]:
+        """The numbers of a step's groups after which its updates follow, in ascending order."""
+        num = self.updates_per_version
+        return [self.prompts_per_step * update // num for update in range(1, num + 1)]
 
 
 class TaskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

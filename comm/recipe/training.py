@@ -24,9 +24,13 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """`algorithm.*`: advantages and loss; docs/algorithms.md has the settings of GRPO, DAPO, GSPO, RLOO and others."""
 
     advantage: Annotated[
-        str, words("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", own="FILE.py:FUNCTION")
+        str, words("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", own="FILE.py:FUNCTION")
     ] = "grpo"
     """How rewards become advantages, or your own function of rewards and group sizes."""
+    gamma: Share = 1.0
+    """Discount of a later reward, for `gae`."""
+    lam: Share = 1.0
+    """Share of later errors of the critic in an advantage, for `gae`: 1 is the whole return, 0 is one step."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages of `grpo` by the rewards' standard deviation in the group or in the step; `none` is Dr. GRPO."""
     loss: Annotated[str, words("clip", "gspo", "cispo", "reinforce", own="FILE.py:FUNCTION")] = "clip"
@@ -94,6 +98,15 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Largest norm of the gradient; a longer one is scaled down (0 is off)."""
     micro_tokens: Count = 8192
     """Token budget of one packed micro-batch."""
+
+
+class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`critic.*`: the critic of PPO, with algorithm.advantage=gae; its other settings are those of `optimizer`."""
+
+    lr: NotNegative = 1e-5
+    """Peak learning rate."""
+    clip_value: NotNegative = 0.5
+    """Most that a value may move from the value before the step, in the loss; 0 is off."""
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,6 +69,8 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
     if bool(queue.tasks) != bool(roles.task):
         raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
+    if recipe.batch.updates_per_version > recipe.batch.prompts_per_step:
+        raise SettingError("batch.updates_per_version: more than batch.prompts_per_step; an update needs a group")
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_trainer(recipe)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...comm.errors import SettingError
-from ...trainer.policy.checkpoint_files import find_checkpoint, weight_files
+from ...trainer.policy.checkpoint_files import find_checkpoint, language_model, weight_files
 from ...trainer.policy.families import text_part
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -49,12 +49,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _count_elements(file: Path) -> int:
-    """Elements of all tensors in a safetensors file, from its header."""
+    """Elements of the language model's tensors in a safetensors file, from its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy") as tensors:
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in language_model(tensors.keys()))
     except (OSError, SafetensorError) as error:
         raise SettingError(f"model.path: {file} is not a safetensors file ({error})") from error
 

@@ -11,6 +11,7 @@ reports to the hub, for the supervisor, that the process of this role died.
 import argparse
 import faulthandler
 import importlib
+import json
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, SettingError, StoreGone
+from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, SettingError, StoreGone
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
@@ -138,18 +139,19 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
     from torch.distributed import DistError
 
     from ...comm.store import publish_summary, wait_for_summary
-    from ...relay.hub.shutdown import write_summary_text
+    from ...relay.hub.shutdown import write_summary
 
     def is_coming() -> bool:
         hubs = fleet.alive_members("hub")
         return bool(hubs) and hubs[0].host != fleet.me.host
 
     path = run_dir / SUMMARY_FILE
-    with suppress(StoreGone, DistError):  # then the run has ended without one
+    # The run may have ended without one, or another process of this host is faster.
+    with suppress(StoreGone, DistError, FileNotFoundError):
         if fleet.name == "hub" and path.exists():
             publish_summary(fleet.store_address, path.read_text(encoding="utf-8"))
         elif (summary := wait_for_summary(fleet.store_address, is_coming, _SUMMARY_S)) and not path.exists():
-            write_summary_text(run_dir, summary)
+            write_summary(run_dir, json.loads(summary))
 
 
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
@@ -190,7 +192,10 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
         return
     from ...relay.hub.shutdown import write_summary
 
-    write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
+    try:
+        write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
+    except (OSError, HeadraceError) as lost:
+        print(f"{error}; there is no summary: {lost}", flush=True)
     num_ranks = count_ranks(recipe.roles)
     for place in place_ranks(recipe.roles, num_ranks, num_ranks, recipe.rollout.tp):
         if place.role != "shard":  # a shard ends with its rollout

@@ -26,7 +26,10 @@ def print_summary(run_dir: Path) -> dict[str, Any] | None:
     summary = read_summary(run_dir)
     if summary is not None:
         show_summary(summary, run_dir)
-        Timeline.read(run_dir).write(run_dir / TRACE_FILE)
+        try:
+            Timeline.read(run_dir).write(run_dir / TRACE_FILE)
+        except OSError as error:
+            print_message(f"warning: {run_dir / TRACE_FILE} is not written: {error.strerror}")
     return summary
 
 

@@ -83,13 +83,14 @@ class Dispatcher(Handler):
         return None
 
     def _train(self, request: RequestRows) -> TrainBatch | None:
-        """The groups of the step in progress beyond those received; None for a request of the next step."""
+        """Groups of the step in progress beyond those received, for one update; None for a request of the next step."""
         state = self.state
         if request.step != state.step:
             return None
         for group in self.admission.select_groups(state, _MICRO_BATCHES_PER_RANK * request.max_tokens):
             self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
-        given = [state.groups[group_id] for group_id in state.in_training[request.received :]]
+        end = next((end for end in self.admission.update_ends if end > request.received), 0)
+        given = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
         if not given:
             return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from ...comm.clock import Clock
+from ...comm.disk import DiskReserve
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, TrainingDone
@@ -71,6 +72,8 @@ class HubLoop:
 
     def step(self) -> RunEnd | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
+        if full := self.hub.context.journal.full:
+            return RunEnd("failed", full, 1)
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.
@@ -155,7 +158,8 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
         raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
     if state.samples_per_prompt not in (0, recipe.batch.samples_per_prompt):
         raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
-    journal = Journal(path)
+    # The other processes wait for the hub while it waits for room.
+    journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
     opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
     for event in (opened, *([checkpoint] if checkpoint else [])):
         journal.append(ev.stamped(event))

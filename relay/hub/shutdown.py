@@ -6,16 +6,17 @@ accounting identity is a check and not a definition.
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ...comm.disk import when_there_is_room
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import HeldRows, ListStoredRows, Message, Stop, StoredRows, TrainingDone
 from ...comm.messages.base import process_of
 from ...comm.waits import waiting
+from ..checkpoints import write_durably
 from ..journal import events as ev
 from ..journal.journal import account_dict
 from ..journal.records import RowStatus
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 POLL_S = 0.1
+SUMMARY_WAIT_S = 5.0
 _MAX_REASONS = 10
 """Most reasons for failed trajectories in the summary: the most frequent ones."""
 
@@ -175,12 +177,6 @@ def names_by_host(members: Iterable[Member]) -> dict[str, list[str]]:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`; a reader never sees a part of it."""
-    write_summary_text(run_dir, json.dumps(summary, indent=2) + "\n")
-
-
-def write_summary_text(run_dir: Path, text: str) -> None:
-    """`write_summary` of a summary that is JSON already."""
-    new = run_dir / f"summary.json.new-{os.getpid()}"
-    new.write_text(text, encoding="utf-8")
-    new.replace(run_dir / "summary.json")
+    """Write `summary.json`; a reader never sees a part of it. On a full disk it waits a moment for room."""
+    path, text = run_dir / "summary.json", json.dumps(summary, indent=2) + "\n"
+    when_there_is_room(path, lambda: write_durably(path, text.encode()), SUMMARY_WAIT_S)

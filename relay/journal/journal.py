@@ -13,11 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from ...comm.errors import HeadraceError
+from ...comm.disk import AppendFile, DiskReserve
+from ...comm.errors import DiskFull, HeadraceError
 from .events import Checkpointed, Event, Trained, decode_event
 from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
+_LAST_WAIT_S = 5.0
+"""Longest wait for room once the reserve is in use."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,31 +36,44 @@ class Journal:
     not be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, deadline_s: float = 60.0, reserve: DiskReserve | None = None) -> None:
+        """`deadline_s` bounds the wait for room on a full disk; then the lines go into the reserve, and the run has to end."""
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.ftruncate(self._fd, _end_of_last_line(path))
+        self.full = ""
+        """The message about the full disk once the reserve is in use."""
+        self._reserve = reserve
+        self._file = AppendFile(path, deadline_s)
+        os.ftruncate(self._file.descriptor, _end_of_last_line(path))
         self._encoder = msgspec.json.Encoder()
 
     def append(self, event: Event) -> None:
-        """Write an event as a whole line. Raises `JournalError` if that fails; the file is then as before."""
-        line = memoryview(self._encoder.encode(event) + b"\n")
-        num_bytes = os.fstat(self._fd).st_size
+        """Write an event as a whole line. Raises `DiskFull` or `JournalError` if that fails; the file is then as before."""
+        line = self._encoder.encode(event) + b"\n"
         try:
-            while line:  # a disk that becomes full accepts a part of the line first
-                line = line[os.write(self._fd, line) :]
+            self._append(line)
         except OSError as error:
-            os.ftruncate(self._fd, num_bytes)
             raise JournalError(
                 f"{self.path} cannot be written: {error}; make room there, or set another run.dir"
             ) from error
         if isinstance(event, Checkpointed):
-            os.fsync(self._fd)  # a run may resume from it now, so it and all lines before it survive a power cut
+            os.fsync(
+                self._file.descriptor
+            )  # a run may resume from it now, so it survives a power cut, with all before it
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
+        if self._reserve is not None:
+            self._reserve.release()
+
+    def _append(self, line: bytes) -> None:
+        try:
+            self._file.append(line)
+        except DiskFull as error:
+            if self._reserve is None or self.full:
+                raise
+            self.full, self._file.deadline_s = str(error), _LAST_WAIT_S
+            self._reserve.release()
+            self._file.append(line)
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:

@@ -32,6 +32,7 @@ class Admission:
     ) -> None:
         self.schedule = schedule
         self.per_step = batch.prompts_per_step
+        self.update_ends = batch.update_ends
         self.bound = queue.max_staleness if schedule.staleness is None else schedule.staleness
         # Without a bound the queue holds one batch in generation and one that is ready.
         waves = 2 if self.bound is None else self.bound + 1

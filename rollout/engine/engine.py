@@ -86,7 +86,7 @@ class Engine:
         self.pool = PagePool(plan.num_pages, page_size)
         shape = (plan.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
-        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
+        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
         self.runner = Runner(policy, self.cache, max_running, exact, attention)
         self.description = f"{self.runner.description}, {plan}"
@@ -159,6 +159,7 @@ class Engine:
         finished, self._finished_early = self._finished_early, []
         if self._must_drain():
             finished += self._drain()
+        scheduler.requeue_outdated()
         has_changed = bool(scheduler.make_room())
         chunks = scheduler.next_chunks()
         if chunks:
@@ -318,7 +319,8 @@ class Engine:
         may_enter = bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_running
         is_short = self.pool.num_free < len(scheduler.running)
         is_last = any(len(s.token_ids) + 1 >= s.limit for s in scheduler.running)
-        return may_enter or is_short or is_last or self.batch.sequences != scheduler.running
+        is_outdated = any(scheduler.is_outdated(s) for s in scheduler.running)
+        return may_enter or is_short or is_last or is_outdated or self.batch.sequences != scheduler.running
 
     def _drain(self) -> list[Completion]:
         """Read the launched step, if there is one."""

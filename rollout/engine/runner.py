@@ -49,7 +49,7 @@ class Runner:
         if tp == 1 and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
             space = (self._logits, self._scratch)
             max_pages = -(-policy.context // cache.page_size)
-            self._graphs = DecodeGraphs(self.forward, self.head, self.attention, space, max_pages, max_running)
+            self._graphs = DecodeGraphs(self._forward_newest, self.head, self.attention, space, max_pages, max_running)
         forward = "exact" if exact else "module" if self.forward is policy else "lean"
         dtype, ranks = str(policy.dtype).removeprefix("torch."), f", tp {tp}" if tp > 1 else ""
         graphs = "" if self._graphs is None else ", CUDA graphs"
@@ -78,7 +78,8 @@ class Runner:
         """Compute the keys and values of chunks of prompts."""
         chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
         tokens = [t for c in chunks for t in c.group.tokens[c.start : c.stop]]
-        positions = [p for c in chunks for p in range(c.start, c.stop)]
+        rope = self.policy.rope
+        positions = [p for c in chunks for p in rope.of_chunk(c.start, c.stop, c.group.prefix_length + 1)]
         device = self.policy.device
         runs = [Run(c.start, c.stop, c.group.pages) for c in chunks]
         attention: Attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
@@ -90,8 +91,12 @@ class Runner:
             return self._graphs.decode(batch)
         self.attention.prepare(batch)
         positions = torch.from_numpy(batch.positions).to(self.policy.device)
-        hidden: Tensor = self.forward(batch.tokens, positions, self.attention)
+        hidden = self._forward_newest(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
         drawn = sample(logits, batch.sampling, batch.num_drawn, self._scratch[: len(batch)])
         self.policy.tensor_parallel.broadcast_tokens(drawn.tokens)
         return drawn
+
+    def _forward_newest(self, token_ids: Tensor, positions: Tensor, attention: "Attention") -> Tensor:
+        """Hidden states [B, hidden] of the last tokens of sequences."""
+        return self.forward(token_ids, self.policy.rope.of_newest(positions), attention)

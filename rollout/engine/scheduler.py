@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
+    from ...trainer.policy.rope import RopeRows
     from .kv_cache import PagePool
 
 HOLES_CLOSED_ABOVE = 0.85
@@ -42,8 +43,9 @@ class Scheduler:
     sequence. So the oldest always advances, provided that the pool holds one sequence of full context and one page more.
     """
 
-    def __init__(self, pool: "PagePool", max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, pool: "PagePool", max_running: int, prefill_tokens: int, rope: "RopeRows | None" = None) -> None:
         self.pool = pool
+        self._rope = rope
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -55,6 +57,16 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         self.waiting.append(group)
+
+    def is_outdated(self, sequence: Sequence) -> bool:
+        """Whether the cache of a running sequence does not serve its next token."""
+        return self._must_recompute(sequence.num_cached, sequence.num_cached)
+
+    def requeue_outdated(self) -> None:
+        """Queue the running sequences again whose cache does not serve their next token."""
+        for sequence in [s for s in reversed(self.running) if self.is_outdated(s)]:
+            self.running.remove(sequence)
+            self._requeue(sequence)
 
     def make_room(self) -> list[Sequence]:
         """Give every running sequence the page for its next token; returns the sequences preempted for it."""
@@ -156,12 +168,15 @@ class Scheduler:
         self.paused.remove(sequence)
         sequence.insert(token_ids)
         group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
+        if self._must_recompute(sequence.num_cached, group.prefix_length):
+            self.num_recomputed += sequence.num_cached
+            self._release(sequence)
         group.pages, group.num_cached, group.num_shared = sequence.pages, sequence.num_cached, sequence.num_shared
         self.waiting.append(group)
 
     def reserve(self, group: SequenceGroup, num_tokens: int) -> bool:
-        """Take pages for the imported cache of a group, before it is added; False if too few are free."""
-        return self._take_pages(group, num_tokens)
+        """Take pages for the imported cache of a group, before it is added; False if it must be computed again."""
+        return not self._must_recompute(num_tokens, group.prefix_length) and self._take_pages(group, num_tokens)
 
     def forget(self) -> None:
         """Free every page; running sequences queue again in their order, ahead of the waiting ones."""
@@ -199,6 +214,9 @@ class Scheduler:
     def check(self) -> None:
         """Assert that every page has exactly the owners that it counts."""
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
+
+    def _must_recompute(self, num_cached: int, position: int) -> bool:
+        return self._rope is not None and self._rope.must_recompute(num_cached, position)
 
     def _take_pages(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Grow a group's pages to hold `num_tokens`. One free page per running row stays in reserve."""

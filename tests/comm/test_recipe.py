@@ -14,7 +14,7 @@ roles.actor roles.relay roles.rollout roles.reference roles.task
 model.path model.dtype
 data.path data.split data.shuffle data.too_long
 reward.path reward.timeout_s reward.workers
-batch.prompts_per_step batch.samples_per_prompt
+batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
 queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
 repack.enabled repack.period_s repack.batch_bound repack.transfer
 sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.repetition_penalty
@@ -22,12 +22,13 @@ sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.tp
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
-algorithm.advantage algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
+algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
 algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
 algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty algorithm.router_aux_coef
 optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
 optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
+critic.lr critic.clip_value
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms

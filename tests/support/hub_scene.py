@@ -29,6 +29,7 @@ class Scene:
         per_step: int = 2,
         tasks: Mapping[str, Task] | None = None,
         repack: RepackSettings | None = None,
+        updates: int = 1,
         prompt: str = "p",
         **queue: int | bool | str,
     ) -> None:
@@ -42,7 +43,7 @@ class Scene:
         self.boxes = {name: self.mailboxes.open(name) for name in names}
         self.now = 0.0
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
-        batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples)
+        batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples, updates_per_version=updates)
         needs = tasks[TRAIN].needs if tasks else frozenset[str]()
         self.hub = Hub(
             self.mailboxes.open("hub"),

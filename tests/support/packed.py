@@ -24,6 +24,7 @@ def packed(
             rollout_logprobs=np.zeros(len(logprobs), np.float32),
             loss_mask=np.array(masks[i] if masks else np.ones(len(logprobs))).astype(np.uint8),
             version=0,
+            advantages=np.zeros(len(logprobs), np.float32),
         )
         for i, logprobs in enumerate(rollout_logprobs)
     ]

@@ -1,6 +1,7 @@
 """Tiny random policies in Hugging Face format, with a tokenizer of printable characters, for tests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIALS = ["<pad>", "<s>", "</s>", "\n"]
 VOCABULARY = 128
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -79,6 +80,15 @@ FAMILIES = {
     },
 }
 
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.7 * i for i in range(8)],
+    },
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+"""Changes of "phi3": short frequencies for sequences of up to 64 tokens, long ones for longer sequences."""
+
 
 def character_tokenizer():
     """One token per printable character; 0 to 3 are pad, <s>, </s> and the line break."""
@@ -94,7 +104,7 @@ def character_tokenizer():
 def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
     """Save a random policy of a family, norms and biases too, under `folder`; returns the checkpoint's path."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | changes))
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():

@@ -214,6 +214,28 @@ def test_a_run_with_a_kl_term_is_replayed_bit_for_bit(tmp_path: Path, capsys: py
     assert "50 steps replayed, 0 of them differ" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch.updates_per_version": 2, "batch.passes": 2},
+        {"batch.updates_per_version": 2, "algorithm.advantage": "gae", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"},
+    ],
+    ids=["passes", "gae"],
+)  # fmt: skip
+def test_a_run_with_several_updates_of_a_version_is_replayed_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+):
+    wanted = settings | {"batch.prompts_per_step": 4, "optimizer.lr": 0.01, "run.steps": 6}
+    system = System(tmp_path, **wanted)
+    (tmp_path / "rewards.py").write_text(SPREAD)
+    summary = system.start_all().wait()
+    assert (summary["version"], summary["accounting"]["holds"]) == (6, True)
+    sizes = [len(batch.row_batch.groups) for step in range(6) for batch in StepReplay(system.dir, step).batches()]
+    assert max(sizes) <= 2 and sum(sizes) == 24
+    assert train_again(system.recipe) == 0
+    assert "6 steps replayed, 0 of them differ" in capsys.readouterr().out
+
+
 TASK = """
 import numpy as np
 

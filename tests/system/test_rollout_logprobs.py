@@ -36,7 +36,11 @@ def test_the_trainers_log_probs_are_the_rollouts_under_every_filter_and_penalty(
     )  # fmt: skip
     done = Engine(llama).generate(random_prompts(8, longest=20), params)
     rows = [
-        Trajectory(*(np.array(x) for x in (c.prompt_ids, c.token_ids, c.logprobs, np.ones(25))), version=0)
+        Trajectory(
+            *(np.array(x) for x in (c.prompt_ids, c.token_ids, c.logprobs, np.ones(25))),
+            version=0,
+            advantages=np.zeros(25),
+        )
         for c in done
     ]
     batch = pack(rows, 0, policy.device)

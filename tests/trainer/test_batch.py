@@ -20,7 +20,7 @@ def trajectory(prompt: list[int], response: list[int], version: int = 0, advanta
         rollout_logprobs=-np.ones(len(response), dtype=np.float32),
         loss_mask=np.ones(len(response), dtype=np.uint8),
         version=version,
-        advantage=advantage,
+        advantages=np.full(len(response), advantage, np.float32),
     )
 
 

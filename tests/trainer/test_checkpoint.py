@@ -1,5 +1,6 @@
 """A checkpoint holds everything that training needs to continue bit for bit."""
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.policies import tiny_policy
+from support.small_disk import fill, small_disk
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
@@ -160,6 +162,24 @@ def test_the_error_of_a_writer_is_raised_in_the_trainers_loop(tmp_path: Path):
     with pytest.raises(OSError, match="Input/output"):
         disk.writer.check()
     assert (disk.reported, disk.writer.folder.whole()) == ([], {})
+
+
+def test_a_checkpoint_without_room_is_given_up_and_training_goes_on(
+    policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(policy_dir)
+    with small_disk(tmp_path / "disk", megabytes=2) as disk:
+        writer = Disk(disk).writer
+        writer.begin(1, lambda folder: (folder / "dcp").mkdir())
+        writer.close()
+        ballast = fill(disk)
+        os.truncate(ballast, ballast.stat().st_size - 100_000)  # room for a part
+        train(actor, 2)
+        copy = staged(actor.state.state_dict())
+        writer.begin(2, lambda folder: save_state(copy, folder, team=None))
+        writer.close()
+        assert [*writer.folder.whole()] == [1] and not writer.folder.path(2).exists()
+        assert "run.dir is full" in capsys.readouterr().out
 
 
 def test_the_export_gives_the_trained_policys_logits_in_plain_transformers(policy_dir: Path, tmp_path: Path):

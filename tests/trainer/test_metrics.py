@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from headrace.comm.clock import Clock
 from headrace.trainer.metrics import MetricsLog, Value, console_line
 
@@ -25,7 +27,9 @@ def test_each_step_is_one_object_with_its_time(tmp_path: Path):
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["staleness/hist"] == {"1": 4} and rows[0]["time_s"] >= 0
-    assert list((tmp_path / "tensorboard").iterdir())
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert "staleness/hist" not in events.Tags()["scalars"]
 
 
 def test_a_resumed_run_writes_each_step_once(tmp_path: Path):

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_disk import fill, small_disk
 
+from headrace.comm import disk as disk_module
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
@@ -60,3 +62,13 @@ def test_rows_of_groups_that_were_left_out_are_not_saved(tmp_path: Path):
 def test_a_run_without_saved_rows_is_refused_with_the_setting_that_saves_them(tmp_path: Path):
     with pytest.raises(SettingError, match=r"run\.save_rows"):
         StepReplay(tmp_path, 0)
+
+
+def test_the_rows_of_a_step_wait_for_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The disk has room again when the wait for it begins."""
+    with small_disk(tmp_path / "disk", megabytes=2) as disk:
+        log, ballast = StepLog(disk, deadline_s=60), fill(disk)
+        monkeypatch.setattr(disk_module, "say", lambda text: ballast.unlink(missing_ok=True))
+        log.add(batch_of(0))
+        log.write(0)
+        assert [path.name for path in (disk / "rows").iterdir()] == ["step_0.safetensors"]

@@ -38,7 +38,7 @@ def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -
         rollout_logprobs=-np.ones(num_tokens, np.float32),
         loss_mask=np.ones(num_tokens, np.uint8),
         version=version,
-        advantage=1.0,
+        advantages=np.ones(num_tokens, np.float32),
     )
     stats = StepStats()
     stats.add(batch_of(version, trajectory.response_ids))

@@ -29,6 +29,8 @@ class Estimator:
     """Whether it needs all groups of a step at once; otherwise the trainer calls it for groups as they arrive."""
     whitens: bool = False
     """Whether the advantages of the step's tokens are then whitened."""
+    has_critic: bool = False
+    """Whether the trainer trains a critic, whose values and GAE turn the rewards into advantages."""
     kl_to_go: bool = False
     """Whether a KL penalty in the reward counts for the tokens up to its own; otherwise for the whole response."""
 
@@ -74,6 +76,7 @@ def open_estimator(settings: AlgorithmSettings) -> Estimator:
         ),
         "rloo": Estimator(leave_one_out),
         "reinforce_plus_plus": Estimator(whole_reward, needs_whole_step=True, whitens=True, kl_to_go=True),
+        "gae": Estimator(whole_reward, needs_whole_step=True, whitens=True, has_critic=True, kl_to_go=True),
         "reinforce_plus_plus_baseline": Estimator(group_relative, needs_whole_step=True, whitens=True),
     }[settings.advantage]
 

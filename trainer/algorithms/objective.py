@@ -49,7 +49,9 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: R
     )
     per_token = per_token * correction.weight
     weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, recipe.sampling.max_new_tokens)
-    loss = per_token - algorithm.entropy_coef * entropy
+    loss = per_token
+    if algorithm.entropy_coef != 0:  # a gradient of zeros would cost the backward pass a matrix [rows, vocab]
+        loss = loss - algorithm.entropy_coef * entropy
     kl = torch.zeros_like(logprobs)
     if batch.ref_logprobs is not None:
         kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, batch.ref_logprobs)

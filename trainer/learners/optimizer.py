@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -14,7 +15,6 @@ from transformers import get_scheduler
 
 from ...comm.errors import SettingError
 from ...comm.recipe import OptimizerSettings
-from ..actor_group import gather_full
 
 
 class Update(NamedTuple):
@@ -29,7 +29,7 @@ class Updater:
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self.optimizer = open_optimizer(model, settings)
-        self._parameters = list(model.parameters())
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = settings.max_grad_norm
 
     def update(self, scale: float, lr: float, *, is_finite: bool = True) -> Update:
@@ -41,7 +41,7 @@ class Updater:
         for gradient in gradients:
             gradient *= scale
         total = get_total_norm(gradients)
-        norm = float(gather_full(total))
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         is_applied = is_finite and math.isfinite(norm)
         if is_applied:
             if self._max_grad_norm > 0:
@@ -84,7 +84,9 @@ def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> flo
 def open_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
     """AdamW over the parameters of `model`, without weight decay for norms and biases. Raises SettingError (`optimizer.name`)."""
     decayed, others = [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ):
         (decayed if decays(name, parameter) else others).append(parameter)
     groups = [
         {"params": parameters, "weight_decay": decay}
@@ -96,7 +98,7 @@ def open_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, but for biases of experts; vectors are norms and biases."""
+    """Whether weight decay applies: to matrices, but for biases of experts; vectors are norms, biases and attention sinks."""
     return parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
 
 

@@ -223,9 +223,9 @@ def takes_groups(device: str) -> bool:
     return device == "cpu"
 
 
-def rope_table(model: Any, context: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [context, 1, rotary dim] of all positions; the first half of `sin` is negated."""
-    cos, sin = model.rotary_emb(torch.empty(1, dtype=dtype, device=device), torch.arange(context, device=device)[None])
+def rope_table(model: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [num_rows, 1, rotary dim] of all rows of `rope.RopeRows`; the first half of `sin` is negated."""
+    cos, sin = model.rotary_emb(torch.empty(1, dtype=dtype, device=device), torch.arange(num_rows, device=device)[None])
     half = cos.shape[-1] // 2
     return cos[0].unsqueeze(1), torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).unsqueeze(1)
 

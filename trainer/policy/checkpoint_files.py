@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...comm.errors import SettingError
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
+"""A tensor of the language model of a multimodal checkpoint."""
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -47,6 +50,16 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [file.name for file in files if not file.exists()]:
         raise SettingError(f"model.path: {folder} has no {', '.join(missing)}, which {index.name} names")
     return files
+
+
+def language_model(names: Iterable[str]) -> dict[str, str]:
+    """Names of the tensors of a checkpoint's language model, each with its name in a checkpoint that holds nothing else."""
+    found = {name: _LANGUAGE_MODEL.fullmatch(name) for name in names}
+    if not any(found.values()):
+        return {name: name for name in found}
+    own = {name: match[1] for name, match in found.items() if match is not None}
+    heads = {name: name for name in found if name.startswith("lm_head.")}
+    return {name: rest if rest.startswith("lm_head.") else f"model.{rest}" for name, rest in own.items()} | heads
 
 
 def _advice(folder: Path) -> str:

@@ -45,7 +45,7 @@ class LeanDecoder:
         self._num_heads = policy.num_heads // self.tensor_parallel.size
         self._num_kv_heads = policy.num_kv_heads // self.tensor_parallel.size
         self._eps: float = policy.config.rms_norm_eps
-        self._cos, self._sin = rope_table(self._model, policy.context, policy.dtype, policy.device)
+        self._cos, self._sin = rope_table(self._model, policy.rope.count, policy.dtype, policy.device)
         self.bind()
 
     @staticmethod

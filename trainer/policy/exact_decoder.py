@@ -23,10 +23,10 @@ BLOCK = 32
 class ExactDecoder:
     """The Llama line's forward pass by the rules of exact mode; differentiable, out of place."""
 
-    def __init__(self, model: nn.Module, config: Any, context: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._model: Any = model
         self._config = config
-        self._cos, self._sin = rope_table(model, context, dtype, device)
+        self._cos, self._sin = rope_table(model, num_rows, dtype, device)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""

@@ -13,11 +13,17 @@ _POSITIONAL_ROPES = frozenset(("default", "linear", "llama3", "yarn", "dynamic")
 beyond `max_position_embeddings`, and no sequence here is longer."""
 
 
+_LONG_ROPES = frozenset(("longrope", "su"))
+"""Two sets of frequencies, see `rope`; `su` is the older name."""
+
+
 class Family(NamedTuple):
     """The facts about a model type that the program needs. The rest is in transformers' modules, which compute every family."""
 
     is_llama_line: bool = False
     """`decoder` and `exact_decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
+    ropes: frozenset[str] = _POSITIONAL_ROPES
+    """Kinds of rotary embeddings."""
     has_experts: bool = False
     """Routers choose `num_experts_per_tok` experts for each token."""
     has_sinks: bool = False
@@ -29,7 +35,7 @@ FAMILIES = {
     "qwen2": Family(is_llama_line=True),  # biases of query, key and value
     "qwen3": Family(is_llama_line=True),  # norms of each head's query and key
     "mistral": Family(is_llama_line=True),  # a sliding window in every layer
-    "phi3": Family(is_llama_line=True),  # fused projections
+    "phi3": Family(is_llama_line=True, ropes=_POSITIONAL_ROPES | _LONG_ROPES),  # fused projections
     "smollm3": Family(),  # some layers without rotary embedding
     "granite": Family(),  # multipliers of embedding, residual and scores; `logits_scaling` divides the logits
     "gemma": Family(),  # norms times 1 + weight, embeddings times sqrt(hidden size)
@@ -56,6 +62,15 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return {"quantization_config": config.get("quantization_config")} | config.get("text_config", {})
 
 
+def text_config(config: Any) -> Any:
+    """The same of transformers' configuration."""
+    if config.model_type not in MULTIMODAL:
+        return config
+    text = config.get_text_config()
+    text.quantization_config = getattr(config, "quantization_config", None)
+    return text
+
+
 def has_sinks(config: Any) -> bool:
     """Whether attention needs `AttentionSpec.sinks`."""
     return FAMILIES[config.model_type].has_sinks
@@ -76,9 +91,10 @@ def check_supported(config: Any) -> None:
     if model_type not in FAMILIES:
         known = ", ".join(sorted((*FAMILIES, *MULTIMODAL)))
         raise SettingError(f"model.path: model type '{model_type}' is not supported (supported: {known})")
-    rope_type = _rope_type(config)
+    ropes = FAMILIES[model_type].ropes
+    rope_type = _rope_type(config, ropes)
     wrong = {
-        f"rope type '{rope_type}', which depends on the sequence's length": rope_type not in _POSITIONAL_ROPES,
+        f"rope type '{rope_type}', which depends on the sequence's length": rope_type not in ropes,
         _quantization(config): getattr(config, "quantization_config", None) is not None,
         "bidirectional attention (use_bidirectional_attention)": getattr(config, "use_bidirectional_attention", False),
         "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
@@ -113,12 +129,12 @@ def check_splittable(config: Any, size: int) -> None:
             raise SettingError(f"rollout.tp: {size} ranks do not divide the policy's {name} of {value}")
 
 
-def _rope_type(config: Any) -> str:
-    """The kind of rotary embedding; where layers differ, the first that is not positional, else `default`."""
+def _rope_type(config: Any, known: frozenset[str]) -> str:
+    """The first kind of rotary embedding in any layer that is not known, else `default`."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     types = [kind.get("rope_type") or kind.get("type") or "default" for kind in kinds]
-    return next((t for t in types if t not in _POSITIONAL_ROPES), "default")
+    return next((t for t in types if t not in known), "default")
 
 
 def _quantization(config: Any) -> str:

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ...comm.errors import SettingError
 from ...relay.weights.layout import local_tensor
 from ...relay.weights.shards import held_rows
-from .checkpoint_files import weight_files
+from .checkpoint_files import language_model, weight_files
 
 _PIECE = 1 << 22
 """Elements that are read, checked and cast at one time."""
@@ -94,7 +94,7 @@ def _pieces(target: Tensor, tensor: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Slices of all tensors of the checkpoint, by name in natural order; nothing is read yet."""
+    """Slices of the language model's tensors in the checkpoint, by name in natural order; nothing is read yet."""
     found: dict[str, Any] = {}
     for path in weight_files(folder):
         try:
@@ -102,6 +102,7 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
             raise SettingError(f"model.path: {path} is not a whole safetensors file ({error})") from error
+    found = {own: found[name] for name, own in language_model(found).items()}
     return dict(sorted(found.items(), key=lambda item: _natural_order(item[0])))
 
 

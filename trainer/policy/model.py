@@ -23,9 +23,10 @@ from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact_attention import ExactPackedAttention
 from .exact_decoder import ExactDecoder
-from .families import check_exact_supported, check_splittable, check_supported
+from .families import check_exact_supported, check_splittable, check_supported, text_config
 from .head import LogitsHead
 from .loading import read_weights
+from .rope import LongRope, RopeRows
 from .tensor_parallel import TensorParallel, splits_for
 
 transformers_logging.disable_progress_bar()
@@ -58,6 +59,9 @@ class Policy(nn.Module):
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_divisor: float = getattr(self.config, "logits_scaling", 1.0)
         self.tensor_parallel = TensorParallel()
+        self.rope = RopeRows(self.config)
+        if self.rope.switch is not None:
+            model.base_model.rotary_emb = LongRope(self.config, self.rope.switch)
 
     @property
     def head(self) -> nn.Linear:
@@ -77,7 +81,7 @@ class Policy(nn.Module):
     def make_exact(self) -> ExactDecoder:
         """From now on run packed forward passes in exact mode; SettingError where it is not available."""
         check_exact_supported(self.config, self.device.type)
-        self.exact = ExactDecoder(self.model.base_model, self.config, self.context, self.dtype, self.device)
+        self.exact = ExactDecoder(self.model.base_model, self.config, self.rope.count, self.dtype, self.device)
         return self.exact
 
     def checkpoint_activations(self) -> None:
@@ -116,7 +120,7 @@ class Policy(nn.Module):
             parameter.data = views[name]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T]."""
+        """Hidden states [T, hidden] after the last norm, of tokens [T] at positions [T], which are rows of `rope`."""
         assert self.tensor_parallel.size == 1, "the modules need whole layers"
         output = self.model.base_model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
@@ -129,7 +133,15 @@ class Policy(nn.Module):
         Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]].
         """
         lengths: list[int] = cu_seqlens.diff().tolist()
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(token_ids.device)
+        passes = self.rope.passes(lengths)
+        if passes is None:
+            return self._forward_sequences(token_ids, lengths)
+        hidden = self._forward_sequences(token_ids[passes.tokens.to(token_ids.device)], passes.lengths)
+        return hidden[passes.results.to(hidden.device)]
+
+    def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
+        rows = [self.rope.of_chunk(0, length, length) for length in lengths]
+        positions = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(token_ids.device)
         attention = PackedAttention if self.exact is None else ExactPackedAttention
         return (self.exact or self)(token_ids, positions, attention(lengths, token_ids.device))
 
@@ -175,6 +187,7 @@ def load_policy(
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
+    config = text_config(config)
     check_supported(config)
     with LOADING:
         model = _build(path, config, wanted)

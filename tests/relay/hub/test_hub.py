@@ -93,6 +93,16 @@ def test_groups_that_are_ready_together_are_handed_out_in_pieces(scene: MakeScen
         assert (answer.first, answer.total, len(answer.groups)) == (received, 2, 1)
 
 
+def test_an_answer_never_holds_the_groups_of_two_updates(scene: MakeScene):
+    s = scene(per_step=5, updates=2)
+    s.finish(s.lease(num_groups=5))
+    taken = []
+    for request_id, received in enumerate((0, 1, 2, 5), start=1):
+        s.say("actor-0", RequestRows(request_id, ["train"], 0, received))
+        taken += [len(answer.groups) for answer in s.heard("actor-0") if isinstance(answer, TrainBatch)]
+    assert taken == [2, 1, 3]
+
+
 def test_a_trained_step_drops_its_rows_from_storage(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))

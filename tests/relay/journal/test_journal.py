@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.small_disk import fill, small_disk
 
+from headrace.comm.disk import DiskReserve
 from headrace.comm.messages import GroupId
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import (
@@ -158,6 +160,19 @@ def test_the_state_does_not_grow_with_the_run(tmp_path: Path):
             sizes.append(len(msgspec.msgpack.encode(recorder.state)))
     recorder.journal.close()
     assert sizes[1] <= sizes[0] + 20  # longer numbers
+
+
+def test_a_disk_that_stays_full_costs_no_line_and_ends_the_run(tmp_path: Path):
+    """The line that found no room, and the last ones, go where the reserve was."""
+    with small_disk(tmp_path / "disk", megabytes=3) as disk:
+        path = disk / "journal.jsonl"
+        journal = Journal(path, deadline_s=0.2, reserve=DiskReserve(disk))
+        fill(disk)
+        for epoch in range(1, 200):
+            journal.append(ev.Opened(epoch=epoch, samples_per_prompt=2))
+        assert journal.full.startswith(f"run.dir is full: {path}")
+        journal.close()
+        assert replay(path).epoch == 199
 
 
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))

@@ -31,6 +31,7 @@ def test_a_family_s_logprobs_are_those_of_transformers(tmp_path, family):
 def test_greedy_tokens_are_those_of_transformers_and_logprobs_those_of_the_trainer(tmp_path, family):
     path = tiny_policy(tmp_path, family)
     model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
     policy, engine = load_policy(path), Engine(path, max_running=4)
     params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
     for completion in engine.generate(random_prompts(3, longest=70, seed=1), params):

@@ -118,3 +118,12 @@ def test_a_kl_term_in_the_reward_is_measured_and_not_in_the_loss():
     )
     assert inside.kl == outside.kl != 0
     assert outside.loss == outside.pg_loss == inside.pg_loss != inside.loss
+
+
+def test_without_a_bonus_the_entropy_has_no_gradient_to_compute():
+    entropy = torch.tensor(ENTROPY, requires_grad=True)
+    for coefficient, is_used in ((0.0, False), (ENTROPY_COEF, True)):
+        logprobs = torch.tensor(NEW, requires_grad=True)
+        terms = terms_of(recipe_of(entropy_coef=coefficient), logprobs, entropy, [0, 2])
+        _, gradient = torch.autograd.grad(terms.loss, (logprobs, entropy), allow_unused=True)
+        assert (gradient is not None) == is_used

@@ -10,7 +10,8 @@ from support.actors import ALONE, batch_of, recipe_of
 from headrace.comm.recipe import Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
-from headrace.trainer.learners.advantages import row_advantages
+from headrace.trainer.batch import trainable
+from headrace.trainer.learners.advantages import add_advantages
 
 KL_COEF, LONGEST, BUFFER = 0.3, 14, 8
 KL = {"algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1", "algorithm.kl_coef": KL_COEF}
@@ -37,6 +38,12 @@ def batch_with_references() -> Batch:
     return batch
 
 
+def advantages_of(batch: Batch, recipe: Recipe, group: ActorGroup) -> dict[str, np.ndarray]:
+    batch, _ = trainable(batch, mask_truncated=False)
+    add_advantages([batch], recipe, group)
+    return {row.key: batch.columns[row.key]["advantages"] for row in batch.rows}
+
+
 def penalty_of(columns: dict[str, np.ndarray]) -> float:
     kl = KL_COEF * (columns["rollout_logprobs"].astype(float) - columns["ref_logprobs"]).sum()
     return float(kl) + 0.5 * min(max(len(columns["response_ids"]) - (LONGEST - BUFFER), 0) / BUFFER, 1)
@@ -58,7 +65,7 @@ def without_std(**settings: object) -> Recipe:
 def test_penalties_are_subtracted_from_the_reward_before_the_baseline():
     batch = batch_with_references()
     rewards = {row.key: row.reward - penalty_of(batch.columns[row.key]) for row in batch.rows}
-    found = row_advantages([batch], without_std(**KL, **OVERLONG), ALONE)
+    found = advantages_of(batch, without_std(**KL, **OVERLONG), ALONE)
     for key, expected in centred_in_groups(batch, rewards).items():
         assert found[key] == pytest.approx(np.full(len(batch.columns[key]["response_ids"]), expected), abs=1e-6)
 
@@ -72,13 +79,13 @@ def test_a_token_of_reinforce_plus_plus_carries_the_kl_penalty_from_it_on():
         kl = KL_COEF * (columns["rollout_logprobs"].astype(float) - columns["ref_logprobs"])
         expected[row.key] = row.reward - np.array([kl[token:].sum() for token in range(len(kl))])
     tokens = np.concatenate([*expected.values()])
-    for key, values in row_advantages([batch], recipe, ALONE).items():
+    for key, values in advantages_of(batch, recipe, ALONE).items():
         assert values == pytest.approx((expected[key] - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), abs=1e-6)
 
 
 def test_a_rank_needs_no_columns_of_the_rows_of_another_rank():
     whole, recipe = batch_with_references(), without_std(**KL, **OVERLONG)
-    expected = row_advantages([whole], recipe, ALONE)
+    expected = advantages_of(whole, recipe, ALONE)
     given: list[list[float]] = []
     ranks = [Rank(number, 2) for number in range(2)]
     shares = [Batch(whole.row_batch, [whole.rows[number::2]], {}) for number in range(2)]
@@ -86,21 +93,21 @@ def test_a_rank_needs_no_columns_of_the_rows_of_another_rank():
         share.columns.update({row.key: whole.columns[row.key] for row in share.rows})
     for rank, share in zip(ranks, shares, strict=True):
         rank.add = lambda values: given.append(values) or values
-        row_advantages([share], recipe, rank)
+        advantages_of(share, recipe, rank)
     for rank, share in zip(ranks, shares, strict=True):
         rank.add = lambda _: [sum(values) for values in zip(*given, strict=True)]
-        for key, values in row_advantages([share], recipe, rank).items():
+        for key, values in advantages_of(share, recipe, rank).items():
             assert values == pytest.approx(expected[key], abs=1e-12)
 
 
 def test_a_batch_whose_groups_could_not_be_read_has_no_advantages():
     batch = batch_with_references()
     empty = batch.without({group.group for group in batch.row_batch.groups})
-    assert row_advantages([empty], without_std(**KL), ALONE) == {}
+    assert advantages_of(empty, without_std(**KL), ALONE) == {}
 
 
 def test_a_log_prob_that_is_not_finite_adds_no_penalty():
     batch = batch_with_references()
     row = batch.rows[0]
     batch.columns[row.key]["ref_logprobs"][0] = np.nan
-    assert all(np.isfinite(values).all() for values in row_advantages([batch], without_std(**KL), ALONE).values())
+    assert all(np.isfinite(values).all() for values in advantages_of(batch, without_std(**KL), ALONE).values())

@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_and_the_versio
     before = contents(actor)
     metrics = train(actor, [batch_of(1), explode(batch_of(1, first=1))])
     assert metrics["actor/skipped_updates"] == 1
-    assert "step 2: the update of the weights is skipped: " in capsys.readouterr().out
+    assert "step 2: an update of the weights is skipped: " in capsys.readouterr().out
     assert actor.version == 2
     assert all(torch.equal(a, b) for a, b in zip(before, contents(actor), strict=True))
     assert train(actor, [batch_of(2)])["actor/skipped_updates"] == 0

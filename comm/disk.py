@@ -1,0 +1,116 @@
+"""Full disks: a write waits for room, says so on the console, and leaves a file as it was before."""
+
+import errno
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from .errors import DiskFull
+from .waits import waiting
+
+T = TypeVar("T")
+
+PROBE_BYTES = 1 << 16
+RETRY_S = 0.5
+"""Seconds between two attempts while a disk is full."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed since the disk, or the user's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def describe_full(path: Path) -> str:
+    """The message about the full disk of a file of the run folder."""
+    free = shutil.disk_usage(path.parent).free
+    return f"run.dir is full: {path} cannot be written, its disk has {free:,} bytes free (or a quota is used up)"
+
+
+def say(text: str) -> None:
+    """Print a line; the output may go to a file on the same full disk."""
+    with suppress(OSError):
+        print(text, flush=True)
+        sys.stdout.flush()
+
+
+def when_there_is_room(path: Path, write: Callable[[], T], deadline_s: float) -> T:
+    """Call `write` until the disk of `path` has room for it, at most for `deadline_s`; `write` undoes what it leaves half.
+
+    Raises `DiskFull` after the deadline, and at once any error with another cause.
+    """
+    try:
+        return write()
+    except OSError as error:
+        if not is_full(error):
+            raise
+    say(f"{describe_full(path)}; the run waits for room, at most {deadline_s:g} s")
+    with waiting("the disk", f"room for {path}", deadline_s) as wait:
+        while wait.remaining_s > 0:
+            time.sleep(min(RETRY_S, wait.remaining_s))
+            try:
+                result = write()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+            else:
+                say(f"{path} has room again; the run continues")
+                return result
+    raise DiskFull(f"{describe_full(path)}; make room there, or set another run.dir")
+
+
+def raise_if_full(folder: Path) -> None:
+    """Raise the `OSError` of a full disk if a folder has no room; libraries in other languages hide its number."""
+    probe = folder / f"probe-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        with probe.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+class AppendFile:
+    """A file that only grows, by whole records: one that does not fit is cut off again, and waits for room."""
+
+    def __init__(self, path: Path, deadline_s: float) -> None:
+        self.path = path
+        self.deadline_s = deadline_s
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, record: bytes) -> None:
+        """Returns after the operating system has the record. Raises `DiskFull`, or an `OSError` with another cause."""
+        when_there_is_room(self.path, lambda: self._write(memoryview(record)), self.deadline_s)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _write(self, record: memoryview) -> None:
+        num_bytes = os.fstat(self.descriptor).st_size
+        try:
+            while record:  # a disk that becomes full accepts a part of it first
+                record = record[os.write(self.descriptor, record) :]
+        except OSError:
+            os.ftruncate(self.descriptor, num_bytes)
+            raise
+
+
+class DiskReserve:
+    """A file that holds room on the disk, for the last records of a run whose disk stays full."""
+
+    NUM_BYTES = 1 << 20
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "reserve"
+        # On a disk without this room the run can only end less well.
+        with suppress(OSError), self._path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.NUM_BYTES)
+
+    def release(self) -> None:
+        """Give the room up; a second call does nothing."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""A full disk is named on the console, waited for, and leaves files whole."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.small_disk import fill, small_disk
+
+from headrace.comm import disk as disk_module
+from headrace.comm.clock import Clock
+from headrace.comm.disk import AppendFile, DiskReserve, raise_if_full
+from headrace.comm.errors import DiskFull
+from headrace.comm.trace import Trace
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", megabytes=2) as folder:
+        yield folder
+
+
+def test_a_record_that_does_not_fit_is_written_whole_once_there_is_room(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    file, records = AppendFile(disk / "lines", deadline_s=60), [bytes([65 + i]) * 5000 + b"\n" for i in range(3)]
+    file.append(records[0])
+    ballast, said = fill(disk), threading.Event()
+    say = disk_module.say
+    monkeypatch.setattr(disk_module, "say", lambda text: (say(text), said.set()))
+    writer = threading.Thread(target=lambda: [file.append(record) for record in records[1:]])
+    writer.start()
+    assert said.wait(60)
+    assert (disk / "lines").read_bytes() == records[0], "no part of a record"
+    ballast.unlink()
+    writer.join(60)
+    file.close()
+    assert (disk / "lines").read_bytes() == b"".join(records)
+    full, again = capsys.readouterr().out.splitlines()
+    assert full.startswith(f"run.dir is full: {disk / 'lines'}") and "0 bytes free" in full
+    assert "has room again" in again
+
+
+def test_a_disk_that_stays_full_is_an_error_that_names_it_and_the_file_is_as_before(disk: Path):
+    file = AppendFile(disk / "lines", deadline_s=0.2)
+    file.append(b"first\n")
+    fill(disk)
+    with pytest.raises(DiskFull, match=r"run\.dir is full: .*/lines .* bytes free.*another run\.dir"):
+        file.append(bytes(8192))
+    file.close()
+    assert (disk / "lines").read_bytes() == b"first\n"
+
+
+def test_a_reserve_is_room_that_nothing_else_took(disk: Path):
+    reserve = DiskReserve(disk)
+    fill(disk)
+    with pytest.raises(OSError, match="No space"):
+        raise_if_full(disk)
+    reserve.release()
+    raise_if_full(disk)
+    assert [path.name for path in disk.iterdir()] == ["ballast"]
+
+
+def test_a_trace_leaves_out_lines_that_do_not_fit(disk: Path):
+    trace = Trace(disk, "rollout-0", Clock())
+    fill(disk)
+    for number in range(200):
+        trace.enter(f"state {number}")
+    trace.close()

@@ -1,0 +1,48 @@
+"""The run's scalars as a file of TensorBoard's events.
+
+TensorBoard's own writer has a thread, which ends when the disk is full and takes the process with it. Here each step is one
+record, written by the caller, who waits for room.
+"""
+
+import io
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from ..comm.disk import AppendFile
+
+_Event: Any = getattr(event_pb2, "Event")  # noqa: B009 - generated classes, which type checkers do not see
+_SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
+_Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
+
+
+class Board:
+    """A new file of events in `folder`; TensorBoard forgets earlier files' steps from `first_step` on."""
+
+    def __init__(self, folder: Path, first_step: int, deadline_s: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(folder / name, deadline_s)
+        self._append(_Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if first_step:
+            start = _SessionLog(status=_SessionLog.START)
+            self._append(_Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the scalars of a step."""
+        values = [_Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._append(_Event(wall_time=time.time(), step=step, summary=_Summary(value=values)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, event: Any) -> None:
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())

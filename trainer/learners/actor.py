@@ -1,0 +1,179 @@
+"""The actor: gradients of the policy from batches as they arrive, and the updates of a step."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from ...comm.recipe import Recipe
+from ...relay.queue.batch import Batch
+from ..actor_group import ActorGroup
+from ..algorithms.advantages import open_estimator
+from ..algorithms.objective import policy_loss
+from ..algorithms.router_loss import load_balancing_loss
+from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack, trainable
+from ..checkpoint import TrainingState
+from ..logprobs import packed_logprobs, response_logprobs
+from ..policy.model import Policy, load_policy
+from ..policy.routers import recorded_routers
+from ..step_stats import StepStats
+from .advantages import add_advantages
+from .critic import Critic
+from .optimizer import Update, Updater, learning_rate
+from .start_weights import StartWeights
+
+
+class Actor:
+    """fp32 weights, sharded over several ranks.
+
+    Gradients accumulate as groups arrive, and an update follows each part of a step's groups (`batch.updates_per_version`). Rows
+    are held only for later passes, and until the step is complete where their advantages need all of it.
+    """
+
+    def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.policy: Policy = load_policy(
+            recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
+        )
+        if recipe.trainer.activation_checkpointing is True:
+            self.policy.checkpoint_activations()
+        self.updater = Updater(self.policy, recipe.optimizer)
+        self.critic = Critic(recipe, group) if recipe.algorithm.advantage == "gae" else None
+        critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
+        self.state = TrainingState(self.policy.model, self.updater.optimizer, critic)
+        self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
+        self.batches: list[Batch] = []
+        self.updates: list[Update] = []
+        self.start = StartWeights(self.policy)
+        self._num_updates = recipe.batch.updates_per_version * recipe.batch.passes
+        self._keeps_proximal = self._num_updates > 1 and recipe.algorithm.proximal == "version"
+        self._num_groups = 0
+        self._loss = self._weight = self._update_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version in training: the number of steps so far."""
+        return self.state.step
+
+    def lr(self) -> float:
+        """Learning rate of the step in progress."""
+        return learning_rate(self.recipe.optimizer, self.version, self.recipe.run.steps)
+
+    def accumulate(self, batch: Batch, stats: StepStats) -> None:
+        """Train a batch of the step in progress; a collective of all ranks."""
+        started = time.monotonic()
+        stats.add(batch)
+        batch, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
+        stats.add_non_finite(num_non_finite)
+        if self.critic is not None:
+            _add_column(batch, "values", self.critic.values(batch))
+        if self.needs_whole_step or self.recipe.batch.passes > 1:
+            self.batches.append(batch)
+        if not self.needs_whole_step:
+            add_advantages([batch], self.recipe, self.group)
+            self._train([batch], stats)
+        self._update_s += time.monotonic() - started
+
+    def step(self, stats: StepStats) -> dict[str, float]:
+        """Finish the updates of the step; returns their metrics. A collective of all ranks."""
+        started = time.monotonic()
+        if self.needs_whole_step:
+            add_advantages(self.batches, self.recipe, self.group)
+            self._train(self.batches, stats)
+        self._end_pass()
+        for _ in range(1, self.recipe.batch.passes):
+            self._train(self.batches, stats)
+            self._end_pass()
+        stats.reduce(self.group)
+        metrics = {
+            "actor/grad_norm": sum(update.grad_norm for update in self.updates) / len(self.updates),
+            "actor/lr": self.lr(),
+            "actor/skipped_updates": float(sum(not update.is_applied for update in self.updates)),
+        }
+        if self.critic is not None:
+            metrics |= self.critic.metrics()
+        self.state.step += 1
+        self.batches, self.updates = [], []
+        update_s, self._update_s = self._update_s + time.monotonic() - started, 0.0
+        return metrics | {"timing_s/update_actor": update_s}
+
+    def discard(self) -> None:
+        """Forget the step in progress: the run ends within it."""
+        self.batches, self.updates = [], []
+        self._num_groups, self._loss, self._weight = 0, 0.0, 0.0
+        self.updater.discard()
+        self.start.drop()
+        if self.critic is not None:
+            self.critic.discard()
+
+    def _train(self, batches: Sequence[Batch], stats: StepStats) -> None:
+        """Accumulate the gradients of batches, and update the weights where a part of the step's groups ends."""
+        for batch in batches:
+            if self._keeps_proximal and 0 < len(self.updates) < self.recipe.batch.updates_per_version:
+                _add_column(batch, "proximal_logprobs", self._start_logprobs(batch))
+            for part in batch.micro_batches:
+                rows = [Trajectory.of(row, batch.columns[row.key]) for row in part]
+                progress = len(self.updates) / self._num_updates
+                packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
+                logprobs = self._backward(packed, stats)
+                if self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
+                    for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
+                        batch.columns[row.key]["proximal_logprobs"] = own.cpu().numpy()
+            self._num_groups += len(batch.row_batch.groups)
+            if self._num_groups in self.recipe.batch.update_ends[:-1]:
+                self._update()
+
+    def _backward(self, batch: PackedBatch, stats: StepStats) -> Tensor:
+        """Add the gradient of a micro-batch; returns its log-probs [R]."""
+        router_coef = self.recipe.algorithm.router_aux_coef
+        with recorded_routers(self.policy, is_needed=router_coef > 0) as router_logits:
+            logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
+        terms = policy_loss(logprobs, entropy, batch, self.recipe)
+        loss = terms.loss
+        if router_logits:  # of this micro-batch alone: an update has the mean of its micro-batches, by their weights
+            router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
+            loss = loss + router_coef * terms.weight * router_loss
+            stats.add_router_loss(router_loss.detach() * terms.weight)
+        loss.backward()
+        self._loss += float(loss.detach())
+        self._weight += float(terms.weight)
+        logprobs = logprobs.detach()
+        stats.add_batch(batch, logprobs, terms)
+        if self.critic is not None:
+            self.critic.accumulate(batch)
+        return logprobs
+
+    def _start_logprobs(self, batch: Batch) -> list[np.ndarray]:
+        """Log-probs [R] of rows that arrive after the first update, by the policy at the start of the version."""
+        with self.start.restored():
+            logprobs = response_logprobs(self.policy, batch, self.group.device, self.recipe)
+            self.group.reshard(self.policy)
+        return logprobs
+
+    def _end_pass(self) -> None:
+        self._update()
+        self._num_groups = 0
+        self.start.drop()
+
+    def _update(self) -> None:
+        """Update the weights by the mean gradient since the last update."""
+        if self._keeps_proximal and not self.updates and self.recipe.batch.updates_per_version > 1:
+            self.start.keep()
+        loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
+        self._loss = self._weight = 0.0
+        # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
+        update = self.updater.update(self.group.size / max(weight, 1.0), self.lr(), is_finite=math.isfinite(loss))
+        if not update.is_applied and self.group.is_lead:
+            cause = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {update.grad_norm}"
+            print(f"step {self.version + 1}: an update of the weights is skipped: {cause}", flush=True)
+        self.updates.append(update)
+        if self.critic is not None:
+            self.critic.update(self.version)
+
+
+def _add_column(batch: Batch, name: str, columns: Sequence[np.ndarray]) -> None:
+    for row, column in zip(batch.rows, columns, strict=True):
+        batch.columns[row.key][name] = column

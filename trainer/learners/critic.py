@@ -1,0 +1,120 @@
+"""The critic of PPO: a value for each token of a response, by a head on a copy of the policy's backbone."""
+
+import math
+
+import msgspec
+import numpy as np
+from torch import Tensor, nn
+
+from ...comm.recipe import Recipe
+from ...relay.queue.batch import Batch
+from ..actor_group import ActorGroup
+from ..algorithms.gae import value_loss
+from ..batch import PackedBatch
+from ..logprobs import by_row, packed_hidden
+from ..policy.model import Policy, load_policy
+from .optimizer import Update, Updater, learning_rate
+
+_SUMS: tuple[str, ...] = (
+    "tokens",
+    "loss",
+    "clipped",
+    "values",
+    "returns",
+    "squared_returns",
+    "errors",
+    "squared_errors",
+)
+
+
+class ValueModel(nn.Module):
+    """The backbone of a policy with a linear head. Values begin at 0, so that the first steps are plain REINFORCE."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=policy.device)
+        nn.init.zeros_(self.head.weight)
+        policy.head.weight.requires_grad_(policy.config.tie_word_embeddings)
+
+
+class Critic:
+    """Values before the updates of a step, gradients of the value loss, and updates with a learning rate of their own."""
+
+    def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
+        self._recipe = recipe
+        self._group = group
+        policy = load_policy(recipe.model.path, "float32", group.device, shard=group.shard)
+        if recipe.trainer.activation_checkpointing is True:
+            policy.checkpoint_activations()
+        self.model = ValueModel(policy)
+        group.shard_modules(self.model.head)
+        self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
+        self.updater = Updater(self.model, self._settings)
+        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        """Since the last update, of this rank."""
+        self._step_sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        """Of the step in progress, of all ranks."""
+        self._updates: list[Update] = []
+        self._lr = 0.0
+
+    def values(self, batch: Batch) -> list[np.ndarray]:
+        """[R] for each of this rank's rows, of the state before each token of the response; a collective."""
+        found = by_row(batch, self._group.device, self._values)
+        self._group.reshard(self.model.policy, self.model.head)
+        return found
+
+    def accumulate(self, batch: PackedBatch) -> None:
+        """Add the gradient of the value loss of a micro-batch, summed over its tokens; a collective."""
+        values = self._values(batch)
+        if batch.values is None or batch.returns is None:  # a rank without rows takes part in the collectives
+            (values * 0).sum().backward()
+            return
+        old, returns, mask = batch.values, batch.returns, batch.mask
+        per_token, is_clipped = value_loss(values, old, returns, self._recipe.critic.clip_value)
+        (per_token * mask).sum().backward()
+        figures = {
+            "tokens": mask, "loss": per_token.detach() * mask, "clipped": is_clipped * mask, "values": old * mask, "returns": returns * mask,
+            "squared_returns": returns.square() * mask, "errors": (returns - old) * mask,
+            "squared_errors": (returns - old).square() * mask,
+        }  # fmt: skip
+        for name, figure in figures.items():
+            self._sums[name] += float(figure.sum())
+
+    def update(self, step: int) -> Update:
+        """Update the weights by the mean gradient over the tokens since the last update; a collective."""
+        sums = dict(zip(_SUMS, self._group.all_reduce_sum(list(self._sums.values())), strict=True))
+        self._lr = learning_rate(self._settings, step, self._recipe.run.steps)
+        scale = self._group.size / max(sums["tokens"], 1.0)
+        update = self.updater.update(scale, self._lr, is_finite=math.isfinite(sums["loss"]))
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._step_sums = {name: value + sums[name] for name, value in self._step_sums.items()}
+        self._updates.append(update)
+        return update
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step that ends."""
+        s, n, updates = self._step_sums, max(self._step_sums["tokens"], 1.0), self._updates
+        returns, error = s["returns"] / n, s["errors"] / n
+        variance = s["squared_returns"] / n - returns**2
+        found = {
+            "critic/vf_loss": s["loss"] / n,
+            "critic/vf_clipfrac": s["clipped"] / n,
+            "critic/values_mean": s["values"] / n,
+            "critic/returns_mean": returns,
+            "critic/vf_explained_var": 1 - (s["squared_errors"] / n - error**2) / max(variance, 1e-12),
+            "critic/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+            "critic/skipped_updates": float(sum(not update.is_applied for update in updates)),
+            "critic/lr": self._lr,
+        }
+        self._step_sums, self._updates = dict.fromkeys(_SUMS, 0.0), []
+        return found
+
+    def discard(self) -> None:
+        """Forget the gradients and figures of a step that is not finished."""
+        self.updater.discard()
+        self._sums, self._step_sums, self._updates = dict.fromkeys(_SUMS, 0.0), dict.fromkeys(_SUMS, 0.0), []
+
+    def _values(self, batch: PackedBatch) -> Tensor:
+        hidden = packed_hidden(self.model.policy, batch, self._recipe)
+        return self.model.head(hidden.float())[:, 0]
