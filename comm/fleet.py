@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from .errors import STORE_LOST_EXIT, MessageRefused, SettingError, StoreGone
-from .host import bind_process_groups, host_id, own_address
 from .links.base import Link
+from .links.host import bind_process_groups, host_id, own_address
 from .links.opening import open_link, throttled
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 class Member(msgspec.Struct, frozen=True):
     """One member as another one sees it; `info` are the facts that it announced.
 
-    host: the identity of its host (`comm.host`); `host_name` is for messages.
+    host: the identity of its host (`comm.links.host`); `host_name` is for messages.
     """
 
     name: str

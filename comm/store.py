@@ -32,7 +32,7 @@ from typing import Protocol, cast
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import SettingError, StoreGone
-from .host import join_address, listen, split_address
+from .links.host import join_address, listen, split_address
 from .waits import Wait, waiting
 
 # A TCPStore client looks up the name of the address it connects to. Where the name server does not answer, the resolver

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from ..comm.fleet import Fleet, StoreFleet
-from ..comm.host import bind_process_groups
+from ..comm.links.host import bind_process_groups
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import TrainerSettings
 from ..comm.store import connect_store

@@ -19,11 +19,11 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
-from ..host import listen, split_address
 from ..recipe import CommSettings, RelaySettings
 from ..store import StoreClient, clone_store
 from ..waits import Wait, waiting
 from .base import Link, authenticate
+from .host import listen, split_address
 from .process_group import open_group
 from .staged import StagedLink
 from .tcp import TcpLink

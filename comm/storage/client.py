@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, PeerGone, StorageFull, WrongDigest
-from ..host import host_id, split_address
 from ..links.base import authenticate
+from ..links.host import host_id, split_address
 from ..links.tcp import TcpLink
 from ..waits import waiting
 from .arena import ArenaFile, round_up

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, StorageFull, WrongDigest
-from ..host import host_id, listen
 from ..links.base import authenticate
+from ..links.host import host_id, listen
 from ..links.tcp import TcpLink
 from ..waits import join_thread
 from .arena import Arena, memory_limit

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
 from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
-from ...comm.host import listening_address
+from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE

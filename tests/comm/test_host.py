@@ -11,7 +11,14 @@ import pytest
 from support.closing import at_end
 
 from headrace.comm.errors import SettingError, StoreGone
-from headrace.comm.host import bind_process_groups, host_id, join_address, listening_address, own_address, split_address
+from headrace.comm.links.host import (
+    bind_process_groups,
+    host_id,
+    join_address,
+    listening_address,
+    own_address,
+    split_address,
+)
 from headrace.comm.links.opening import open_link
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer
@@ -66,7 +73,7 @@ def test_a_text_that_is_no_address_is_refused(text: str):
 
 
 def test_processes_of_one_pid_namespace_have_one_host():
-    code = "from headrace.comm.host import host_id; print(host_id())"
+    code = "from headrace.comm.links.host import host_id; print(host_id())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert other.stdout.strip() == host_id()
 

@@ -12,7 +12,7 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import SettingError
+from ..errors import SettingError
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no host (RFC 5737, RFC 3849): the route to one of them is the default route."""
