@@ -27,7 +27,7 @@ def is_full(error: OSError) -> bool:
 
 def describe_full(path: Path) -> str:
     """The message about the full disk of a file of the run folder."""
-    free = shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.exists())).free
     return f"run.dir is full: {path} cannot be written, its disk has {free:,} bytes free (or a quota is used up)"
 
 

@@ -54,7 +54,7 @@ class Trace:
         self._since = now
 
     def _write(self, line: dict[str, object]) -> None:
-        """A line that does not fit on the disk is left out: a trace is no reason to wait, nor its loss to fail."""
+        """A line that does not fit on the disk is left out: training does not wait for a trace."""
         try:
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
         except OSError as error:

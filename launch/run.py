@@ -19,6 +19,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.dry_run import print_plan
 from .config.load import read_recipe
+from .config.memory_plan import Gpus
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import block_signals, print_message
@@ -71,6 +72,7 @@ def main(words: Sequence[str]) -> int:
     if is_rank:
         block_signals()
     try:
+        gpus, words = Gpus.taken_from(words)
         arguments = Arguments.parse(words)
         if is_rank:
             return run_rank(arguments.recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
@@ -78,7 +80,7 @@ def main(words: Sequence[str]) -> int:
         if arguments.is_dry_run:
             hosts = arguments.hosts
             ranks_per_host = hosts.ranks_per_host(recipe) if hosts.nnodes > 1 else 0
-            return _print_plan(with_relays(recipe, hosts.nnodes), ranks_per_host)
+            return _print_plan(with_relays(recipe, hosts.nnodes), ranks_per_host, gpus)
         if recipe.run.mode == "replay":
             return _replay(recipe)
         return _launch(recipe, arguments)
@@ -88,7 +90,8 @@ def main(words: Sequence[str]) -> int:
         print_message(f"error: {describe_full(Path(error.filename or '.'))}; make room there, or set another run.dir")
         return 2
     except SettingError as error:
-        print_message(f"error: {error}")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print_message(f"error: {error}")
         return 2
 
 
@@ -105,8 +108,8 @@ def _read_here(arguments: Arguments) -> Recipe:
     return read_recipe(None, arguments.overrides)
 
 
-def _print_plan(recipe: Recipe, ranks_per_host: int) -> int:
-    print_plan(recipe, ranks_per_host)
+def _print_plan(recipe: Recipe, ranks_per_host: int, gpus: Gpus | None) -> int:
+    print_plan(recipe, ranks_per_host, gpus)
     return 0
 
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from ..comm.fleet import Fleet, StoreFleet
 from ..comm.links.host import bind_process_groups
 from ..comm.messages import Message, decode, encode
-from ..comm.recipe import TrainerSettings
+from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
 from ..comm.waits import waiting
+from .memory import PolicySizes, wants_checkpointing
 
 if TYPE_CHECKING:
     from .policy.model import Policy
@@ -108,6 +109,12 @@ class ActorGroup:
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def checkpoint_activations(self, policy: "Policy", recipe: Recipe) -> None:
+        """Checkpoint the policy's activations if `trainer.activation_checkpointing` asks for it on this rank's device."""
+        num_bytes = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else None
+        if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
+            policy.checkpoint_activations()
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

@@ -1,7 +1,7 @@
 """The run's scalars as a file of TensorBoard's events.
 
 TensorBoard's own writer has a thread, which ends when the disk is full and takes the process with it. Here each step is one
-record, written by the caller, who waits for room.
+record, which the trainer's loop writes and waits for.
 """
 
 import io

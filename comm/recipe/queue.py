@@ -43,7 +43,7 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`queue.*`: how far generation may run ahead of training."""
 
     capacity: Count | None = None
-    """Most groups leased or ready at one time; null means those of two steps, or of S + 1 under a bound S on staleness."""
+    """Most groups leased or ready at one time; null follows the trainer, up to two steps, or S + 1 under a bound S on staleness."""
     max_staleness: OptionalCount | None = None
     """Upper bound of (version in training - version that generated); with null only the capacity bounds it."""
     filter_zero_std: bool = False

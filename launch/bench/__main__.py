@@ -49,6 +49,9 @@ CATALOGUE = (
     Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
     Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
+    Workload("trainer-step", "trainer", "trainer.beside_trl",
+             "a GRPO step over TRL's on the same rollouts (--trl-python): tokens/s, peak memory", ("trainer-tokens", "trainer-memory")),
+    Workload("end-to-end", "trainer", "end_to_end.beside_trl", "a run on two cores over one of TRL's GRPOTrainer (--trl-python)"),
     Workload("tcp-link", "weights", "links.tcp_link", "GB/s of a tcp link over a raw loopback socket"),
     Workload("shm-copies", "weights", "weights.shm_copies",
              "GB/s of push, pull and digest on one host over numpy.copyto", ("shm-push", "shm-pull", "digest")),
@@ -67,7 +70,14 @@ CATALOGUE = (
     Workload("load", "queue", "storage_load.load",
              "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
+    Workload("resident-memory", "memory", "resident_memory.long_run",
+             "resident memory of each role over 500 steps of the quickstart",
+             ("actor-0-memory", "hub-0-memory", "relay-0-memory", "rollout-0-memory", "rollout-1-memory")),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
+    Workload("learning-rates", "learning", "learning.rates",
+             "steps and seconds to a reward, headrace over sync at several learning rates (--seeds, --policy)"),
+    Workload("learning-corrections", "learning", "learning.corrections",
+             "the same of headrace with each correction over the default one (--seeds, --policy)"),
     Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
@@ -95,6 +105,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=defaults.seconds, help="duration of `load`")
     parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
+    parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (trainer-step, end-to-end)")
+    parser.add_argument("--seeds", type=int, default=defaults.seeds, help="seeds of each variant (learning)")
+    parser.add_argument(
+        "--policy", metavar="PATH", help="policy of learning, trainer-step and end-to-end, instead of their own"
+    )
     given = parser.parse_intermixed_args(words)
     try:
         chosen = choose(given.names)
@@ -107,7 +122,10 @@ def main(words: Sequence[str]) -> int:
             rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
             print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
         return 0
-    run(chosen, Options(given.megabytes, given.seconds, given.events, given.peer_python), given.runs, given.json)
+    options = Options(
+        given.megabytes, given.seconds, given.events, given.peer_python, given.trl_python, given.seeds, given.policy
+    )
+    run(chosen, options, given.runs, given.json)
     return 0
 
 

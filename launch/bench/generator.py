@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ...rollout.engine.engine import Engine
@@ -27,6 +27,7 @@ from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact_attention import attend_pages
 from ..processes.child import print_message
 from .harness import Measurement, Options, best_seconds
+from .policies import build
 
 _ROUNDS = 2
 _FLOOR_SLOTS, _FLOOR_CONTEXT = 32, 192
@@ -70,27 +71,6 @@ SCENARIOS = (
     Scenario("0.5b-bf16-gpu", "0.5b", "bfloat16", 128, 8, (64, 512), device="cuda", slots=256),
     Scenario("1.5b-bf16-gpu", "1.5b", "bfloat16", 128, 8, (64, 512), device="cuda", slots=256),
 )
-
-_DIMENSIONS = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
-)  # fmt: skip
-_SIZES = {
-    "5m": (256, 5, 4, 2, 768, 4096),
-    "100m": (768, 12, 12, 4, 2048, 32000),
-    "0.5b": (896, 24, 14, 2, 4864, 151936),
-    "1.5b": (1536, 28, 12, 2, 8960, 151936),
-}
-
-
-def build(size: str, folder: Path) -> Path:
-    """Save a policy of random weights; returns its path."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = dict(zip(_DIMENSIONS, _SIZES[size], strict=True))
-    config = Qwen2Config(
-        **sizes, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / size)
-    return folder / size
 
 
 def by_engine(path: Path, scenario: Scenario) -> Callable[[], None]:

@@ -29,6 +29,9 @@ class Options:
     seconds: float = 60.0
     events: int = 1_000_000
     peer_python: str | None = None
+    trl_python: str | None = None
+    seeds: int = 5
+    policy: str | None = None
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """The medians of several runs of one workload, one measurement for each figure."""
     rows: list[Measurement] = []
     for same in zip(*runs, strict=True):
-        pairs = tuple((row.value, row.ratio) for row in same)
+        pairs = tuple(pair for row in same for pair in row.runs or ((row.value, row.ratio),))
         value, ratio = map(statistics.median, zip(*pairs, strict=True))
         rows.append(msgspec.structs.replace(same[0], value=value, ratio=ratio, runs=pairs))
     return rows
@@ -95,6 +98,12 @@ def best_seconds(
 def command(module: str, *words: object) -> list[str]:
     """The command that runs a module of this folder as a process."""
     return [sys.executable, "-m", f"{__package__}.{module}", *map(str, words)]
+
+
+def peer_environment(num_threads: int) -> dict[str, str]:
+    """Of the peer's process: without this project's paths and allocator settings."""
+    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", *ENVIRONMENT}}
+    return {**kept, "OMP_NUM_THREADS": str(num_threads)}
 
 
 class BenchProcess:

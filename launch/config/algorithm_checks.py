@@ -25,6 +25,8 @@ def _useless(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if recipe.batch.samples_per_prompt == 1 and algorithm.advantage in _OF_A_GROUP:
         yield f"algorithm.advantage={algorithm.advantage} is 0 for every response with batch.samples_per_prompt=1"
+    if algorithm.advantage != "gae" and (algorithm.gamma, algorithm.lam) != (1, 1):
+        yield f"algorithm.gamma and algorithm.lam have no effect on algorithm.advantage={algorithm.advantage}"
     if algorithm.clip_dual is not None and algorithm.loss in ("cispo", "reinforce"):
         yield f"algorithm.clip_dual has no effect on algorithm.loss={algorithm.loss}"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":

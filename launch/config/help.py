@@ -13,6 +13,8 @@ usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run]
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
 
   --dry-run   print roles, batch arithmetic, memory and the resolved recipe, and stop
+  --gpus=COUNTxGB
+              with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small
   --help      print this page
 
 The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It ends with 0 when the run

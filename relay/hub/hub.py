@@ -7,6 +7,7 @@ after the next message.
 import time
 from collections.abc import Callable, Mapping
 
+from ...comm.disk import describe_full, is_full, say
 from ...comm.mailbox import Mailbox
 from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
 from ...comm.messages.base import process_of
@@ -105,6 +106,12 @@ class Hub:
         self.context.commit(ev.Received(version=message.version, digest=message.digest, holder=sender))
 
     def _on_checkpoint(self, sender: str, message: CheckpointWritten) -> None:
-        """`latest` names only what the journal has."""
+        """`latest` names only what the journal has. On a full disk it stays behind; a resumed run looks at all of them."""
         self.context.commit(ev.Checkpointed(step=message.step, path=message.path))
-        CheckpointFolder(self.context.journal.path.parent).set_latest(message.step)
+        folder = CheckpointFolder(self.context.journal.path.parent)
+        try:
+            folder.set_latest(message.step)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            say(describe_full(folder.root / "latest"))

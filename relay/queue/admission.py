@@ -51,13 +51,13 @@ class Admission:
     def follow(self, state: HubState) -> None:
         """After a step, before the next one's groups are handed out: let the queue be as short as keeps the trainer busy.
 
-        Groups that are complete beyond the next step only grow stale: half of them leave the capacity. Groups that the next
-        step lacks are added at once.
+        Complete groups beyond those of the next step only grow stale, and for missing ones the trainer may wait: the capacity
+        changes by half of either, between one step and `longest`. A whole change would swing where generation takes longer than a
+        step.
         """
         if self.follows_trainer:
-            spare = len(self.trainable(state)) - self.per_step
-            change = -(spare // 2) if spare > 0 else -spare
-            self.capacity = min(self.longest, max(self.per_step, self.capacity + change))
+            missing = self.per_step - len(self.trainable(state))
+            self.capacity = min(self.longest, max(self.per_step, self.capacity + math.ceil(missing / 2)))
 
     def open_slots(self, state: HubState) -> int:
         """Groups that may still be handed out for the step in progress."""

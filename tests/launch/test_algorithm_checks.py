@@ -25,6 +25,7 @@ def test_settings_that_exclude_each_other_are_refused(words: list[str], message:
         (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
         (["algorithm.loss=cispo", "algorithm.clip_dual=3"], "algorithm.clip_dual"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1"),
+        (["algorithm.lam=0.95"], "algorithm.lam"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(words: list[str], name: str):

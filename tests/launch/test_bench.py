@@ -1,16 +1,21 @@
 """The benchmarks: the list, the table, the file of rows; no row is lost under load."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.policies import tiny_policy
 
 from headrace.launch.bench.__main__ import CATALOGUE, choose, main
-from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, line, medians
+from headrace.launch.bench.harness import BenchProcess, Measurement, Options, best_seconds, command, line, medians
+from headrace.launch.bench.learning import Outcome, outcome_of, rows_of
+from headrace.launch.bench.policies import policy_folder
 from headrace.launch.bench.relay_cluster import RelayCluster
 from headrace.launch.bench.storage_load import load
+from headrace.launch.bench.trainer import write_rollouts
 
 
 def read_rows(path: Path) -> list[Measurement]:
@@ -50,6 +55,14 @@ def test_several_runs_become_one_row_of_medians_with_their_span():
     assert medians(runs) == [Measurement("put", "peer", 5.0, "ms", 2.5, ((4.0, 2.0), (9.0, 4.5), (5.0, 2.5)))]
     shown = line(medians(runs)[0])
     assert all(word in shown for word in ("put", "5.000", "4.000..9.000 ms", "2.500", "2.000..4.500", "peer"))
+
+
+def test_our_side_of_the_trainer_bench_trains_on_the_written_rollouts(tmp_path):
+    policy_folder(tmp_path, str(tiny_policy(tmp_path, "llama")))
+    assert write_rollouts(tmp_path) > 64
+    with BenchProcess(command("trainer", tmp_path)) as ours:
+        ours.line("ready")
+        assert all(seconds > 0 and memory > 0 for seconds, memory in (json.loads(ours.ask("[")) for _ in range(2)))
 
 
 def test_functions_take_turns_and_the_best_time_of_each_counts():
@@ -97,3 +110,17 @@ def test_many_writers_and_readers_lose_nothing():
     rows = {row.name: row for row in load("load", Options(seconds=8))}
     assert rows["load-rows"].value > 0 and rows["load-rows"].ratio == 1
     assert rows["load-memory"].ratio < 1.5
+
+
+def test_a_target_is_reached_where_the_mean_of_three_steps_is_there():
+    rewards = [0.0, 5.0, 5.0, 4.0, 6.0, 6.0]
+    rows = [{"reward/mean": r, "time_s": 10.0 + 2 * k, "staleness/mean": k} for k, r in enumerate(rewards)]
+    assert outcome_of(rows, target=5.0) == Outcome(steps=5, seconds=8.0, staleness=2.5, reward=16 / 3)
+    assert outcome_of(rows, target=7.0).steps == len(rewards)
+
+
+def test_a_comparison_has_the_median_over_the_seeds_with_each_seed():
+    ours, theirs = ([Outcome(n, n / 2, 1.0, 6.0) for n in steps] for steps in ((9, 12, 10), (8, 8, 10)))
+    steps, *_ = rows_of("headrace", ours, "sync", theirs)
+    assert (steps.name, steps.value, steps.ratio) == ("headrace-steps", 10, 1.125)
+    assert medians([[steps]]) == [steps]

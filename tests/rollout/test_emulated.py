@@ -108,6 +108,7 @@ def test_a_faster_clock_sleeps_for_less_time_and_reports_its_delay():
         (["rollout.engine=emulated"], "both or neither"),
         (["emulated.speed=20"], "only emulated devices"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "roles.actor=2"], "emulated.train_gpus"),
+        (["rollout.engine=emulated", "trainer.engine=emulated", "batch.passes=2"], "train each group once"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "emulated.colocated=true"], "run.schedule=sync"),
     ],
 )

@@ -164,6 +164,16 @@ def test_the_error_of_a_writer_is_raised_in_the_trainers_loop(tmp_path: Path):
     assert (disk.reported, disk.writer.folder.whole()) == ([], {})
 
 
+def test_an_error_after_a_checkpoint_is_whole_leaves_it_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = Disk(tmp_path)
+    disk.may_write.set()
+    monkeypatch.setattr(disk.writer.folder, "prune", lambda *_, **__: (tmp_path / "nowhere").rmdir())
+    disk.writer.begin(4, disk.write)
+    with pytest.raises(FileNotFoundError):
+        disk.writer.close()
+    assert (disk.reported, disk.writer.folder.problem(4)) == ([4], "")
+
+
 def test_a_checkpoint_without_room_is_given_up_and_training_goes_on(
     policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -38,8 +38,7 @@ class Actor:
         self.policy: Policy = load_policy(
             recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
         )
-        if recipe.trainer.activation_checkpointing is True:
-            self.policy.checkpoint_activations()
+        group.checkpoint_activations(self.policy, recipe)
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)

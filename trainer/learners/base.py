@@ -26,7 +26,7 @@ class Learner(Protocol):
 
     @property
     def version(self) -> int:
-        """The version in training: the number of updates of the weights so far."""
+        """The version in training: the number of steps so far."""
         ...
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
@@ -38,7 +38,7 @@ class Learner(Protocol):
         ...
 
     def step(self, stats: StepStats) -> dict[str, float]:
-        """Update the weights by the accumulated gradient; returns the metrics of the update."""
+        """Finish the updates of the step; returns their metrics."""
         ...
 
     def discard(self) -> None:

@@ -45,8 +45,7 @@ class Critic:
         self._recipe = recipe
         self._group = group
         policy = load_policy(recipe.model.path, "float32", group.device, shard=group.shard)
-        if recipe.trainer.activation_checkpointing is True:
-            policy.checkpoint_activations()
+        group.checkpoint_activations(policy, recipe)
         self.model = ValueModel(policy)
         group.shard_modules(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)

@@ -11,8 +11,6 @@ from ...comm.errors import SettingError
 _POSITIONAL_ROPES = frozenset(("default", "linear", "llama3", "yarn", "dynamic"))
 """Rotary embeddings that depend on a token's position alone. `dynamic` begins to depend on the length of the sequence
 beyond `max_position_embeddings`, and no sequence here is longer."""
-
-
 _LONG_ROPES = frozenset(("longrope", "su"))
 """Two sets of frequencies, see `rope`; `su` is the older name."""
 
@@ -63,7 +61,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_config(config: Any) -> Any:
-    """The same of transformers' configuration."""
+    """transformers' configuration of the language model: all of it, or the part of a multimodal checkpoint."""
     if config.model_type not in MULTIMODAL:
         return config
     text = config.get_text_config()

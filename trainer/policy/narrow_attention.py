@@ -7,6 +7,7 @@ FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2, without splits of the k
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -106,10 +107,7 @@ class _Tiles:
         keys, rows = self.keys(block), self.chunk.rows
         scores = self.product(self.query[:, self.rows(block)], self.key[:, keys].transpose(1, 2))
         masked = rows if self._window is None else scores.shape[2]  # the last keys; all queries see those before
-        distance = torch.arange(masked - rows, masked)[:, None] - torch.arange(masked)
-        is_hidden = distance < 0 if self._window is None else (distance < 0) | (distance >= self._window)
-        bias = torch.zeros(rows, masked).masked_fill_(is_hidden, float("-inf"))
-        scores[:, :, scores.shape[2] - masked :].add_(bias.repeat(self.groups, 1))
+        scores[:, :, scores.shape[2] - masked :].add_(_bias(rows, self.groups, masked, self._window))
         return torch.softmax(scores, -1, out=scores)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
@@ -172,6 +170,14 @@ class _Narrow(torch.autograd.Function):
             tiles.write_keys(dk, d_key)
             tiles.write_keys(dv, d_value)
         return d_query[:-1], d_key[:-1], d_value[:-1], None, None, None
+
+
+@lru_cache(64)
+def _bias(rows: int, groups: int, num_keys: int, window: int | None) -> Tensor:
+    """Added to the scores of a block whose last query is at the last key: [groups * rows, keys]."""
+    distance = torch.arange(num_keys - rows, num_keys)[:, None] - torch.arange(num_keys)
+    is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(rows, num_keys).masked_fill_(is_hidden, float("-inf")).repeat(groups, 1)
 
 
 def _softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.hub_scene import Scene
 from support.in_memory import MemoryFleet
+from support.small_disk import fill, small_disk
 
 from headrace.comm.messages import (
     BusyReport,
@@ -27,7 +28,7 @@ from headrace.comm.messages import (
 from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, cut_at_checkpoint, read_events, replay
+from headrace.relay.journal.journal import JournalError, checkpoints_in, cut_at_checkpoint, read_events, replay
 from headrace.relay.journal.records import RowStatus
 
 
@@ -383,3 +384,14 @@ def test_failed_trajectories_are_counted_on_the_console_by_their_reason(
     assert s.hub.results.failures == {"it returned nan": 10}
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["failed trajectories: 1 x it returned nan", "failed trajectories: 10 x it returned nan"]
+
+
+def test_a_full_disk_leaves_the_pointer_behind_and_the_journal_has_the_checkpoint(tmp_path: Path):
+    with small_disk(tmp_path / "disk", megabytes=2) as disk:
+        s = Scene(disk, per_step=1)
+        s.hub.context.commit(ev.Trained(step=0))
+        fill(disk)
+        s.say("actor-0", CheckpointWritten(1, "run/checkpoints/step_1"))
+        assert checkpoints_in(s.path) == {1: 2}
+        assert not (disk / "checkpoints" / "latest").exists()
+        s.close()

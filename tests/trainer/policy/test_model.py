@@ -107,3 +107,17 @@ def test_the_code_of_a_model_folder_is_neither_run_nor_asked_for(tmp_path, monke
     (tmp_path / "own.py").write_text("raise SystemExit('the code of the folder ran')")
     with pytest.raises(SettingError, match=r"model\.path: no Hugging Face checkpoint"):
         load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(tmp_path, family):
+    path = tiny_policy(tmp_path, family)
+    plain, checkpointed = load_policy(path), load_policy(path)
+    checkpointed.checkpoint_activations()
+    tokens, cu_seqlens = packed(random_prompts(7, longest=100))
+    for policy in (plain, checkpointed):
+        policy.token_logprobs(policy.forward_packed(tokens, cu_seqlens), tokens.roll(-1))[0].sum().backward()
+    for name, weight in plain.weights().items():
+        found = checkpointed.weights()[name].grad
+        assert found is not None and weight.grad is not None
+        assert torch.equal(found, weight.grad), name

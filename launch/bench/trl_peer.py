@@ -1,0 +1,134 @@
+"""The peer of the workloads `trainer-*` and `end-to-end`: TRL's GRPOTrainer, in an interpreter of its own.
+
+    PEER_PYTHON launch/bench/trl_peer.py step FOLDER BATCH          a step on the rollouts of FOLDER for each line on stdin
+    PEER_PYTHON launch/bench/trl_peer.py run FOLDER ENGINE          a run by FOLDER/run.json; ENGINE is `plain` or `batching`
+
+It runs by path, because that interpreter has TRL but not this project. Generation in `step` is TRL's own `rollout_func`, which
+returns the given rollouts. The time of a step in `step` is the CPU time of the training steps and of the update, without the
+preparation of their inputs.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def resident_bytes(field: str) -> int:
+    """`VmRSS` or `VmHWM` (the largest so far) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def trainer_of(path: str, prompts: list[str], reward: Any, settings: dict[str, Any], rollouts: Any = None) -> Any:
+    """A GRPOTrainer in fp32, without the options that trade time for memory."""
+    trl, datasets = import_module("trl"), import_module("datasets")
+    transformers: Any = import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    config = trl.GRPOConfig(
+        bf16=False, gradient_checkpointing=False, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        logging_strategy="no", shuffle_dataset=False, lr_scheduler_type="constant", beta=0.0, loss_type="dapo",
+        adam_beta2=0.95, dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    return trl.GRPOTrainer(
+        model=path,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+        rollout_func=rollouts,
+    )
+
+
+def serve_steps(folder: Path, batch: int) -> None:
+    """Train on the rollouts; print the CPU seconds of each step and the largest memory above that before the first one."""
+    given = json.loads((folder / "rollouts.json").read_text())
+    completions, rewards = given["completions"], given["rewards"]
+    num_samples = len(completions) // len(given["prompts"])
+
+    def rollouts(prompts: list[str], _: Any) -> dict[str, Any]:
+        ids = [prompt for prompt in given["prompts"] for _ in range(num_samples)]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
+
+    settings = {
+        "output_dir": str(folder / "trl"), "per_device_train_batch_size": batch, "num_generations": num_samples,
+        "gradient_accumulation_steps": len(completions) // batch, "max_completion_length": 1 << 12, "learning_rate": 1e-4,
+        "max_steps": 1 << 20,
+    }  # fmt: skip
+    prompts = ["a"] * len(given["prompts"])
+    trainer = trainer_of(str(folder / "policy"), prompts, lambda **_: rewards, settings, rollouts)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
+    trainer.add_callback(steps_of(trainer))
+    trainer.train()
+
+
+def steps_of(trainer: Any) -> Any:
+    """A callback that begins a step for each line on stdin and prints its figures."""
+    transformers: Any = import_module("transformers")
+    prepare, spent = trainer._prepare_inputs, [0.0]
+
+    def prepared(inputs: Any) -> Any:
+        started = time.process_time()
+        found = prepare(inputs)
+        spent[0] += time.process_time() - started
+        return found
+
+    trainer._prepare_inputs = prepared
+
+    class Steps(transformers.TrainerCallback):
+        started, before = 0.0, 0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if not state.global_step:
+                self.before = resident_bytes("VmRSS")
+                print("ready", flush=True)
+            if not sys.stdin.readline():
+                os._exit(0)
+            spent[0], self.started = 0.0, time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = time.process_time() - self.started - spent[0]
+            print(json.dumps([seconds, resident_bytes("VmHWM") - self.before]), flush=True)
+
+    return Steps()
+
+
+def serve_run(folder: Path, engine: str) -> None:
+    """Train with the settings of FOLDER/run.json; print the wall time of all steps and their response tokens."""
+    transformers: Any = import_module("transformers")
+    settings = json.loads((folder / "run.json").read_text())
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    sys.path.insert(0, str(folder))
+    given, num_tokens = import_module("reward").reward, [0]
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        num_tokens[0] += sum(map(len, completion_ids))
+        return given(**columns)
+
+    class Start(transformers.TrainerCallback):
+        at = 0.0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.at = time.monotonic()
+
+    settings |= {"output_dir": str(folder / "trl"), "use_transformers_continuous_batching": engine == "batching"}
+    trainer, start = trainer_of(str(folder / "policy"), prompts, reward, settings), Start()
+    trainer.add_callback(start)
+    trainer.train()
+    print(json.dumps([time.monotonic() - start.at, num_tokens[0]]), flush=True)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    mode, place, word = sys.argv[1:]
+    if mode == "step":
+        serve_steps(Path(place), int(word))
+    else:
+        serve_run(Path(place), word)

@@ -1,0 +1,139 @@
+"""The memory of a run's processes, and whether the GPUs have it: for `--dry-run`, without torch and without weights."""
+
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.errors import SettingError
+from ...comm.recipe import Recipe
+from ...trainer.memory import (
+    CONTEXT_BYTES,
+    MemoryEstimate,
+    PolicySizes,
+    actor_memory,
+    reference_memory,
+    rollout_memory,
+    wants_checkpointing,
+)
+from ..placement import Placement, count_gpus, visible_devices
+
+OPTION = "--gpus="
+_GB = 1e9
+_VERSIONS_IN_RELAY = 3
+_ADVICE = {
+    "actor": "more roles.actor, a smaller optimizer.micro_tokens, trainer.activation_checkpointing=true,"
+    " optimizer.name=adamw8bit or trainer.offload=true",
+    "rollout": "a larger rollout.tp or another generator.gpu_share",
+    "reference": "roles.reference=0, which shards it over the trainer's ranks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of each host, alike."""
+
+    count: int = 0
+    gb: float = 0.0
+
+    @classmethod
+    def of_this_host(cls) -> "Gpus":
+        """From nvidia-smi, which makes no CUDA context here; none without nvidia-smi."""
+        count = count_gpus()
+        if not count or shutil.which("nvidia-smi") is None:
+            return cls(count)
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
+        sizes = [float(line) for line in listing.splitlines() if line.strip().isdigit()]
+        return cls(count, min(sizes, default=0.0) * (1 << 20) / _GB)
+
+    @classmethod
+    def taken_from(cls, words: Sequence[str]) -> "tuple[Gpus | None, list[str]]":
+        """The GPUs that an option `--gpus=COUNTxGB` names for planning, and the other words; raises SettingError."""
+        given = [word for word in words if word.startswith(OPTION)]
+        others = [word for word in words if not word.startswith(OPTION)]
+        if not given:
+            return None, others
+        count, x, gb = given[-1].removeprefix(OPTION).partition("x")
+        try:
+            found = cls(int(count), float(gb))
+        except ValueError:
+            found = cls()
+        if not x or found.count < 1 or not found.gb > 0:
+            raise SettingError(f"{given[-1]} is not {OPTION}COUNTxGB, the GPUs of a host, such as {OPTION}8x80")
+        return found, others
+
+
+class MemoryPlan:
+    """The needs of the processes at `places`, by the `config` of the policy (the content of `config.json`)."""
+
+    def __init__(self, recipe: Recipe, config: Mapping[str, Any], places: Sequence[Placement], gpus: Gpus) -> None:
+        self.sizes = PolicySizes.of(config)
+        self.gpus = gpus
+        self._recipe = recipe
+        self._places = places
+        gpu_bytes = gpus.gb * _GB or None
+        self.is_checkpointed = wants_checkpointing(self.sizes, recipe, gpu_bytes)
+        self.needs: dict[str, MemoryEstimate] = {
+            "actor": actor_memory(self.sizes, recipe, checkpointing=self.is_checkpointed),
+            "rollout": rollout_memory(self.sizes, recipe, int(config.get("max_position_embeddings", 0))),
+        }
+        if recipe.roles.reference:
+            self.needs["reference"] = reference_memory(self.sizes, recipe)
+
+    def lines(self) -> Iterator[str]:
+        """A row for each role, then one for GPUs that carry the same roles."""
+        size = 2 if self._recipe.model.dtype == "bfloat16" else 4
+        version = self.sizes.num_parameters * size
+        yield f"{self.sizes.num_parameters:,} parameters, {version / _GB:,.3f} GB as {self._recipe.model.dtype}"
+        for role, need in self.needs.items():
+            yield f"{role:10} {need.device_bytes / _GB:9,.3f} GB each: {_parts(need.device)}"
+            yield f"{'':10} {need.host_bytes / _GB:9,.3f} GB of host memory: {_parts(need.host)}"
+        yield f"{'relay':10} {_VERSIONS_IN_RELAY * version / _GB:9,.3f} GB each: {_VERSIONS_IN_RELAY} versions, and rows on top"
+        yield f"activation checkpointing is {'on' if self.is_checkpointed else 'off'}"
+        for roles, number in Counter(self._gpu_roles()).items() if self.gpus.gb else ():
+            used = " + ".join(f"{role} {self._on_gpu(role) / _GB:.1f}" for role in roles)
+            total = sum(map(self._on_gpu, roles)) / _GB
+            yield f"{number} GPU{'s' * (number > 1)}: {used} = {total:.1f} of {self.gpus.gb:.1f} GB"
+
+    def shortages(self) -> list[str]:
+        """A sentence with the settings to change for each kind of GPU that is too small."""
+        found: list[str] = []
+        total = self.gpus.gb * _GB
+        for roles in dict.fromkeys(self._gpu_roles()) if total else ():
+            need = sum(map(self._on_gpu, roles))
+            if need > total:
+                largest = max(roles, key=self._on_gpu)
+                found.append(
+                    f"a GPU of {self.gpus.gb:.1f} GB is too small for {' and '.join(roles)}, which need"
+                    f" {need / _GB:.1f} GB (an estimate): set {_ADVICE[largest]}"
+                )
+        weights = self.needs["rollout"].device["weights"] + CONTEXT_BYTES
+        if total and weights > self._recipe.generator.gpu_share * total:
+            found.append(
+                f"the weights of a rollout take {weights / _GB:.1f} GB, more than"
+                f" generator.gpu_share={self._recipe.generator.gpu_share} of a GPU: set {_ADVICE['rollout']}"
+            )
+        return found
+
+    def _on_gpu(self, role: str) -> float:
+        """A rollout fills its share of the GPU with cache, unless the recipe bounds the cache."""
+        if role == "rollout" and self._recipe.generator.kv_gb is None:
+            return self._recipe.generator.gpu_share * self.gpus.gb * _GB
+        return self.needs[role].device_bytes + CONTEXT_BYTES
+
+    def _gpu_roles(self) -> Iterator[tuple[str, ...]]:
+        """For each GPU, the roles of the processes on it."""
+        found: dict[tuple[int, str], list[str]] = {}
+        for place in self._places:
+            device = visible_devices(place, self.gpus.count) if place.slot is not None else ""
+            if device:
+                role = "rollout" if place.role == "shard" else place.role
+                found.setdefault((place.host, device), []).append(role)
+        return (tuple(roles) for roles in found.values())
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / _GB:.3f}" for name, size in parts.items())

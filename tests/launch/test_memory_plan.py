@@ -1,0 +1,82 @@
+"""`--dry-run` plans a run for GPUs from `config.json` alone, and names the settings to change where they are too small."""
+
+import json
+import re
+
+import pytest
+
+from headrace.launch.run import main
+
+SMALL = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+}  # fmt: skip
+LARGE = SMALL | {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+LONG = ("model.dtype=bfloat16", "sampling.max_new_tokens=2048")
+
+
+@pytest.fixture
+def dry_run(tmp_path, capsys):
+    """Exit code and text of a dry run for a policy of this configuration; without weights and tokenizer."""
+
+    def call(config, *words):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        code = main([f"model.path={tmp_path}", *words, "--dry-run"])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return call
+
+
+def room_of(text):
+    """The share of each kind of GPU that stays free, from lines such as `1 GPU: ... = 20.1 of 24.0 GB`."""
+    sums = [line.rpartition("= ")[2].split() for line in text.splitlines() if " GB" in line and " = " in line]
+    return [1 - float(used) / float(total) for used, _, total, _ in sums]
+
+
+def test_7_billion_parameters_train_on_8_gpus_of_80_gb_with_room(dry_run):
+    code, text = dry_run(LARGE, *LONG, "roles.actor=4", "roles.rollout=4", "--gpus=8x80")
+    assert code == 0 and "activation checkpointing is on" in text and "7,615,616,512 parameters" in text
+    assert len(room_of(text)) == 2 and min(room_of(text)) > 0.1
+
+
+def test_half_a_billion_parameters_train_on_one_gpu_of_24_gb_with_room(dry_run):
+    code, text = dry_run(SMALL, *LONG, "generator.gpu_share=0.3", "--gpus=1x24")
+    assert code == 0 and "actor" in text
+    assert len(room_of(text)) == 1 and room_of(text)[0] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "advice"),
+    [
+        (LARGE, ("roles.rollout=1", "--gpus=2x80"), "for actor, which need .*: set more roles.actor"),
+        (
+            SMALL,
+            ("--gpus=1x24",),
+            "for actor and rollout, which need .*: set a larger rollout.tp or another generator.gpu_s",
+        ),
+        (
+            LARGE,
+            ("roles.rollout=1", "generator.gpu_share=0.15", "--gpus=2x80"),
+            "weights of a rollout take .*: set a larger rollout.tp",
+        ),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_refused_with_the_setting_to_change(dry_run, config, words, advice):
+    code, text = dry_run(config, *LONG, *words)
+    assert code == 2 and re.search(f"error: .*{advice}", text)
+
+
+def test_offload_moves_weights_gradients_and_moments_to_the_host(dry_run):
+    code, text = dry_run(LARGE, *LONG, "roles.rollout=1", "trainer.offload=true", "--gpus=2x80")
+    assert code == 0
+    assert "host memory: weights 30.462, gradients 30.462, moments 60.925, published weights 30.462" in text
+
+
+@pytest.mark.parametrize("option", ["--gpus=80", "--gpus=0x80", "--gpus=1x-3", "--gpus=axb"])
+def test_gpus_that_are_not_a_count_and_a_size_are_refused(dry_run, option):
+    code, text = dry_run(SMALL, option)
+    assert code == 2 and "--gpus=COUNTxGB" in text

@@ -1,0 +1,58 @@
+"""A rollout's leases: which grants it keeps when its weights change."""
+
+import msgspec
+import pytest
+from support.in_memory import MemoryMailboxes
+
+from headrace.comm.messages import GroupId, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Message
+from headrace.rollout.leases import HeldLeases
+from headrace.rollout.pacing import RolloutPacing
+
+GROUP = GroupId(0, 5)
+
+
+class Desk:
+    """The leases of one rollout under `headrace`, and the hub's inbox."""
+
+    def __init__(self) -> None:
+        self.mailboxes = MemoryMailboxes()
+        self.hub = self.mailboxes.open("hub")
+        pacing = RolloutPacing.of("headrace", None, prompts_per_step=4, num_rollouts=1)
+        self.leases = HeldLeases(self.mailboxes.open("rollout-0"), 1, samples_per_prompt=2, pacing=pacing)
+
+    def request(self, version: int) -> LeaseRequest:
+        self.leases.ask(version, room=2)
+        (request,) = self.heard()
+        assert isinstance(request, LeaseRequest)
+        return request
+
+    def heard(self) -> list[Message]:
+        found = []
+        while (envelope := self.hub.receive(0)) is not None:
+            found.append(envelope.message)
+        return found
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def grant(request: LeaseRequest) -> LeaseGrant:
+    return LeaseGrant(request.request_id, request.version, [Lease(GROUP, 1, [0, 1], msgspec.Raw(b"{}"))])
+
+
+def test_a_grant_of_the_present_request_starts_on_the_weights_that_came_meanwhile(desk: Desk):
+    request = desk.request(version=3)
+    desk.leases.begin_version()
+    ((_, rows),) = desk.leases.take(grant(request), version=4)
+    assert [row.version for row in rows] == [4, 4] and not desk.heard()
+
+
+def test_a_grant_of_an_older_request_goes_back_after_a_change_of_weights(desk: Desk):
+    older = desk.request(version=3)
+    desk.leases.begin_version()
+    desk.request(version=4)
+    assert not desk.leases.take(grant(older), version=4)
+    (returned,) = desk.heard()
+    assert isinstance(returned, LeaseReturn) and returned.groups == [GROUP]

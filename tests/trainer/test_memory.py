@@ -1,0 +1,144 @@
+"""The memory estimate: its arithmetic agrees with what a small policy really takes while it trains."""
+
+import json
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from support.policies import FAMILIES, tiny_policy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headrace.comm.recipe import (
+    AlgorithmSettings,
+    ModelSettings,
+    OptimizerSettings,
+    Recipe,
+    RoleSettings,
+    SamplingSettings,
+    TrainerSettings,
+)
+from headrace.trainer.batch import Trajectory, pack
+from headrace.trainer.learners.optimizer import open_optimizer
+from headrace.trainer.logprobs import packed_logprobs
+from headrace.trainer.memory import PolicySizes, actor_memory, wants_checkpointing
+from headrace.trainer.policy import head
+from headrace.trainer.policy.model import load_policy
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that exist, and the most that existed at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = set()
+
+    def hold(self, tensor):
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.known:
+            self.known.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.release, key, storage.nbytes())
+
+    def release(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.hold(leaf)
+        return out
+
+
+def peak_of_training(path, recipe, chunk):
+    """The peak of the third micro-batch, after an update, with weights and moments."""
+    policy = load_policy(path)
+    if recipe.trainer.activation_checkpointing is True:
+        policy.checkpoint_activations()
+    optimizer = open_optimizer(policy, recipe.optimizer)
+    length = 64
+    ids, zeros = np.arange(length) % 90, np.zeros(length - 1, np.float32)
+    rows = [
+        Trajectory(ids[:1], ids[1:], zeros, np.ones(length - 1, np.uint8), 0, zeros)
+        for _ in range(recipe.optimizer.micro_tokens // length)
+    ]
+    batch = pack(rows, 0, torch.device("cpu"))
+
+    def backward():
+        logprobs, _ = packed_logprobs(policy, batch, recipe)
+        logprobs.mean().backward()
+
+    backward()
+    optimizer.step()
+    live = LiveBytes()
+    for parameter in policy.parameters():
+        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
+            live.hold(tensor)
+    with live:
+        backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 6, "vocab_size": 2000}),
+        ("gemma3_text", {"num_hidden_layers": 6}),
+        ("mixtral", {}),
+    ],
+)
+def test_the_estimate_is_within_15_percent_of_a_policy_that_trains(
+    tmp_path, monkeypatch, family, changes, checkpointing, dtype
+):
+    wide = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "head_dim": 32}
+    path = tiny_policy(tmp_path, family, **(wide | {"num_hidden_layers": 4} | changes))
+    chunk = 1 << 18
+    monkeypatch.setitem(head._CHUNK_BYTES, "cpu", chunk)
+    recipe = Recipe(
+        model=ModelSettings(dtype=dtype),
+        optimizer=OptimizerSettings(micro_tokens=2048),
+        sampling=SamplingSettings(max_new_tokens=64),
+        trainer=TrainerSettings(activation_checkpointing=checkpointing),
+    )
+    sizes = PolicySizes.of(json.loads((path / "config.json").read_text()))
+    estimate = actor_memory(sizes, recipe, checkpointing=checkpointing, chunk=chunk)
+    assert estimate.device_bytes == pytest.approx(peak_of_training(path, recipe, chunk), rel=0.15), estimate.device
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_the_number_of_parameters_follows_from_the_configuration(tmp_path, family):
+    path = tiny_policy(tmp_path, family)
+    sizes = PolicySizes.of(json.loads((path / "config.json").read_text()))
+    counted = sum(parameter.numel() for parameter in load_policy(path, weights=False).parameters())
+    assert sizes.num_parameters == pytest.approx(counted, rel=0.02)
+
+
+def test_a_policy_of_7_billion_parameters_is_checkpointed_on_80_gb_and_a_small_one_is_not():
+    sizes = PolicySizes.of(QWEN_7B)
+    assert sizes.num_parameters == pytest.approx(7.616e9, rel=1e-3)
+    recipe = Recipe(model=ModelSettings(dtype="bfloat16"), roles=RoleSettings(actor=4))
+    assert wants_checkpointing(sizes, recipe, 80e9) and not wants_checkpointing(sizes, recipe, None)
+    tiny = PolicySizes.of(QWEN_7B | {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 512})
+    assert not wants_checkpointing(tiny, recipe, 80e9)
+
+
+def test_a_critic_and_a_reference_policy_are_counted():
+    sizes, ranks = PolicySizes.of(QWEN_7B), RoleSettings(actor=4)
+    plain = actor_memory(sizes, Recipe(roles=ranks), checkpointing=True).device_bytes
+    settings = AlgorithmSettings(advantage="gae", kl_coef=0.1)
+    both = actor_memory(sizes, Recipe(roles=ranks, algorithm=settings), checkpointing=True).device_bytes
+    assert both - plain == pytest.approx((16 + 4) * sizes.num_parameters / 4)

@@ -1,0 +1,190 @@
+"""How much memory a rank of the trainer needs: arithmetic on `config.json` and the recipe. Imports no torch.
+
+Counted are the peak of a micro-batch after the first one of a step, and of the update; all figures are in bytes. A tensor that
+autograd keeps counts once, however many operations share it. Tests hold the sum to the memory of a small policy that trains.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
+
+CHUNK_BYTES = 512 << 20
+"""One chunk of logits on a GPU (`policy.head`)."""
+CONTEXT_BYTES = 1 << 30
+"""CUDA's context, its libraries' workspaces and what the allocator loses to fragmentation."""
+CHECKPOINTING_FROM = 0.5
+"""`trainer.activation_checkpointing=auto` checkpoints where the rest needs more than this share of a GPU."""
+_MOMENTS = {"adamw": 8, "adamw8bit": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySizes:
+    """The widths of a policy, in elements; `query`, `key_value` and `mlp` are of one token in one layer."""
+
+    num_layers: int
+    layer_parameters: int
+    other_parameters: int
+    """Embedding, LM head and last norm, a tied matrix once."""
+    hidden: int
+    query: int
+    key_value: int
+    """Keys and values together."""
+    mlp: int
+    """Of a mixture of experts, those that a token passes."""
+    routed: int
+    """Copies of a token for the experts that it passes; 0 without experts."""
+    norms: int
+    """Elements per token that the norms of one layer normalise."""
+    vocab: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.layer_parameters + self.other_parameters
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "PolicySizes":
+        """From what `config.json` holds of a decoder-only model with gated MLPs; raises SettingError if it lacks a size."""
+        try:
+            return cls._of(config)
+        except KeyError as error:
+            raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any]) -> "PolicySizes":
+        family, hidden, layers = str(config["model_type"]), int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        query, key_value = heads * head_dim, 2 * (config.get("num_key_value_heads") or heads) * head_dim
+        experts = config.get("num_local_experts") or config.get("num_experts") or 1
+        passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
+        width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
+        shared = (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0
+        has_outer_norms = family in ("gemma2", "gemma3_text")
+        has_head_norms = family in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
+        matrices = hidden * (2 * query + key_value) + 3 * hidden * (experts * width + shared)
+        biases = query + key_value if family in ("qwen2", "qwen2_moe") or config.get("attention_bias") else 0
+        norms = hidden * (4 if has_outer_norms else 2)
+        is_tied = config.get("tie_word_embeddings", family.startswith("gemma"))
+        return cls(
+            num_layers=layers,
+            layer_parameters=matrices + biases + norms + (hidden * experts if experts > 1 else 0),
+            other_parameters=config["vocab_size"] * hidden * (1 if is_tied else 2) + hidden,
+            hidden=hidden,
+            query=query,
+            key_value=key_value,
+            mlp=passed * width + shared,
+            routed=3 * passed * hidden if experts > 1 else 0,
+            norms=norms + (query + key_value // 2 if has_head_norms else 0),
+            vocab=config["vocab_size"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """The memory of one process, by what it is for."""
+
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+
+def actor_memory(
+    sizes: PolicySizes, recipe: Recipe, *, checkpointing: bool, chunk: int = CHUNK_BYTES
+) -> MemoryEstimate:
+    """Of one rank of the trainer; `chunk` is the size of one chunk of logits."""
+    actors = recipe.roles.actor
+    ranks = recipe.trainer.shard_ranks or actors
+    is_half, is_sharded = recipe.model.dtype == "bfloat16", actors > 1 or recipe.trainer.offload
+    share = sizes.num_parameters / ranks
+    states: dict[str, float] = {
+        "weights": 4 * share,
+        "gradients": 4 * share,
+        "moments": _MOMENTS[recipe.optimizer.name] * share,
+    }
+    if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
+        states["reference policy"] = 4 * share
+    if recipe.algorithm.advantage == "gae":
+        states["critic"] = (
+            8 + _MOMENTS[recipe.optimizer.name]
+        ) * share  # its head has one row instead of the vocabulary
+    if recipe.batch.updates_per_version * recipe.batch.passes > 1 and recipe.algorithm.proximal == "version":
+        states["weights of the version's start"] = 4 * share
+    work: dict[str, float] = {}
+    if is_sharded:
+        # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.
+        work["gathered weights"] = 8 * sizes.other_parameters + 12 * sizes.layer_parameters
+    if is_half:
+        copies = 1 if checkpointing else sizes.num_layers
+        work["bfloat16 copies"] = 2 * copies * sizes.layer_parameters
+    tokens = max(recipe.optimizer.micro_tokens, recipe.sampling.max_new_tokens)
+    work["activations"] = tokens * _activations(sizes, half=is_half, checkpointing=checkpointing)
+    work["LM head"] = _head(sizes, chunk, half=is_half)
+    published = sizes.num_parameters * (2 if is_half else 4) / actors
+    kept = (4 + _MOMENTS[recipe.optimizer.name]) * share
+    host = {"published weights": 2 * published, "copy for a checkpoint": kept}
+    if recipe.trainer.offload:
+        return MemoryEstimate(work, states | host)
+    return MemoryEstimate(states | work, host)
+
+
+def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:
+    """Of one reference rank: the whole policy, and one layer's activations without any for a backward pass."""
+    half = recipe.model.dtype == "bfloat16"
+    layer = recipe.optimizer.micro_tokens * _layer_activations(sizes, half=half)
+    return MemoryEstimate({"weights": 4.0 * sizes.num_parameters, "one layer": layer, "LM head": 2.0 * CHUNK_BYTES}, {})
+
+
+def rollout_memory(sizes: PolicySizes, recipe: Recipe, context: int) -> MemoryEstimate:
+    """Of one rank of a replica: its slice of the weights, and a cache in which all running trajectories may be longest."""
+    size, tp = 2 if recipe.model.dtype == "bfloat16" else 4, recipe.rollout.tp
+    weights = (sizes.num_layers * sizes.layer_parameters / tp + sizes.other_parameters) * size
+    tokens = recipe.generator.max_running * context
+    cache = tokens * sizes.num_layers * sizes.key_value * size / tp
+    if recipe.generator.kv_gb is not None:
+        cache = recipe.generator.kv_gb * 1e9
+    return MemoryEstimate({"weights": weights, "key-value cache": cache}, {"received version": weights})
+
+
+def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
+    """What `trainer.activation_checkpointing` means on a GPU of this size, or without one."""
+    setting = recipe.trainer.activation_checkpointing
+    if setting != "auto" or gpu_bytes is None or recipe.generator.exact:
+        return setting is True
+    return actor_memory(sizes, recipe, checkpointing=False).device_bytes > CHECKPOINTING_FROM * gpu_bytes
+
+
+def _activations(sizes: PolicySizes, *, half: bool, checkpointing: bool) -> float:
+    """Per token: what is kept for the backward pass, and the last layer's output and norm."""
+    layer, last = _layer_activations(sizes, half=half), 4 * 5 * sizes.hidden
+    if checkpointing:
+        return 4 * sizes.num_layers * sizes.hidden + layer + last
+    return sizes.num_layers * layer + last
+
+
+def _layer_activations(sizes: PolicySizes, *, half: bool) -> float:
+    """Per token of one layer.
+
+    A norm keeps its input and the normalised one in fp32. A linear layer keeps its input: in fp32 the one that layers share, in
+    autocast a copy each (query, key, value; gate, up). Attention keeps query, key, value and output; a gated MLP the gate, its
+    activation, the other factor and the product. Experts compute in fp32.
+    """
+    inputs = 2 * 5 * sizes.hidden if half else 4 * 2 * sizes.hidden
+    size = 2 if half else 4
+    attention, mlp = size * (2 * sizes.query + sizes.key_value), (4 if sizes.routed else size) * 4 * sizes.mlp
+    return 8 * sizes.norms + inputs + attention + mlp + 4 * sizes.routed
+
+
+def _head(sizes: PolicySizes, chunk: int, *, half: bool) -> float:
+    """Two chunks of logits, the weight's gradient, and for bfloat16 a copy of the weight and a product to add."""
+    weight = sizes.vocab * sizes.hidden
+    return 2 * max(chunk, 4 * 128 * sizes.vocab) + weight * (4 + (2 + 4 if half else 0))
