@@ -12,8 +12,8 @@ HeadraceError
 └── MessageRefused                a message is malformed, foreign or forged
 """
 
-STORE_GONE_EXIT = 69
-"""Exit code of a process whose watchdog found the fleet's store gone."""
+STORE_GONE_EXIT, STORE_LOST_EXIT = 69, 70
+"""Exit codes of a process that found no store where it should be, and of one whose connection to the store ended."""
 
 
 class HeadraceError(Exception):

@@ -24,15 +24,16 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from .errors import STORE_GONE_EXIT, MessageRefused, SettingError, StoreGone
+from .errors import STORE_LOST_EXIT, MessageRefused, SettingError, StoreGone
 from .links.base import Link
+from .links.host import bind_process_groups, host_id, own_address
 from .links.opening import open_link, throttled
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
 from .signing import sign_entry, verify_entry
 from .storage.client import StorageClient
 from .storage.server import StorageServer
-from .store import ROSTER, StoreClient, connect_store
+from .store import ROSTER, StoreClient, clone_store, connect_store
 from .waits import join_thread, waiting
 
 _LEAVE_S = 5.0
@@ -40,7 +41,10 @@ _log = logging.getLogger(__name__)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One member as another one sees it; `info` are the facts that it announced."""
+    """One member as another one sees it; `info` are the facts that it announced.
+
+    host: the identity of its host (`comm.links.host`); `host_name` is for messages.
+    """
 
     name: str
     role: str
@@ -50,6 +54,7 @@ class Member(msgspec.Struct, frozen=True):
     pid: int
     info: dict[str, str]
     is_alive: bool = True
+    host_name: str = ""
 
 
 def member_name(role: str, index: int) -> str:
@@ -60,8 +65,17 @@ def member_name(role: str, index: int) -> str:
 class Fleet(ABC):
     """One member's view of the run. `Fleet.join` joins over the store; tests have a counterpart in one process."""
 
-    def __init__(self, me: Member, mailboxes: Mailboxes, settings: CommSettings, secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        me: Member,
+        mailboxes: Mailboxes,
+        settings: CommSettings,
+        secret: bytes = b"",
+        address: str = "127.0.0.1",
+    ) -> None:
         self.me = me
+        self.address = address
+        """The address of this host on which this member listens."""
         self.name = me.name
         self.incarnation = me.incarnation
         self.mailboxes = mailboxes
@@ -103,7 +117,7 @@ class Fleet(ABC):
 
     def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> StorageServer:
         """A storage unit in this process, open to every process of the run."""
-        return StorageServer(self.settings.interface, self._secret, on_client_lost=on_client_lost).start()
+        return StorageServer(self.address, self._secret, on_client_lost=on_client_lost).start()
 
     def open_rows(self, address: str) -> StorageClient:
         """A client of the unit at an address; raises `PeerGone`."""
@@ -175,12 +189,13 @@ class StoreFleet(Fleet):
         on_store_gone: Callable[[StoreGone], None] | None = None,
     ) -> None:
         self.store_address = store_address
+        address = own_address(settings.interface, store_address)
         self._store = connect_store(store_address, settings.deadline_s)
         name = member_name(role, index)
         incarnation = self._store.add(f"fleet/incarnation/{name}", 1)
-        me = Member(name, role, index, incarnation, socket.gethostname(), os.getpid(), dict(info))
-        self._outbox = StoreMailboxes(self._store.clone(), secret)
-        super().__init__(me, self._outbox, settings, secret)
+        me = Member(name, role, index, incarnation, host_id(), os.getpid(), dict(info), host_name=socket.gethostname())
+        self._outbox = StoreMailboxes(clone_store(self._store), secret)
+        super().__init__(me, self._outbox, settings, secret, address)
         self._on_gone = on_store_gone or _end_process
         self._table = MemberTable(settings.expiry_s)
         self._lock = threading.Lock()
@@ -189,7 +204,7 @@ class StoreFleet(Fleet):
         self._leaving = threading.Event()
         self._heard_at = time.monotonic()
         self._threads = [
-            threading.Thread(target=self._beat, args=(self._store.clone(),), name="fleet heartbeat", daemon=True),
+            threading.Thread(target=self._beat, args=(clone_store(self._store),), name="fleet heartbeat", daemon=True),
             threading.Thread(target=self._watch, name="fleet watchdog", daemon=True),
         ]
 
@@ -213,7 +228,7 @@ class StoreFleet(Fleet):
             self._store.check([ROSTER])
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
-        options = {"secret": self._secret, "interface": self.settings.interface}
+        options = {"secret": self._secret, "interface": self.address}
         return throttled(
             open_link(backend, self._store, name, end, deadline_s, **options), self.settings.max_bytes_per_s
         )
@@ -221,6 +236,7 @@ class StoreFleet(Fleet):
     def open_group(
         self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
     ) -> dist.ProcessGroup:
+        bind_process_groups(self.address)
         store: Any = dist.PrefixStore(name, connect_store(self.store_address, deadline_s))  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         assert dist.group.WORLD is not None
@@ -312,12 +328,12 @@ def _end_process(error: StoreGone) -> None:
     """End the process at once: without its store it can neither receive the end of the run nor report its own."""
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     sys.stderr.flush()
-    os._exit(STORE_GONE_EXIT)
+    os._exit(STORE_LOST_EXIT)
 
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
     """Whether this process uses the relay's segment, which needs the same host. Raises `SettingError`."""
     is_here = relay.host == fleet.me.host
     if settings.link == "shm" and not is_here:
-        raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host} from {fleet.me.host}; use auto")
+        raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host_name} from here; use auto")
     return is_here and settings.link in ("auto", "shm")

@@ -10,17 +10,14 @@ import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
 from .errors import MessageRefused, StoreGone
 from .messages.base import Message
 from .signing import Envelope, MessageSigner
+from .store import StoreClient, clone_store
 from .waits import join_thread
-
-if TYPE_CHECKING:
-    from .store import StoreClient
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 10.0
@@ -105,12 +102,14 @@ class StoreMailboxes(Mailboxes):
     `store` is a client for this object alone.
     """
 
-    def __init__(self, store: "StoreClient", secret: bytes) -> None:
+    def __init__(self, store: StoreClient, secret: bytes) -> None:
         super().__init__(secret)
         self._store = store
         self._open: dict[str, threading.Thread] = {}
         self._outbox: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._deliver, args=(store.clone(),), name="mailbox sender", daemon=True)
+        self._sender = threading.Thread(
+            target=self._deliver, args=(clone_store(store),), name="mailbox sender", daemon=True
+        )
         self._lock = threading.Lock()
         self._closed = False
 
@@ -125,7 +124,7 @@ class StoreMailboxes(Mailboxes):
             assert name not in self._open, f"the inbox {name} is open already"
             epoch = self._store.add(f"mailbox/epoch/{name}", 1)
             thread = self._open[name] = threading.Thread(
-                target=self._collect, args=(name, inbox, self._store.clone()), name=f"inbox {name}", daemon=True
+                target=self._collect, args=(name, inbox, clone_store(self._store)), name=f"inbox {name}", daemon=True
             )
             thread.start()
         return Mailbox(name, epoch, inbox, self)
@@ -154,7 +153,7 @@ class StoreMailboxes(Mailboxes):
         self._outbox.put(None)
         join_thread(self._sender, _FLUSH_S)
 
-    def _deliver(self, store: "StoreClient") -> None:
+    def _deliver(self, store: StoreClient) -> None:
         """Deliver messages in the order they were sent. Waits for the outbox; woken by `put` and `close`."""
         try:
             while True:
@@ -170,7 +169,7 @@ class StoreMailboxes(Mailboxes):
             self.gone = error
             _log.debug("the store is gone; messages after the last that it confirmed are lost: %s", error)
 
-    def _collect(self, name: str, inbox: _Inbox, store: "StoreClient") -> None:
+    def _collect(self, name: str, inbox: _Inbox, store: StoreClient) -> None:
         """Move envelopes from the store to this process. Waits for the store's queue; woken by messages and `close_inbox`."""
         try:
             while (envelope := store.queue_pop(f"inbox/{name}", True)) or name in self._open:

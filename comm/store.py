@@ -1,12 +1,17 @@
 """The fleet's store: a TCPStore server of our own, bound to one interface, and how it is found.
 
-    python -m headrace.comm.store --interface 127.0.0.1 [--port 0] [--publish] [--expect N] [--silence-s S]
+    python -m headrace.comm.store --interface 127.0.0.1 [--port 0] [--recipe FILE] [--publish] [--expect N] [--silence-s S]
+    python -m headrace.comm.store --fetch-recipe
+    python -m headrace.comm.store --refuse TEXT
 
 The first supervisor starts this process. Its first line on stdout is `store HOST:PORT`. With `--publish` it also puts the
 address under a key of torchrun's own store, where `find_address` of the other processes finds it; `HEADRACE_STORE=HOST:PORT`
 in the environment overrides that. The process exits with 0 on SIGTERM, or once at least `--expect` members (default 1) have
 joined and each of them has left or has been silent for `--silence-s` seconds (default 60). It ignores SIGINT, since Ctrl-C
 reaches every process of a terminal and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
+
+The store also has the run's recipe, for hosts that share no files with the first. The second form prints it. A process that
+cannot join the run says so to the store, as the third form does; the store then prints the text and ends with 2.
 
 The store has no authentication: any client that reaches the port can act as a member. So a trusted network is required against
 denial of service; mailboxes refuse forged messages.
@@ -19,20 +24,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol, cast
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import SettingError, StoreGone
-from .waits import waiting
+from .links.host import join_address, listen, split_address
+from .waits import Wait, waiting
 
 # A TCPStore client looks up the name of the address it connects to. Where the name server does not answer, the resolver
 # would wait 5 s before it asks again.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 _ADDRESS_KEY = "headrace/store"
+_ATTEMPT_S, _RETRY_S = 5.0, 0.1
+_REFUSAL_KEY = "headrace/refusal"
+_RECIPE_KEY, _SUMMARY_KEY = "headrace/recipe", "headrace/summary"
+_FIND_S = _CLONE_S = 120.0
 ROSTER = "fleet/roster"
 """Key of the names of all members that ever joined, one on each line, in the order of their first joining."""
 
@@ -40,7 +51,10 @@ ROSTER = "fleet/roster"
 class StoreClient(Protocol):
     """The methods of `TCPStore` in use, since its type stubs lack half of them. Each may raise `DistError`."""
 
-    def clone(self) -> "StoreClient": ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
     def set_timeout(self, timeout: timedelta, /) -> None: ...
     def set(self, key: str, value: bytes | str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -57,32 +71,55 @@ class StoreServer:
     """A TCPStore server in this process, on `interface` alone, as long as this object lives; port 0 takes a free one."""
 
     def __init__(self, interface: str, port: int = 0) -> None:
-        with socket.create_server((interface, port), backlog=1024) as listener:
-            bound_port = listener.getsockname()[1]
+        listener, self.address = listen(interface, port)
+        with listener:
             # Binding by the store itself would listen on every interface of the machine.
             server = TCPStore(
-                interface, bound_port, is_master=True, wait_for_workers=False, multi_tenant=False,
+                *split_address(self.address), is_master=True, wait_for_workers=False, multi_tenant=False,
                 master_listen_fd=listener.detach(), use_libuv=True, timeout=timedelta(days=1),
             )  # fmt: skip
         self.store = cast(StoreClient, server)
-        self.address = f"{interface}:{bound_port}"
 
 
-def connect_store(address: str, deadline_s: float) -> StoreClient:
-    """A client of the store at "host:port". A thread that waits on the store needs a `clone()`. Raises `StoreGone`."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        raise SettingError(f"{address!r} is not a store address: HOST:PORT is expected (HEADRACE_STORE)")
-    with waiting(f"store {address}", "a connection", deadline_s):
-        try:
-            client = TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
-            )
-        except DistError as error:
-            raise StoreGone(f"no store answers at {address}: {error}") from error
+def connect_store(address: str, deadline_s: float, *, is_started: bool = True) -> StoreClient:
+    """A client of the store at "host:port". A thread that waits on it needs a `clone_store`. Raises `StoreGone`.
+
+    A host that does not answer is tried again until the deadline. Without `is_started`, so is one that refuses the connection.
+    """
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise SettingError(f"the store's address (HEADRACE_STORE): {error}") from error
+    with waiting(f"store {address}", "a connection", deadline_s) as wait:
+        while (client := _try_to_connect(host, port, wait, is_started)) is None:
+            time.sleep(min(_RETRY_S, wait.remaining_s))
+    return _patient(client)
+
+
+def clone_store(store: StoreClient) -> StoreClient:
+    """Another client of the same store, for a thread that waits on it. Raises `StoreGone`."""
+    return connect_store(join_address(store.host, store.port), _CLONE_S)
+
+
+def _patient(client: TCPStore) -> StoreClient:
     store = cast(StoreClient, client)
     store.set_timeout(timedelta(days=1))
     return store
+
+
+def _try_to_connect(host: str, port: int, wait: Wait, is_started: bool) -> TCPStore | None:
+    """A client, or None to try again. Raises `StoreGone` past the deadline, and where the store has ended.
+
+    A TCPStore client alone would try until its timeout, even where the port refuses connections.
+    """
+    seconds = min(_ATTEMPT_S, wait.remaining_s + 0.1)
+    try:
+        socket.create_connection((host, port), seconds).close()
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except (OSError, DistError) as error:
+        if (is_started and isinstance(error, ConnectionRefusedError)) or not wait.remaining_s:
+            raise StoreGone(f"no store answers at {join_address(host, port)}: {error}") from error
+    return None
 
 
 def publish_address(address: str) -> None:
@@ -96,16 +133,52 @@ def find_address(deadline_s: float) -> str:
     """The fleet store's address: `HEADRACE_STORE` if set, else the address in torchrun's store."""
     if address := os.environ.get("HEADRACE_STORE"):
         return address
-    store = _torchrun_store(deadline_s)
-    with waiting("the first supervisor", "the fleet store's address", deadline_s) as wait:
-        wait.until(lambda: store.check([_ADDRESS_KEY]), interval_s=0.02)
-    return store.get(_ADDRESS_KEY).decode()
+    return _wait_for_value(_torchrun_store(deadline_s), _ADDRESS_KEY, "the fleet store's address", deadline_s)
+
+
+def fetch_recipe(address: str, deadline_s: float) -> str:
+    """The recipe of the run whose store is at `address`, as YAML. Raises `StoreGone`."""
+    return _wait_for_value(connect_store(address, deadline_s), _RECIPE_KEY, "the recipe", deadline_s)
+
+
+def refuse_run(address: str, reason: str) -> None:
+    """Tell the store that a process cannot join the run, which ends for that reason. Raises `StoreGone`."""
+    store = connect_store(address, _FIND_S)
+    store.set(_REFUSAL_KEY, reason)
+    store.check([_REFUSAL_KEY])
+
+
+def publish_summary(address: str, text: str) -> None:
+    """Give the summary of a run that has ended to the processes of all hosts. Raises `StoreGone`."""
+    store = connect_store(address, _FIND_S)
+    store.set(_SUMMARY_KEY, text)
+    store.check([_SUMMARY_KEY])
+
+
+def wait_for_summary(address: str, is_coming: Callable[[], bool], deadline_s: float) -> str:
+    """The summary of the run; empty if it is not there and not `is_coming`. Raises `StoreGone`."""
+    store = connect_store(address, deadline_s)
+    with waiting("hub", "the run's summary", deadline_s) as wait:
+        while not store.check([_SUMMARY_KEY]):
+            if not is_coming() or not wait.remaining_s:
+                return ""
+            time.sleep(_RETRY_S)
+    return store.get(_SUMMARY_KEY).decode()
+
+
+def _wait_for_value(store: StoreClient, key: str, what: str, deadline_s: float) -> str:
+    try:
+        with waiting("the first supervisor", what, deadline_s) as wait:
+            wait.until(lambda: store.check([key]), interval_s=0.02)
+        return store.get(key).decode()
+    except DistError as error:
+        raise StoreGone(f"the store ended before it had {what}: {error}") from error
 
 
 def _torchrun_store(deadline_s: float) -> StoreClient:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise SettingError("not started by torchrun: use torchrun, or set HEADRACE_STORE=HOST:PORT")
-    return connect_store(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", deadline_s)
+    return connect_store(join_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), deadline_s)
 
 
 class _Attendance:
@@ -137,6 +210,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     parent = os.getppid()
     hosted = StoreServer(arguments.interface, arguments.port)
     print(f"store {hosted.address}", flush=True)
+    if arguments.recipe is not None:
+        hosted.store.set(_RECIPE_KEY, arguments.recipe.read_text(encoding="utf-8"))
     if arguments.publish:
         publish_address(hosted.address)
     attendance = _Attendance(arguments.silence_s)
@@ -146,6 +221,10 @@ def _serve(arguments: argparse.Namespace) -> None:
             return
         if arguments.end_with_parent and os.getppid() != parent:
             return
+        if hosted.store.check([_REFUSAL_KEY]):
+            sys.stderr.write(f"{hosted.store.get(_REFUSAL_KEY).decode()}\n")
+            sys.stderr.flush()
+            os._exit(2)  # at once: its supervisor has to see this end before that of a member
 
 
 def main(argv: list[str]) -> None:
@@ -159,7 +238,16 @@ def main(argv: list[str]) -> None:
         "--silence-s", type=float, default=60.0, help="seconds without a beat that count as having left"
     )
     parser.add_argument("--end-with-parent", action="store_true", help="end when the process that started it is gone")
-    _serve(parser.parse_args(argv))
+    parser.add_argument("--recipe", type=Path, help="file with the recipe of the run")
+    parser.add_argument("--fetch-recipe", action="store_true", help="print the recipe of the run instead")
+    parser.add_argument("--refuse", metavar="TEXT", help="end the run for this reason instead")
+    arguments = parser.parse_args(argv)
+    if arguments.fetch_recipe:
+        print(fetch_recipe(find_address(_FIND_S), _FIND_S))
+    elif arguments.refuse is not None:
+        refuse_run(find_address(_FIND_S), arguments.refuse)
+    else:
+        _serve(arguments)
 
 
 if __name__ == "__main__":

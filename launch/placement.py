@@ -8,10 +8,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
 from msgspec.structs import astuple
 
 from ..comm.errors import SettingError
-from ..comm.recipe import RoleSettings
+from ..comm.recipe import Recipe, RoleSettings
 
 RESTARTABLE = frozenset({"relay", "rollout", "shard", "reference", "task"})
 """Roles whose processes are started again when they die; the death of any other ends the run.
@@ -35,9 +36,19 @@ class Placement:
         return f"{self.role}-{self.index}"
 
 
-def count_ranks(roles: RoleSettings) -> int:
+def count_relays(roles: RoleSettings, num_hosts: int = 1) -> int:
+    """The number of relays: the recipe's, or one for each host."""
+    return num_hosts if roles.relay is None else roles.relay
+
+
+def count_ranks(roles: RoleSettings, num_hosts: int = 1) -> int:
     """The number of ranks of all roles."""
-    return sum(astuple(roles))
+    return sum(astuple(structs.replace(roles, relay=count_relays(roles, num_hosts))))
+
+
+def with_relays(recipe: Recipe, num_hosts: int) -> Recipe:
+    """The recipe with its number of relays."""
+    return structs.replace(recipe, roles=structs.replace(recipe.roles, relay=count_relays(recipe.roles, num_hosts)))
 
 
 def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Placement]:
@@ -48,14 +59,14 @@ def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: i
     its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
-    wanted = count_ranks(roles)
+    num_hosts = -(-world_size // ranks_per_host)
+    wanted = count_ranks(roles, num_hosts)
     if wanted != world_size:
         raise SettingError(
             f"roles.actor + roles.relay + roles.reference + roles.task + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
-            f" change roles or start torchrun with --nproc-per-node {wanted}"
+            f" change roles or start torchrun with {_fitting_counts(wanted, num_hosts)}"
         )
-    num_hosts = -(-world_size // ranks_per_host)
-    relay_of_rank = _place_relays(roles.relay, world_size, ranks_per_host)
+    relay_of_rank = _place_relays(count_relays(roles, num_hosts), world_size, ranks_per_host)
     places: list[Placement] = []
     slots = [0] * num_hosts
     workers = iter(
@@ -74,6 +85,13 @@ def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: i
             slots[host] += not on_cpu
     _check_replicas_on_one_host(places, tp)
     return places
+
+
+def _fitting_counts(num_ranks: int, num_hosts: int) -> str:
+    """The options of torchrun that start so many ranks."""
+    if num_ranks % num_hosts:
+        return f"--nproc-per-node {num_ranks} on one host"
+    return f"--nproc-per-node {num_ranks // num_hosts}" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
 
 
 def _replicas(num_ranks: int, tp: int) -> list[tuple[str, int]]:

@@ -1,34 +1,32 @@
-"""The program. Without torchrun's environment it is the launcher: it checks the recipe, starts torchrun and prints how the
-run ended. Under torchrun it is the supervisor of one rank.
+"""The program. Without torchrun's environment it is the launcher of a host: it checks the recipe, starts torchrun and prints
+how the run ended. Under torchrun it is the supervisor of one rank.
 
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run | --help]
+    python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --nnodes 2 --node-rank 0 --master-addr ADDRESS
+
+The second form runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun.
 """
 
 import os
-import shutil
-import signal
+import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..comm.disk import describe_full, is_full
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from ..relay.checkpoints import CheckpointFolder
-from .config.dry_run import describe_run
-from .config.load import CONFIG_FILE, read_recipe, save_recipe
+from .config.dry_run import print_plan
+from .config.load import read_recipe
 from .config.memory_plan import Gpus
-from .placement import count_ranks
-from .processes.child import WATCHED, Child, block_signals, print_message
-from .processes.secret import create_secret
-from .processes.supervisor import LAUNCHER, SHUTDOWN_S, SUMMARY_FILE, supervise
-from .resume import choose_checkpoint
+from .placement import place_ranks, with_relays
+from .processes.agent import REFUSED, Hosts, Torchrun
+from .processes.child import block_signals, print_message
+from .processes.rank import prepare, run_rank
+from .report.summary import print_summary, read_summary
 
-PATIENCE_S = 2 * SHUTDOWN_S
-"""Seconds from an interrupt until torchrun gets SIGTERM, and from there until it is killed."""
+_HOST_OPTIONS = ("nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +36,29 @@ class Arguments:
     recipe: str | None
     overrides: Sequence[str]
     is_dry_run: bool
+    hosts: Hosts
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist."""
-        options = [word for word in words if word.startswith("-")]
-        others = [word for word in words if not word.startswith("-")]
-        if unknown := [word for word in options if word != "--dry-run"]:
-            raise SettingError(f"unknown option {unknown[0]}; the options are --dry-run and --help")
+        options: dict[str, str] = {}
+        others: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            name, equals, value = word.partition("=")
+            option = name.removeprefix("--").replace("_", "-")
+            if word == "--dry-run":
+                options["dry-run"] = ""
+            elif word.startswith("--") and option in _HOST_OPTIONS:
+                options[option] = value if equals else next(rest, "")
+            elif word.startswith("-"):
+                known = ", ".join(f"--{option}" for option in _HOST_OPTIONS)
+                raise SettingError(f"unknown option {word}; the options are --dry-run, --help, {known}")
+            else:
+                others.append(word)
+        is_dry_run = options.pop("dry-run", None) is not None
         recipe = others[0] if others and "=" not in others[0] else None
-        return cls(recipe, others[1:] if recipe else others, bool(options))
+        return cls(recipe, others[1:] if recipe else others, is_dry_run, Hosts.of(options))
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,35 +69,47 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(usage())
         return 0
     is_rank = "RANK" in os.environ
-    is_first = os.environ.get("RANK", "0") == "0"
     if is_rank:
         block_signals()
     try:
         gpus, words = Gpus.taken_from(words)
         arguments = Arguments.parse(words)
-        recipe = read_recipe(arguments.recipe, arguments.overrides)
+        if is_rank:
+            return run_rank(arguments.recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
+        recipe = _read_here(arguments)
         if arguments.is_dry_run:
-            return _print_plan(recipe, gpus) if is_first else 0
+            hosts = arguments.hosts
+            ranks_per_host = hosts.ranks_per_host(recipe) if hosts.nnodes > 1 else 0
+            return _print_plan(with_relays(recipe, hosts.nnodes), ranks_per_host, gpus)
         if recipe.run.mode == "replay":
             return _replay(recipe)
-        return _run_rank(recipe, is_first) if is_rank else _launch(recipe)
+        return _launch(recipe, arguments)
     except OSError as error:
         if not is_full(error):
             raise
         print_message(f"error: {describe_full(Path(error.filename or '.'))}; make room there, or set another run.dir")
         return 2
     except SettingError as error:
-        if is_first:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print_message(f"error: {error}")
         return 2
 
 
-def _print_plan(recipe: Recipe, gpus: Gpus | None) -> int:
-    from .config.checks import check_family
+def _read_here(arguments: Arguments) -> Recipe:
+    """The recipe, or what the launcher itself has to know of it on a later host without the file: the run folder."""
+    file, hosts = arguments.recipe, arguments.hosts
+    if file is None or hosts.node_rank == 0 or Path(file).exists():
+        return read_recipe(file, arguments.overrides)
+    if not hosts.nproc_per_node or not any(word.startswith("run.dir=") for word in arguments.overrides):
+        raise SettingError(
+            f"no recipe file {file!r} on host {socket.gethostname()}; it gets the first host's with --nproc-per-node and"
+            " run.dir=FOLDER on its command line"
+        )
+    return read_recipe(None, arguments.overrides)
 
-    if (Path(recipe.model.path) / "config.json").exists():
-        check_family(recipe, Path(recipe.model.path))
-    sys.stdout.write(describe_run(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "0")), gpus))
+
+def _print_plan(recipe: Recipe, ranks_per_host: int, gpus: Gpus | None) -> int:
+    print_plan(recipe, ranks_per_host, gpus)
     return 0
 
 
@@ -98,141 +121,32 @@ def _replay(recipe: Recipe) -> int:
     return 1 if replay_steps(recipe) else 0
 
 
-def _launch(recipe: Recipe) -> int:
-    prepare(recipe)
-    return Launch(recipe).run()
+def _launch(recipe: Recipe, arguments: Arguments) -> int:
+    """Start torchrun for this host. With several hosts the first rank prepares the run, since its host may be another."""
+    hosts = arguments.hosts
+    if hosts.nnodes > 1:
+        if arguments.recipe is None or Path(arguments.recipe).exists():
+            ranks = hosts.ranks_per_host(recipe)
+            place_ranks(recipe.roles, hosts.nnodes * ranks, ranks, recipe.rollout.tp)
+        torchrun = Torchrun(recipe, hosts, [*filter(None, [arguments.recipe]), *arguments.overrides])
+    else:
+        prepare(with_relays(recipe, 1))
+        torchrun = Torchrun(recipe, hosts)
+    code = torchrun.run()
+    return _end_of_run(Path(recipe.run.dir), torchrun, code, is_first=hosts.node_rank == 0)
 
 
-def _run_rank(recipe: Recipe, is_first: bool) -> int:
-    """Supervise a rank. Without our launcher, the first rank does the launcher's work before and after."""
-    is_first = is_first and LAUNCHER not in os.environ
-    if is_first:
-        prepare(recipe)
-    exit_code = supervise(recipe)
-    if is_first:
-        print_summary(Path(recipe.run.dir))
-    return exit_code
-
-
-def prepare(recipe: Recipe) -> None:
-    """Check the recipe and make the run folder ready for the processes of the run."""
-    from .config.checks import check_recipe
-
-    for warning in check_recipe(recipe):
-        print_message(f"warning: {warning}")
-    run_dir = Path(recipe.run.dir)
-    save_recipe(recipe)
-    create_secret(run_dir)
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    if recipe.run.resume == "auto":
-        step, lines = choose_checkpoint(run_dir)
-        for line in lines:
-            print_message(line)
-        if step is not None:
-            CheckpointFolder(run_dir).set_latest(step)
-
-
-def print_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Print how the run in `run_dir` ended and return its summary, None without one."""
-    from .report.summary import read_summary, show_summary
-    from .report.timeline import TRACE_FILE, Timeline
-
-    summary = read_summary(run_dir)
-    if summary is not None:
-        show_summary(summary, run_dir)
-        try:
-            Timeline.read(run_dir).write(run_dir / TRACE_FILE)
-        except OSError as error:
-            print_message(f"warning: {run_dir / TRACE_FILE} is not written: {error.strerror}")
-    return summary
-
-
-class Launch:
-    """torchrun as a child. Signals go to the supervisors, its children."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.run_dir = Path(recipe.run.dir)
-        self.received = 0
-        self.deadline = float("inf")
-        self.kills = iter((signal.SIGTERM, signal.SIGKILL))
-
-    def run(self) -> int:
-        """Start torchrun, wait for its end, print how the run ended; returns the exit code.
-
-        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, others to pass on.
-        """
-        block_signals()
-        torchrun_logs = self.run_dir / "logs" / "torchrun"  # empty files, which torchrun would leave in /tmp
-        torchrun = Child("torchrun", self._command(torchrun_logs), environment=self._environment())
-        while (code := torchrun.poll()) is None:
-            received = signal.sigtimedwait(WATCHED, min(3600.0, max(0.0, self.deadline - time.monotonic())))
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                self._interrupt(torchrun, received.si_signo)
-            if time.monotonic() >= self.deadline:
-                self.deadline = time.monotonic() + PATIENCE_S
-                torchrun.send(next(self.kills, signal.SIGKILL))
-        shutil.rmtree(torchrun_logs, ignore_errors=True)
-        return self._exit_code(code)
-
-    def _command(self, log_dir: Path) -> list[str]:
-        num_ranks = str(count_ranks(self.recipe.roles))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-        config = self.run_dir / CONFIG_FILE
-        return [*torchrun, "--log-dir", str(log_dir), "-m", "headrace.launch.run", str(config)]
-
-    def _environment(self) -> Mapping[str, str]:
-        return {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-
-    def _interrupt(self, torchrun: Child, number: int) -> None:
-        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback.
-
-        SIGUSR1 ends nothing: the run writes a checkpoint.
-        """
-        supervisors = children_of(torchrun.pid)
-        if number == signal.SIGUSR1:
-            print_message("SIGUSR1: the run writes a checkpoint after the next step and continues")
-            for pid in supervisors:
-                os.kill(pid, number)
-            return
-        if self.received:
-            print_message("interrupted again: the run is killed")
-            self.kills, self.deadline = iter(()), time.monotonic()
-            return
-        self.received = number
-        grace_s = SHUTDOWN_S + self.recipe.checkpoint.grace_s
-        self.deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + grace_s
-        print_message(
-            f"{signal.Signals(number).name}: the run writes a checkpoint and ends in order, within {grace_s:g} s"
-            " (a second signal kills it)"
-        )
-        for pid in supervisors:
-            os.kill(pid, number)
-        if not supervisors:
-            torchrun.send(signal.SIGTERM)
-
-    def _exit_code(self, code: int) -> int:
-        """Print how the run ended; `code` is torchrun's exit code."""
-        summary = print_summary(self.run_dir)
-        if self.received:
-            return 128 + self.received
-        if summary is None:
-            print_message(f"error: the run ended without a summary; see {self.run_dir}/logs")
-            return 1
-        return int(summary.get("exit_code", code)) or (1 if code else 0)
-
-
-def children_of(pid: int) -> list[int]:
-    """Process ids of the children of a process, from /proc."""
-    children: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue  # the process has ended meanwhile
-        if parent == pid:
-            children.append(int(stat.parent.name))
-    return children
+def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool) -> int:
+    """The exit code of the run on this host, whose torchrun ended with `code`; the first host prints how it ended."""
+    if code == -REFUSED:
+        return 2
+    summary = print_summary(run_dir) if is_first else read_summary(run_dir)
+    if torchrun.received:
+        return 128 + torchrun.received
+    if summary is None:
+        print_message(f"error: the run ended without a summary; see {run_dir}/logs")
+        return 1
+    return int(summary.get("exit_code", code)) or (1 if code else 0)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from ..comm.fleet import Fleet, StoreFleet
+from ..comm.links.host import bind_process_groups
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
@@ -49,6 +50,7 @@ class ActorGroup:
         group = ActorGroup(fleet.me.index, size, device, deadline_s, settings)
         if size > 1:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
+            bind_process_groups(fleet.address)
             client = connect_store(fleet.store_address, deadline_s)
             store = PrefixStore(f"actor/{fleet.incarnation}", client)  # pyright: ignore[reportArgumentType]
             group.connect(store)

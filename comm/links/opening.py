@@ -13,7 +13,6 @@ Both ends prove that they know the run's secret before the link is returned.
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,21 +20,20 @@ from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
 from ..recipe import CommSettings, RelaySettings
+from ..store import StoreClient, clone_store
 from ..waits import Wait, waiting
 from .base import Link, authenticate
+from .host import listen, split_address
 from .process_group import open_group
 from .staged import StagedLink
 from .tcp import TcpLink
-
-if TYPE_CHECKING:
-    from ..store import StoreClient
 
 _CREDIT_S = 2e-3
 
 
 def open_link(
     backend: str,
-    store: "StoreClient",
+    store: StoreClient,
     name: str,
     end: int,
     deadline_s: float,
@@ -57,7 +55,9 @@ def open_link(
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s) as wait:
             if backend == "tcp":
                 return _open_socket(store, name, end, wait, secret, interface)
-            group = open_group("nccl" if backend == "nccl" else "gloo", store.clone(), name, end, deadline_s, interface)
+            group = open_group(
+                "nccl" if backend == "nccl" else "gloo", clone_store(store), name, end, deadline_s, interface
+            )
             control_link = _open_socket(store, f"{name}/control", end, wait, secret, interface)
             return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), control_link)
     except (DistError, OSError) as error:
@@ -69,19 +69,20 @@ def remote_backend(settings: CommSettings) -> str:
     return "nccl" if settings.link == "nccl" else "tcp"
 
 
-def _open_socket(store: "StoreClient", name: str, end: int, wait: Wait, secret: bytes, interface: str) -> TcpLink:
+def _open_socket(store: StoreClient, name: str, end: int, wait: Wait, secret: bytes, interface: str) -> TcpLink:
     """End 0 listens and puts its address into the store; end 1 connects."""
     key = f"link/{name}"
     if end == 0:
-        with socket.create_server((interface, 0), backlog=8) as listener:
-            store.set(key, f"{interface}:{listener.getsockname()[1]}")
+        listener, address = listen(interface, backlog=8)
+        with listener:
+            store.set(key, address)
             try:
                 return _accept(listener, name, wait, secret)
             finally:
                 store.delete_key(key)
     wait.until(lambda: store.check([key]), interval_s=0.001)
-    host, _, port = store.get(key).decode().rpartition(":")
-    link = TcpLink(socket.create_connection((host, int(port)), _remaining_s(wait)))
+    address = split_address(store.get(key).decode())
+    link = TcpLink(socket.create_connection(address, _remaining_s(wait)))
     authenticate(link, name, 1, secret, _remaining_s(wait))
     return link
 

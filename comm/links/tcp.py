@@ -9,6 +9,8 @@ import numpy as np
 from ..errors import LinkBroken
 from .seal import Seal
 
+_UNANSWERED_MS = 20_000
+"""Milliseconds after which a connection breaks whose bytes the other host does not take: it is cut off."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
 
 
@@ -25,6 +27,7 @@ class TcpLink:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
         for option, value in _KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

@@ -68,8 +68,8 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`comm.*`: addresses, deadlines and links of the processes."""
 
-    interface: str = "127.0.0.1"
-    """The address on which the stores and links of the run listen."""
+    interface: str = "auto"
+    """Where each host listens: an interface, an address, a network (`10.0.0.0/8`), or `auto`: by the route to the first host."""
     heartbeat_s: Annotated[float, Meta(ge=0.01)] = 0.3
     """Seconds between two heartbeats of a process."""
     expiry_s: Annotated[float, Meta(ge=0.1)] = 10.0

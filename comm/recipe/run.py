@@ -31,8 +31,8 @@ class RoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     actor: Count = 1
     """Ranks of the trainer."""
-    relay: Count = 1
-    """CPU processes that hold weights and experience; each host gets one before any host gets two."""
+    relay: Count | None = None
+    """CPU processes that hold weights and experience; each host gets one before any gets two. null is one for each host."""
     rollout: Count = 1
     """Ranks of the generator; `rollout.tp` of them make one replica."""
     reference: OptionalCount = 0

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, PeerGone, StorageFull, WrongDigest
 from ..links.base import authenticate
+from ..links.host import host_id, split_address
 from ..links.tcp import TcpLink
 from ..waits import waiting
 from .arena import ArenaFile, round_up
@@ -66,14 +67,13 @@ class StorageClient:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._arena: ArenaFile | None = None
-        host, _, port = address.rpartition(":")
         with self._waiting("a connection"):
-            self._link = TcpLink(socket.create_connection((host, int(port)), deadline_s))
+            self._link = TcpLink(socket.create_connection(split_address(address), deadline_s))
             authenticate(self._link, LINK_NAME, 1, secret, deadline_s)
             send_frame(self._link, Attach(member, incarnation), deadline_s)
             hello = receive_frame(self._link, HELLOS, deadline_s)
-        if through_memory:
-            with contextlib.suppress(PeerGone):  # the unit is on another host, or in another container on this one
+        if through_memory and hello.host == host_id():
+            with contextlib.suppress(PeerGone):  # the unit's user may have closed its memory to others
                 self._arena = ArenaFile.open(hello.path, hello.magic)
         self._close = weakref.finalize(self, _close, self._link, self._arena)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, StorageFull, WrongDigest
 from ..links.base import authenticate
+from ..links.host import host_id, listen
 from ..links.tcp import TcpLink
 from ..waits import join_thread
 from .arena import Arena, memory_limit
@@ -75,8 +76,7 @@ class StorageServer:
         self._serial = 0
         self._lock = threading.Lock()
         self._links: dict[TcpLink, Attach | None] = {}
-        self._listener = socket.create_server((interface, 0), backlog=1024)
-        self.address = f"{interface}:{self._listener.getsockname()[1]}"
+        self._listener, self.address = listen(interface)
         self._threads = [threading.Thread(target=self._accept, name=f"storage unit {self.address}", daemon=True)]
 
     def start(self) -> "StorageServer":
@@ -140,7 +140,7 @@ class StorageServer:
             client = receive_frame(link, ATTACHMENTS, _HANDSHAKE_S)
             with self._lock:
                 self._links[link] = client
-            send_frame(link, Hello(self.arena.path, self.arena.magic), _TRANSFER_S)
+            send_frame(link, Hello(host_id(), self.arena.path, self.arena.magic), _TRANSFER_S)
             while not isinstance(request := receive_frame(link, REQUESTS, _IDLE_S), Goodbye):
                 send_frame(link, answer := self._answer(link, request, reserved), _TRANSFER_S)
                 if isinstance(request, Locate) and request.with_bytes and isinstance(answer, Located):

@@ -110,7 +110,7 @@ def _chain(prefix: str, num_hosts: str, num_bytes: str) -> None:
 def _gloo(rank: str, num_hosts: str, store_address: str, num_bytes: str) -> None:
     host, port = store_address.split(":")
     hosted = StoreServer(host, int(port)) if rank == "0" else None
-    store: Any = connect_store(store_address, 60)
+    store: Any = connect_store(store_address, 60, is_started=False)
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(int(rank)))]
     options._timeout = _DEADLINE

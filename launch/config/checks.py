@@ -18,6 +18,7 @@ from ...relay.queue.tasks import pipeline
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .algorithm_checks import check_algorithm
+from .load import CONFIG_FILE
 from .model_files import ModelFiles, read_config
 
 _SPECIAL_TOKENS = 16
@@ -151,6 +152,27 @@ def _check_functions(recipe: Recipe) -> None:
             check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
+
+
+def check_files(role: str, recipe: Recipe) -> None:
+    """The files that a process of `role` reads are on its host. Raises `SettingError`.
+
+    The first host has checked the recipe as a whole; another host may lack a file, or the run folder of the first.
+    """
+    if is_emulated(recipe):
+        return
+    if role in ("actor", "rollout", "shard", "reference"):
+        ModelFiles.read(recipe.model.path)
+    if role == "actor" and recipe.roles.actor > 1 and not (Path(recipe.run.dir) / CONFIG_FILE).exists():
+        raise SettingError(
+            f"run.dir: {recipe.run.dir} is not the folder of the first host; the actor's ranks need one that they share,"
+            " for checkpoints"
+        )
+    if role == "rollout":
+        check_function("reward.path", recipe.reward.path)
+    if role == "task":
+        for task in recipe.queue.tasks:
+            check_function("queue.tasks", task.function)
 
 
 def _check_optimizer(recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
 """`--dry-run`: the roles, the batch arithmetic and the memory of a recipe, without starting it."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,15 @@ from ..placement import Placement, count_ranks, place_ranks, visible_devices
 from .load import recipe_yaml
 from .memory_plan import Gpus, MemoryPlan
 from .model_files import read_config
+
+
+def print_plan(recipe: Recipe, ranks_per_host: int = 0, gpus: Gpus | None = None) -> None:
+    """Print the plan of a recipe whose policy this program can run. Raises `SettingError`."""
+    from .checks import check_family
+
+    if (Path(recipe.model.path) / "config.json").exists():
+        check_family(recipe, Path(recipe.model.path))
+    sys.stdout.write(describe_run(recipe, ranks_per_host, gpus))
 
 
 def describe_run(recipe: Recipe, ranks_per_host: int = 0, gpus: Gpus | None = None) -> str:

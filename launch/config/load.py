@@ -40,7 +40,16 @@ class _Loader(yaml.SafeLoader):
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `path` (None: only defaults) with dotted `key=value` overrides; raises `SettingError`."""
     layers = [(f"{path}: ", _load(Path(path)))] if path is not None else []
-    layers += [("", _parse(word)) for word in overrides]
+    return _merge([*layers, *(("", _parse(word)) for word in overrides)])
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe of a saved one's text; raises `SettingError`."""
+    return _merge([("", yaml.load(text, _Loader))])
+
+
+def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
+    """The recipe of several layers, each with the words before its errors; a later layer wins."""
     known = known_settings()
     merged: dict[str, dict[str, Any]] = {}
     for origin, layer in layers:

@@ -11,26 +11,32 @@ reports to the hub, for the supervisor, that the process of this role died.
 import argparse
 import faulthandler
 import importlib
+import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ...comm.errors import HeadraceError, SettingError
+from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, SettingError, StoreGone
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
-from ..config.load import CONFIG_FILE, read_recipe
+from ..config.checks import check_files
+from ..config.load import parse_recipe
 from ..placement import RESTARTABLE, count_ranks, place_ranks
+from .agent import has_other_hosts
 from .secret import read_secret
+from .supervisor import SUMMARY_FILE
 
 if TYPE_CHECKING:
-    from ...comm.fleet import Fleet
+    from ...comm.fleet import Fleet, StoreFleet
     from ...comm.mailbox import Mailbox
 
 _MAINS = {
@@ -43,6 +49,7 @@ _MAINS = {
     "shard": "headrace.rollout.generators.builtin",
 }
 _STORE_DEADLINE_S = 120.0
+_SUMMARY_S = 30.0
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 log = logging.getLogger(__name__)
@@ -88,7 +95,10 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     """Join the fleet, run the role to its end, leave; returns the exit code."""
     from ...comm.fleet import Fleet
 
-    fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
+    try:
+        fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
+    except SettingError as error:
+        return _refuse(address, str(error))
     mailbox = fleet.open_mailbox(f"{fleet.name}/worker")
     signals.report_by(mailbox)
 
@@ -100,14 +110,48 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
         os._exit(code)
 
     threading.excepthook = on_thread_death
+    code = 0
     try:
+        check_files(role, recipe)
         main_of(role, recipe)(fleet, recipe)
     except Exception as error:  # noqa: BLE001 - the last frame of the process: it reports every error
-        return _fail(mailbox, recipe, role, error)
+        code = _fail(mailbox, recipe, role, error)
     finally:
         threading.excepthook = threading.__excepthook__
+        if code in (0, 2) or role == "hub":
+            exchange_summary(fleet, Path(recipe.run.dir))
         fleet.leave()
-    return 0
+    return code
+
+
+def _refuse(address: str, reason: str) -> int:
+    """End the run because this process cannot join it; returns the exit code."""
+    from ...comm.store import refuse_run
+
+    reason = f"{reason} (on host {socket.gethostname()})"
+    refuse_run(address, reason)
+    sys.stderr.write(f"{reason}\n")
+    return 2
+
+
+def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
+    """The hub gives its summary to all hosts; on another host than the hub's it is written where the run folder has none."""
+    from torch.distributed import DistError
+
+    from ...comm.store import publish_summary, wait_for_summary
+    from ...relay.hub.shutdown import write_summary
+
+    def is_coming() -> bool:
+        hubs = fleet.alive_members("hub")
+        return bool(hubs) and hubs[0].host != fleet.me.host
+
+    path = run_dir / SUMMARY_FILE
+    # The run may have ended without one, or another process of this host is faster.
+    with suppress(StoreGone, DistError, FileNotFoundError):
+        if fleet.name == "hub" and path.exists():
+            publish_summary(fleet.store_address, path.read_text(encoding="utf-8"))
+        elif (summary := wait_for_summary(fleet.store_address, is_coming, _SUMMARY_S)) and not path.exists():
+            write_summary(run_dir, json.loads(summary))
 
 
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
@@ -123,8 +167,14 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
     """Log an error of the role; report it to the hub unless the supervisor starts this role again."""
+    from torch.distributed import DistError
+
+    if isinstance(error, StoreGone | DistError):
+        sys.stderr.write(f"{error}\n")
+        return STORE_LOST_EXIT
     if isinstance(error, SettingError):
-        report(mailbox, recipe, role, str(error), exit_code=2)
+        where = f" (on host {socket.gethostname()})" if has_other_hosts() else ""
+        report(mailbox, recipe, role, f"{error}{where}", exit_code=2)
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
@@ -182,10 +232,18 @@ def main(argv: list[str]) -> int:
     interruption = SignalReporter(arguments.role)
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
 
-    from ...comm.store import find_address
+    from ...comm.store import fetch_recipe, find_address
 
-    address = find_address(_STORE_DEADLINE_S)  # the run folder is complete before the address is published
-    recipe = read_recipe(arguments.run / CONFIG_FILE)
+    try:
+        address = find_address(_STORE_DEADLINE_S)  # the run folder is complete before the address is published
+        recipe = parse_recipe(fetch_recipe(address, _STORE_DEADLINE_S))
+        return _run(arguments, address, recipe, interruption)
+    except StoreGone as error:
+        sys.stderr.write(f"{error}\n")
+        return STORE_GONE_EXIT
+
+
+def _run(arguments: argparse.Namespace, address: str, recipe: Recipe, interruption: SignalReporter) -> int:
     if arguments.failed is not None:
         name = "hub" if arguments.role == "hub" else f"{arguments.role}-{arguments.index}"
         return _report_death(name, arguments.role, recipe, address, arguments.failed)

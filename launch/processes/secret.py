@@ -4,6 +4,8 @@ import os
 import secrets
 from pathlib import Path
 
+from ...comm.errors import SettingError
+
 SECRET_FILE = "secret"
 
 
@@ -17,5 +19,11 @@ def create_secret(run_dir: Path) -> None:
 
 
 def read_secret(run_dir: Path) -> bytes:
-    """The secret of the run in `run_dir`."""
-    return (os.environ.get("HEADRACE_SECRET") or (run_dir / SECRET_FILE).read_text()).encode()
+    """The secret of the run in `run_dir`. Raises `SettingError` on a host that has none."""
+    try:
+        return (os.environ.get("HEADRACE_SECRET") or (run_dir / SECRET_FILE).read_text()).encode()
+    except OSError as error:
+        raise SettingError(
+            f"run.dir: the run's secret {run_dir / SECRET_FILE} is not here ({error.strerror}), and it never goes over the"
+            " network; share run.dir between the hosts, or set HEADRACE_SECRET to the same text on each of them"
+        ) from error

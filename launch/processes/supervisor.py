@@ -15,17 +15,18 @@ from enum import Enum, auto
 from pathlib import Path
 
 from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
-from ...comm.errors import STORE_GONE_EXIT
+from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
+from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
+from ..config.load import CONFIG_FILE
 from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, visible_devices
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
-LEAVE_S, POLL_S = 5.0, 0.2
-"""Seconds from the run's summary until the store is ended although members have not left; seconds between two looks for
-the summary."""
+LEAVE_S, POLL_S = 5.0, 0.5
+"""Seconds from the run's summary until children that still run are ended; seconds between two looks for the summary."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -53,11 +54,15 @@ def classify_exit(
     now: float,
     *,
     is_ending: bool,
+    store_is_elsewhere: bool = False,
 ) -> ExitKind:
-    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts."""
+    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts.
+
+    A process that lost a store on another host is started again: the network may come back.
+    """
     if code == 0:
         return ExitKind.DONE
-    if is_ending or code == STORE_GONE_EXIT:
+    if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and not store_is_elsewhere):
         return ExitKind.FAILED_REPORTED
     if role in RESTARTABLE and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
@@ -83,6 +88,8 @@ class Supervisor:
     placement: Placement
     world_size: int
     hosts_store: bool = False
+    store_interface: str = "127.0.0.1"
+    has_other_hosts: bool = False
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
     commands: ChildCommands = ChildCommands()
@@ -93,6 +100,7 @@ class Supervisor:
     stopped_by: int = 0
     deadline: float | None = None
     is_late: bool = False
+    has_lost_store: bool = False
     segment: int | None = None
 
     def run(self) -> int:
@@ -117,7 +125,8 @@ class Supervisor:
     def _start_all(self) -> None:
         if self.hosts_store:
             members = str(self.world_size + 1)
-            flags = ["--interface", self.recipe.comm.interface, "--publish", "--expect", members]
+            recipe = str(Path(self.recipe.run.dir) / CONFIG_FILE)
+            flags = ["--interface", self.store_interface, "--publish", "--expect", members, "--recipe", recipe]
             self._start("store", [*self.commands.store, *flags], console=False)
         if self.placement.role == "relay":
             self.segment = create_memfd(f"headrace-{self.placement.name}")
@@ -146,9 +155,11 @@ class Supervisor:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
         now = time.monotonic()
-        if self.is_over() and (role in RESTARTABLE or code == STORE_GONE_EXIT):
+        is_expected = role in RESTARTABLE or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
+        if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
-        kind = classify_exit(role, code, self.restarts, now, is_ending=self._is_ending)
+        state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
+        kind = classify_exit(role, code, self.restarts, now, **state)
         if kind is ExitKind.RESTART:
             self.restarts.append(now)
             print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
@@ -162,13 +173,17 @@ class Supervisor:
 
     def _fail(self, child: Child, code: int, *, is_reported: bool) -> None:
         is_first = not self._is_ending
+        self.has_lost_store |= code in (STORE_GONE_EXIT, STORE_LOST_EXIT)
         self.exit_code = self.exit_code or (2 if code == 2 else 1)
         self._set_deadline(self.shutdown_s)
         if not is_first:
             return
         if code == 2:
-            if LAUNCHER not in os.environ:
+            if LAUNCHER not in os.environ or self.has_other_hosts:
                 print_message(f"{child.name} ended the run{child.log_tail(1)}")
+            return
+        if self.has_lost_store:
+            print_message(f"{child.name} has no connection to the run's store; the run ends on this host")
             return
         error = describe_exit(child.name, code)
         if child.name == self.placement.name and self.restarts:
@@ -200,12 +215,14 @@ class Supervisor:
         return (Path(self.recipe.run.dir) / SUMMARY_FILE).exists()
 
     def _patience_s(self) -> float:
-        """Seconds to sleep: until the deadline, or a short time while only the store is left, to see the run's end."""
-        if self.children.keys() == {"store"}:
-            if self.is_over():
-                self._set_deadline(LEAVE_S)
-            return POLL_S
-        return 3600.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        """Seconds to sleep: until the deadline, and at most until the next look for the run's end.
+
+        A process that joins while the run ends hears no `Stop`; it waits for others that have left.
+        """
+        if self.is_over():
+            self._set_deadline(LEAVE_S)
+        left = POLL_S if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        return min(left, POLL_S)
 
     def _hold_to_deadline(self) -> None:
         if self.deadline is None or time.monotonic() < self.deadline or not self.children:
@@ -214,8 +231,9 @@ class Supervisor:
             if name == "store" and not self.is_late:
                 child.send(signal.SIGTERM)
                 continue
-            print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
-            self.exit_code = self.exit_code or 1
+            if not self.is_over():
+                print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
+                self.exit_code = self.exit_code or 1
             child.send(signal.SIGKILL)
         self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
 
@@ -227,11 +245,16 @@ def supervise(recipe: Recipe) -> int:
     and would print a traceback. The launcher reads from the summary how the run ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    placements = place_ranks(recipe.roles, world_size, int(os.environ["LOCAL_WORLD_SIZE"]), recipe.rollout.tp)
+    ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    placements = place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
     placement, num_gpus, staging = placements[rank], count_gpus(), recipe.relay.staging_device
     check_staging(placements, placement.host, num_gpus, staging)
     device = visible_devices(placement, num_gpus, staging)
     supervisor = Supervisor(recipe, placement, world_size, hosts_store=rank == 0, device=device)
+    supervisor.has_other_hosts = world_size > ranks_per_host
+    if supervisor.hosts_store:
+        towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
+        supervisor.store_interface = listening_address(recipe.comm.interface, towards)
     exit_code = supervisor.run()
-    is_in_order = supervisor.stopped_by or exit_code == 2 or supervisor.is_over()
+    is_in_order = supervisor.stopped_by or exit_code == 2 or supervisor.has_lost_store or supervisor.is_over()
     return 0 if LAUNCHER in os.environ and is_in_order else exit_code

@@ -27,7 +27,7 @@ from ..queue.batch import TRAIN
 from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
 from .hub import Hub
-from .shutdown import RunEnd, Shutdown, write_summary
+from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     while (end := loop.step()) is None:
         pass
-    write_summary(run_dir, Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end))
+    ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
+    write_summary(run_dir, ended | {"hosts": names_by_host(loop.seen.values())})
     journal.close()
     mailbox.close()
 
@@ -62,6 +63,8 @@ class HubLoop:
         self.hub = hub
         self.fleet = fleet
         self._known: dict[str, Member] = {}
+        self.seen: dict[str, Member] = {}
+        """The last member that was seen under each name."""
         self._lost: dict[str, int] = {}
         self._replaced: set[str] = set()
         self._printed = {""}
@@ -96,6 +99,7 @@ class HubLoop:
 
     def _check_fleet(self) -> None:
         self._checked_at = time.monotonic()
+        self.seen |= {member.name: member for member in self.fleet.members()}
         living = {member.name: member for role in WATCHED for member in self.fleet.alive_members(role)}
         for name, known in list(self._known.items()):
             now = living.get(name)

@@ -6,12 +6,13 @@ accounting identity is a check and not a definition.
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...comm.disk import when_there_is_room
-from ...comm.fleet import Fleet
+from ...comm.fleet import Fleet, Member
 from ...comm.messages import HeldRows, ListStoredRows, Message, Stop, StoredRows, TrainingDone
 from ...comm.messages.base import process_of
 from ...comm.waits import waiting
@@ -159,6 +160,20 @@ class Shutdown:
             "export": "",
             **(done.facts if done else {}),
         }
+
+
+def names_by_host(members: Iterable[Member]) -> dict[str, list[str]]:
+    """The names of processes by the name of their host; of two hosts with one name the second has a number."""
+    by_host: dict[str, list[Member]] = defaultdict(list)
+    for member in members:
+        by_host[member.host].append(member)
+    named: dict[str, list[str]] = {}
+    for there in by_host.values():
+        host_name, number = there[0].host_name, 1
+        while (title := host_name if number == 1 else f"{host_name} ({number})") in named:
+            number += 1
+        named[title] = sorted(member.name for member in there)
+    return named
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

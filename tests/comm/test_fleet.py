@@ -11,7 +11,7 @@ import pytest
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.errors import STORE_GONE_EXIT, WaitTimeout
+from headrace.comm.errors import STORE_LOST_EXIT, WaitTimeout
 from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
@@ -210,14 +210,14 @@ def processes():
 def test_a_process_whose_store_dies_ends_with_a_named_error(processes):
     member = processes.member("stay")
     processes.store.kill()
-    assert member.wait(PATIENCE_S) == STORE_GONE_EXIT
+    assert member.wait(PATIENCE_S) == STORE_LOST_EXIT
     assert "StoreGone: rollout-3: the fleet's store at 127.0.0.1:" in member.stderr.read()
 
 
 def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
     member = processes.member("stay", expiry_s=1.0)
     os.kill(processes.store.pid, signal.SIGSTOP)
-    assert member.wait(PATIENCE_S) == STORE_GONE_EXIT
+    assert member.wait(PATIENCE_S) == STORE_LOST_EXIT
     assert "has not answered" in member.stderr.read()
 
 

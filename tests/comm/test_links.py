@@ -13,7 +13,7 @@ from support.in_memory import MemoryLink
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links.opening import ThrottledLink, open_link
 from headrace.comm.links.seal import Seal
-from headrace.comm.store import StoreServer, connect_store
+from headrace.comm.store import StoreServer, clone_store, connect_store
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
@@ -111,7 +111,7 @@ def test_a_foreign_connection_to_the_port_does_not_keep_the_other_end_out(store)
 
     with ThreadPoolExecutor(1) as pool:
         client = connect_store(store.address, PATIENCE_S)
-        listening = pool.submit(open_link, "tcp", client.clone(), "busy", 0, PATIENCE_S, secret=SECRET)
+        listening = pool.submit(open_link, "tcp", clone_store(client), "busy", 0, PATIENCE_S, secret=SECRET)
         with waiting("the listening end", "its address", PATIENCE_S) as wait:
             wait.until(lambda: client.check(["link/busy"]))
         host, port = client.get("link/busy").decode().split(":")

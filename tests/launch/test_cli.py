@@ -171,3 +171,26 @@ def test_a_wrong_number_of_ranks_is_reported_once(words):
     first, second = (call(*as_words(words), RANK=rank, **ranks) for rank in "01")
     assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
     assert "torchrun started 2 ranks" in first.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nnodes=2"], "--nnodes=2 needs --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "--node-rank=2: with --nnodes=2 it is below 2"),
+        (["--nnodes", "two", "--master-addr", "h"], "--nnodes=two is not a number"),
+        (["--nnodes", "2", "--master-addr", "h", "roles.rollout=2"], "5 ranks, which 2 hosts (--nnodes) cannot share equally"),
+        (["--nnodes", "2", "--master-addr", "h", "--nproc-per-node", "3"], "= 4, but torchrun started 6 ranks"),
+        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --help, --nnodes"),
+    ],
+)  # fmt: skip
+def test_hosts_that_do_not_fit_the_roles_are_refused_before_torchrun_starts(words, options, message, capsys):
+    assert main([*as_words(words), *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_dry_run_shows_the_ranks_of_several_hosts(words, capsys):
+    assert main([*as_words(words), "roles.rollout=3", "--nnodes=2", "--master-addr=h", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "rank 2  host 0  relay-0 + hub" in plan and "rank 5  host 1  relay-1" in plan

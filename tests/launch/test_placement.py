@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RoleSettings
-from headrace.launch.placement import check_staging, place_ranks, visible_devices
+from headrace.launch.placement import check_staging, count_ranks, place_ranks, visible_devices
 
 
 def test_on_one_host_an_actor_is_first_and_the_relay_last():
@@ -67,3 +67,9 @@ def test_references_and_tasks_come_after_the_rollouts_and_a_task_has_no_gpu():
     places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), world_size=6, ranks_per_host=6)
     assert [p.name for p in places] == ["actor-0", "rollout-0", "reference-0", "reference-1", "task-0", "relay-0"]
     assert [visible_devices(place, 4) for place in places] == ["0", "1", "2", "3", "", ""]
+
+
+def test_without_a_number_each_host_has_one_relay():
+    places = place_ranks(RoleSettings(actor=1, rollout=5), world_size=9, ranks_per_host=3)
+    assert [(place.host, place.index) for place in places if place.role == "relay"] == [(0, 0), (1, 1), (2, 2)]
+    assert count_ranks(RoleSettings(actor=1, rollout=5), num_hosts=3) == 9

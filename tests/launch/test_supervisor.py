@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 
 from headrace.comm.environment import STREAMING_COPY_ENV
+from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 
 T = TypeVar("T")
@@ -173,3 +174,11 @@ def test_the_death_of_the_trainer_the_hub_or_the_store_ends_the_run():
     for role in ("actor", "hub", "store"):
         assert classify_exit(role, -9, [], 0.0, is_ending=False) is ExitKind.FAILED_UNREPORTED
     assert classify_exit("rollout", -9, [], 0.0, is_ending=True) is ExitKind.FAILED_REPORTED
+
+
+def test_a_role_that_lost_a_store_on_another_host_is_started_again_and_one_that_finds_none_is_not():
+    state = {"is_ending": False, "store_is_elsewhere": True}
+    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **state) is ExitKind.RESTART
+    assert classify_exit("rollout", STORE_GONE_EXIT, [], 0.0, **state) is ExitKind.FAILED_REPORTED
+    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, is_ending=False) is ExitKind.FAILED_REPORTED
+    assert classify_exit("actor", STORE_LOST_EXIT, [], 0.0, **state) is not ExitKind.RESTART

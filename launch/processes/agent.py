@@ -1,0 +1,209 @@
+"""torchrun, the agent of a host, seen from both sides: the launcher starts one for its host and waits for it, and each rank is a child of one.
+
+torchrun knows only success and failure, and prints a long traceback for a failure. So the launcher reads the run's end from
+the summary, and a rank that refuses to start ends torchrun by a signal, after its one line.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...comm.errors import SettingError
+from ...comm.recipe import Recipe
+from ..config.load import CONFIG_FILE
+from ..placement import count_ranks
+from .child import WATCHED, Child, block_signals, print_message
+from .supervisor import LAUNCHER, SHUTDOWN_S
+
+PATIENCE_S = 2 * SHUTDOWN_S
+"""Seconds from an interrupt until torchrun gets SIGTERM, and from there until it is killed."""
+REFUSED = signal.SIGUSR2
+"""Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
+_BARRIER_S, _POLL_S = 2.0, 0.5
+"""Seconds that torchrun may wait for the torchruns of other hosts once its ranks have ended; seconds between two looks."""
+_REFUSAL_S, _TELL_S = 5.0, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a run and the place of this one among them, in torchrun's own words."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    nproc_per_node: int = 0
+    """Ranks on each host; 0 divides the roles equally."""
+    master_addr: str = ""
+    master_port: int = 29500
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> "Hosts":
+        """From torchrun's options without their dashes. Raises `SettingError`."""
+        values: dict[str, int | str] = {}
+        for option, text in options.items():
+            name = option.replace("-", "_")
+            if name != "master_addr" and not text.isdigit():
+                raise SettingError(f"--{option}={text} is not a number")
+            values[name] = text if name == "master_addr" else int(text)
+        hosts = cls(**values)  # pyright: ignore[reportArgumentType]
+        if hosts.nnodes > 1 and not hosts.master_addr:
+            raise SettingError(f"--nnodes={hosts.nnodes} needs --master-addr, the address of the first host")
+        if hosts.node_rank >= hosts.nnodes:
+            raise SettingError(
+                f"--node-rank={hosts.node_rank}: with --nnodes={hosts.nnodes} it is below {hosts.nnodes}"
+            )
+        return hosts
+
+    def ranks_per_host(self, recipe: Recipe) -> int:
+        """Ranks on each host. Raises `SettingError` if the roles of the recipe do not fill the hosts."""
+        wanted = count_ranks(recipe.roles, self.nnodes)
+        if self.nproc_per_node or wanted % self.nnodes == 0:
+            return self.nproc_per_node or wanted // self.nnodes
+        raise SettingError(
+            f"roles: their sum is {wanted} ranks, which {self.nnodes} hosts (--nnodes) cannot share equally; change roles"
+        )
+
+    def torchrun_options(self, recipe: Recipe) -> list[str]:
+        """The options of torchrun on this host."""
+        ranks = ["--nproc-per-node", str(self.ranks_per_host(recipe))]
+        if self.nnodes == 1:
+            return ["--standalone", *ranks]
+        place = ["--nnodes", str(self.nnodes), "--node-rank", str(self.node_rank)]
+        return [*place, *ranks, "--master-addr", self.master_addr, "--master-port", str(self.master_port)]
+
+
+class Torchrun:
+    """torchrun as a child of the launcher. Signals go to the supervisors, its children."""
+
+    def __init__(self, recipe: Recipe, hosts: Hosts, words: Sequence[str] = ()) -> None:
+        """`words` are the command line of the ranks; without any they read the recipe that the launcher has saved."""
+        self._run_dir = Path(recipe.run.dir)
+        self._grace_s = SHUTDOWN_S + recipe.checkpoint.grace_s
+        self._hosts = hosts
+        self._logs = self._run_dir / "logs" / f"torchrun-{hosts.node_rank}"  # empty files, which it would leave in /tmp
+        options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "-m", "headrace.launch.run"]
+        words = words or [str(self._run_dir / CONFIG_FILE)]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *options, *words]
+        self._deadline = float("inf")
+        self._kills = iter((signal.SIGTERM, signal.SIGKILL))
+        self._has_ranks = False
+        self._idle_since: float | None = None
+        self.received = 0
+        """The signal that interrupted the run; 0 without one."""
+
+    def run(self) -> int:
+        """Start torchrun and wait for its end; returns its exit code, minus the signal if one ended it.
+
+        It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, others to pass on.
+        """
+        block_signals()
+        environment = {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if self._hosts.nnodes > 1:
+            # At its end it would log a traceback for each torchrun that ended before it.
+            environment["LOGLEVEL"] = os.environ.get("LOGLEVEL", "CRITICAL")
+        torchrun = Child("torchrun", self._command, environment=environment)
+        while (code := torchrun.poll()) is None:
+            received = signal.sigtimedwait(WATCHED, self._sleep_s())
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._interrupt(torchrun, received.si_signo)
+            if time.monotonic() >= self._deadline:
+                self._deadline = time.monotonic() + PATIENCE_S
+                torchrun.send(next(self._kills, signal.SIGKILL))
+            if self._is_left_behind(torchrun):
+                torchrun.send(signal.SIGKILL)
+        shutil.rmtree(self._logs, ignore_errors=True)
+        return 0 if self._idle_since is not None and code == -signal.SIGKILL else code
+
+    def _sleep_s(self) -> float:
+        longest = 3600.0 if self._hosts.nnodes == 1 else _POLL_S
+        return min(longest, max(0.0, self._deadline - time.monotonic()))
+
+    def _is_left_behind(self, torchrun: Child) -> bool:
+        """Whether the ranks of this host have ended a while ago. torchrun waits minutes for a host that is gone."""
+        if self._hosts.nnodes == 1:
+            return False
+        if children_of(torchrun.pid):
+            self._has_ranks, self._idle_since = True, None
+        elif self._has_ranks and self._idle_since is None:
+            self._idle_since = time.monotonic()
+        return self._idle_since is not None and time.monotonic() - self._idle_since > _BARRIER_S
+
+    def _interrupt(self, torchrun: Child, number: int) -> None:
+        """Pass the first signal to the supervisors, which end the run in order; torchrun would print a traceback.
+
+        SIGUSR1 ends nothing: the run writes a checkpoint.
+        """
+        supervisors = children_of(torchrun.pid)
+        if number == signal.SIGUSR1:
+            print_message("SIGUSR1: the run writes a checkpoint after the next step and continues")
+            for pid in supervisors:
+                os.kill(pid, number)
+            return
+        if self.received:
+            print_message("interrupted again: the run is killed")
+            self._kills, self._deadline = iter(()), time.monotonic()
+            return
+        self.received = number
+        self._deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + self._grace_s
+        print_message(
+            f"{signal.Signals(number).name}: the run writes a checkpoint and ends in order, within {self._grace_s:g} s"
+            " (a second signal kills it)"
+        )
+        for pid in supervisors:
+            os.kill(pid, number)
+        if not supervisors:
+            torchrun.send(signal.SIGTERM)
+
+
+def has_other_hosts() -> bool:
+    """Whether torchrun has ranks on other hosts too."""
+    return int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def refuse_start(error: SettingError, *, is_known: bool) -> int:
+    """Print why this rank does not start, once on each host, and end its torchrun; returns the rank's exit code.
+
+    is_known: the ranks of the other hosts see the same mistake, or depend on this rank; else the run's store is told.
+    """
+    is_speaker = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
+    parent = os.getppid()
+    if is_speaker:
+        where = f" (on host {socket.gethostname()})" if has_other_hosts() else ""
+        print_message(f"error: {error}{where}")
+    if not _is_torchrun(parent):
+        return 2
+    if is_speaker and not is_known and has_other_hosts():
+        command = [sys.executable, "-m", "headrace.comm.store", "--refuse", f"{error} (on host {socket.gethostname()})"]
+        subprocess.run(command, timeout=_TELL_S, check=False)
+    if is_speaker:
+        os.kill(parent, REFUSED)
+    # The others leave the line to the first rank, and end with torchrun.
+    signal.sigtimedwait(WATCHED - {signal.SIGCHLD}, _REFUSAL_S)
+    return 2
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the children of a process, from /proc."""
+    children: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # the process has ended meanwhile
+        if parent == pid:
+            children.append(int(stat.parent.name))
+    return children
+
+
+def _is_torchrun(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+    return "torchrun" in command or "torch.distributed.run" in command or "torch/distributed/run" in command

@@ -1,0 +1,94 @@
+"""One rank, as torchrun started it: it checks the recipe and its counts, then supervises its role to the end.
+
+The first rank makes the run folder ready. Another host needs no copy of the recipe: the run's store has it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...comm.errors import SettingError
+from ...comm.process_tree import end_with_parent
+from ...comm.recipe import Recipe
+from ...relay.checkpoints import CheckpointFolder
+from ..config.dry_run import print_plan
+from ..config.load import parse_recipe, read_recipe, save_recipe
+from ..placement import place_ranks, with_relays
+from ..report.summary import print_summary
+from ..resume import choose_checkpoint
+from .agent import has_other_hosts, refuse_start
+from .child import print_message
+from .secret import create_secret
+from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
+
+_FETCH_S = 300.0
+
+
+def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: bool) -> int:
+    """Run the rank of torchrun's environment; returns its exit code."""
+    end_with_parent(signal.SIGTERM, os.getppid())
+    is_known = False
+    try:
+        recipe = _read(recipe_file, overrides)
+        world_size, ranks_per_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        is_known = True  # the counts are the same on every host
+        recipe = with_relays(recipe, -(-world_size // ranks_per_host))
+        place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
+        is_first = os.environ["RANK"] == "0"
+        if is_dry_run:
+            if is_first:
+                print_plan(recipe, ranks_per_host)
+            return 0
+        does_launch = is_first and (LAUNCHER not in os.environ or has_other_hosts())
+        if does_launch:
+            prepare(recipe)
+        is_known = is_first
+        _make_run_folder(Path(recipe.run.dir), is_first=is_first)
+        exit_code = supervise(recipe)
+    except SettingError as error:
+        return refuse_start(error, is_known=is_known)
+    if does_launch and LAUNCHER not in os.environ:
+        print_summary(Path(recipe.run.dir))
+    return exit_code
+
+
+def prepare(recipe: Recipe) -> None:
+    """Check the recipe and make the run folder ready for the processes of the run. Raises `SettingError`."""
+    from ..config.checks import check_recipe
+
+    for warning in check_recipe(recipe):
+        print_message(f"warning: {warning}")
+    run_dir = Path(recipe.run.dir)
+    save_recipe(recipe)
+    create_secret(run_dir)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    if recipe.run.resume == "auto":
+        step, lines = choose_checkpoint(run_dir)
+        for line in lines:
+            print_message(line)
+        if step is not None:
+            CheckpointFolder(run_dir).set_latest(step)
+
+
+def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
+    """The recipe in the file; on another host than the first one, the run's own where there is no such file."""
+    if recipe_file is None or os.environ.get("GROUP_RANK", "0") == "0" or Path(recipe_file).exists():
+        return read_recipe(recipe_file, overrides)
+    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
+    fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FETCH_S, check=False)
+    if fetched.returncode:
+        raise SettingError(f"no recipe file {recipe_file!r}, and the run's store gave none")
+    return parse_recipe(fetched.stdout)
+
+
+def _make_run_folder(run_dir: Path, *, is_first: bool) -> None:
+    """Make the run folder on this host; without a shared file system it has the logs of this host."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not is_first and os.environ.get("LOCAL_RANK") == "0":
+            (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier run
+    except OSError as error:
+        raise SettingError(f"run.dir: cannot create {run_dir}: {error.strerror}") from error
