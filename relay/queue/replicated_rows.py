@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...comm.errors import HeadraceError, PeerGone, StorageFull, WrongDigest
+from ...comm.errors import HeadraceError, PeerGone, StorageFull, WaitTimeout, WrongDigest
 from ...comm.messages.base import storage_id_of
 from ...comm.waits import waiting
 
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 COPIES = 2
 RETRY_S = 0.05
+HEARTBEATS = 20
+"""Heartbeats within which every process hears of a new unit."""
 
 
 class RowNotFound(HeadraceError):
@@ -122,15 +124,32 @@ class ReplicatedRows:
         with self._lock:
             if storage_id in self._failed:
                 raise PeerGone(f"unit {storage_id} is gone")
+            if storage_id in self._clients:
+                return self._clients[storage_id]
+        address = self._address(storage_id)
+        with self._lock:
             if storage_id not in self._clients:
-                self._clients[storage_id] = self._fleet.open_rows(self._address(storage_id))
+                self._clients[storage_id] = self._fleet.open_rows(address)
             return self._clients[storage_id]
 
     def _address(self, storage_id: str) -> str:
-        for relay in self._fleet.alive_members("relay", having="unit"):
-            if storage_id_of(relay.name, relay.incarnation) == storage_id:
-                return relay.info["unit"]
-        raise PeerGone(f"unit {storage_id} is gone")
+        """A message about a relay's next unit may arrive before the heartbeat that announces it: waits for a few of them."""
+        settings = self._fleet.settings
+        try:
+            with waiting(f"unit {storage_id}", "its address", HEARTBEATS * settings.heartbeat_s) as wait:
+                return wait.until(lambda: self._announced(storage_id), RETRY_S)
+        except WaitTimeout as timeout:
+            raise PeerGone(f"unit {storage_id} is not announced") from timeout
+
+    def _announced(self, storage_id: str) -> str | None:
+        """The address of a unit, None if its relay has not announced it yet. Raises `PeerGone` once it is dead."""
+        name, _, incarnation = storage_id.partition("#")
+        for relay in self._fleet.members("relay"):
+            if relay.name == name and relay.incarnation >= int(incarnation):
+                if relay.incarnation > int(incarnation) or not relay.is_alive:
+                    raise PeerGone(f"unit {storage_id} is gone")
+                return relay.info.get("unit")
+        return None
 
     def _mark_failed(self, storage_id: str, error: Exception) -> None:
         """Log the error; do not use a dead unit again: its relay's next process has another name."""

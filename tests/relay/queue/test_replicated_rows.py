@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.errors import PeerGone
 from headrace.comm.messages.base import process_of, storage_id_of
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer
@@ -129,9 +130,27 @@ def test_columns_are_added_to_every_copy_of_a_row_and_to_no_other_row(cluster: t
         assert set(p.storage.get_row("0.0.0@1", [unit], ["ref_logprobs"])) == {"ref_logprobs"}
 
 
-def test_a_write_without_a_living_unit_raises_an_error_that_names_the_row(cluster: type[Cluster]):
-    p = cluster(2)
-    for name in p.storage.put_row("0.0.0@1", ROW):
-        p.close(name)
-    with pytest.raises(PeerGone, match=r"0\.0\.1@1"):
-        p.storage.put_row("0.0.1@1", ROW)
+def test_a_write_without_a_living_unit_waits_for_the_next_one(cluster: type[Cluster]):
+    p = cluster(1)
+    (old,) = p.storage.put_row("0.0.0@1", ROW)
+    p.close(old)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(p.storage.put_row, "0.0.1@1", ROW)
+        p.relays[0].crash()
+        p.add_relay(0)
+        assert written.result(60) == ["relay-0#2"]
+
+
+def test_a_unit_is_read_although_its_relay_is_announced_after_the_message_about_its_row(cluster: type[Cluster]):
+    p = cluster(1)
+    p.close("relay-0#1")
+    p.relays[0].crash()
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(p.storage.get_row, "0.0.0@2", ["relay-0#2"])
+        p.add_relay(0)
+        client = p.client("relay-0#2")
+        client.put("0.0.0@2", ROW)
+        client.close()
+        with suppress(RowNotFound):  # the reader may have looked between the announcement and the row
+            read.result(60)
+    assert set(p.storage.get_row("0.0.0@2", ["relay-0#2"])) == {"response_ids"}
