@@ -153,6 +153,8 @@ class ReplicatedRows:
 
     def _mark_failed(self, storage_id: str, error: Exception) -> None:
         """Log the error; do not use a dead unit again: its relay's next process has another name."""
+        if storage_id in self._failed:
+            return
         log.warning("storage unit %s failed: %s", storage_id, error)
         if isinstance(error, PeerGone):
             with self._lock:

@@ -5,6 +5,7 @@
 JOB is JSON of `Job`. The caller reads `RANK.pt`.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,9 @@ def run_ranks(job: Job, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     command = [sys.executable, "-m", "support.actor_ranks", str(folder)]
     text, here = msgspec.json.encode(job).decode(), Path(__file__).parents[1]
-    ranks = [subprocess.Popen([*command, str(rank), text], cwd=here) for rank in range(job.size)]
+    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    ranks = [subprocess.Popen([*command, str(rank), text], env=environment) for rank in range(job.size)]
     try:
         assert [rank.wait(240) for rank in ranks] == [0] * job.size
     finally:
