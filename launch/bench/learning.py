@@ -48,6 +48,12 @@ STORIES = Job(
 SORTING = Job(settings=(), target=0.7, steps={3e-4: 120}, lr=3e-4)
 """The quickstart's own policy sorts digits."""
 
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "sync": ("run.schedule=sync",),
+    "headrace": ("run.schedule=headrace",),
+    "headrace-bound-1": ("run.schedule=headrace", "queue.max_staleness=1"),
+}
+"""Settings of each schedule; the others are compared with the first."""
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
     "truncate-token": (),
     "truncate-none": ("algorithm.importance_sampling_cap=1e9",),
@@ -71,15 +77,16 @@ class Outcome:
 
 
 def rates(name: str, options: Options) -> list[Measurement]:
-    """`headrace` over `sync` at each learning rate of the job."""
+    """`headrace`, without and with a bound of 1 on staleness, over `sync` at each learning rate of the job."""
     job = STORIES if options.policy else SORTING
     variants = {
-        f"{schedule}-{lr:g}": (f"run.schedule={schedule}", f"optimizer.lr={lr}", f"run.steps={steps}")
+        f"{schedule}-{lr:g}": (*words, f"optimizer.lr={lr}", f"run.steps={steps}")
         for lr, steps in job.steps.items()
-        for schedule in ("sync", "headrace")
+        for schedule, words in SCHEDULES.items()
     }
     outcomes = run_all(job, variants, options)
-    pairs = [(f"sync-{lr:g}", f"headrace-{lr:g}") for lr in job.steps]
+    peer, *others = SCHEDULES
+    pairs = [(f"{peer}-{lr:g}", f"{ours}-{lr:g}") for lr in job.steps for ours in others]
     return [row for peer, ours in pairs for row in rows_of(ours, outcomes[ours], peer, outcomes[peer])]
 
 
