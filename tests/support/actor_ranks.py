@@ -25,7 +25,7 @@ SEQUENCES = random_prompts(8, longest=60)
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the ranks do: the policy at `path`, with `steps` updates."""
+    """Work for the ranks: `steps` updates of the policy at `path`."""
 
     path: str
     size: int = 1

@@ -107,7 +107,7 @@ def _users_loss(function: Callable[[LossInputs], Any], x: LossInputs) -> tuple[T
 
 
 def _outline(result: object) -> str:
-    """What a function returned, in short."""
+    """The result of a user's function, in short."""
     if isinstance(result, Tensor):
         return f"a tensor of shape {[*result.shape]}"
     return f"({', '.join(map(_outline, result))})" if isinstance(result, tuple) else type(result).__name__
