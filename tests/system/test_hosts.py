@@ -226,7 +226,7 @@ def test_three_hosts_train_the_quickstart_to_its_reward(hosts_job, tmp_path: Pat
     parts = quickstart.missing_parts(read_recipe(quickstart.RECIPE), is_dry_run=False)
     job = hosts_job(3)
     (job.folder / "recipe.yaml").write_text(quickstart.RECIPE.read_text())
-    job.words = [*parts, f"run.dir={job.dir}"]
+    job.words = [*parts, f"run.dir={job.dir}", "roles.relay=3"]
     job.start()
     assert job.end() == [0, 0, 0], job.logs()
     summary = job.summary()
