@@ -43,7 +43,7 @@ def _guard(child: int) -> NoReturn:
     # The owner of this wait is the guardian's parent: its SIGTERM or its death ends it.
     while code is None and signal.sigwait(_GUARDED) == signal.SIGCHLD:
         code = _reap(child)
-    while pids := _children():
+    while pids := children_of(os.getpid()):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -62,6 +62,14 @@ def _reap(child: int) -> int | None:
     return None
 
 
-def _children() -> list[int]:
-    me = os.getpid()
-    return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
+def children_of(pid: int) -> list[int]:
+    """Process ids of the children of a process, from /proc."""
+    children: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # the process has ended meanwhile
+        if parent == pid:
+            children.append(int(stat.parent.name))
+    return children

@@ -168,9 +168,8 @@ class CheckpointWriter:
         except OSError:
             say(f"{describe_full(path)}; this checkpoint is given up, and training continues")
         finally:
-            if (
-                self._is_lead and self.newest not in self.folder.whole()
-            ):  # else it failed later: at the removal of others
+            # A checkpoint that is whole failed later: at the removal of others.
+            if self._is_lead and self.newest not in self.folder.whole():
                 shutil.rmtree(path, ignore_errors=True)
 
 

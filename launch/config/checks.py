@@ -20,6 +20,7 @@ from ..placement import check_replicas
 from .algorithm_checks import check_algorithm
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, read_config
+from .run_folder import make_run_folder
 
 _SPECIAL_TOKENS = 16
 """More than any tokenizer adds around a text."""
@@ -133,10 +134,7 @@ def check_run_folder(recipe: Recipe) -> None:
         raise SettingError(
             f"run.dir: {folder} holds a run already; set run.resume=auto to resume it, or another run.dir"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
+    make_run_folder(folder)
     if not os.access(folder, os.W_OK):
         raise SettingError(f"run.dir: no permission to write in {folder}")
 

@@ -19,6 +19,7 @@ from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
+from .run_folder import make_run_folder
 
 CONFIG_FILE = "config.yaml"
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -65,8 +66,7 @@ def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
 
 def save_recipe(recipe: Recipe) -> Path:
     """Write the resolved recipe into its run folder; returns the path."""
-    path = Path(recipe.run.dir) / CONFIG_FILE
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts, answers and the secret
+    path = make_run_folder(recipe.run.dir) / CONFIG_FILE
     path.write_text(recipe_yaml(recipe), encoding="utf-8")
     return path
 

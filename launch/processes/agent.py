@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...comm.errors import SettingError
+from ...comm.process_tree import children_of
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
+from ..config.run_folder import make_run_folder
 from ..placement import count_ranks
 from .child import WATCHED, Child, block_signals, print_message
 from .supervisor import LAUNCHER, SHUTDOWN_S
@@ -107,6 +109,7 @@ class Torchrun:
         if self._hosts.nnodes > 1:
             # At its end it would log a traceback for each torchrun that ended before it.
             environment["LOGLEVEL"] = os.environ.get("LOGLEVEL", "CRITICAL")
+        make_run_folder(self._run_dir)  # torchrun would make it readable for others
         torchrun = Child("torchrun", self._command, environment=environment)
         while (code := torchrun.poll()) is None:
             received = signal.sigtimedwait(WATCHED, self._sleep_s())
@@ -186,19 +189,6 @@ def refuse_start(error: SettingError, *, is_known: bool) -> int:
     # The others leave the line to the first rank, and end with torchrun.
     signal.sigtimedwait(WATCHED - {signal.SIGCHLD}, _REFUSAL_S)
     return 2
-
-
-def children_of(pid: int) -> list[int]:
-    """Process ids of the children of a process, from /proc."""
-    children: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue  # the process has ended meanwhile
-        if parent == pid:
-            children.append(int(stat.parent.name))
-    return children
 
 
 def _is_torchrun(pid: int) -> bool:

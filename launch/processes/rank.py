@@ -16,6 +16,7 @@ from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
 from ..config.dry_run import print_plan
 from ..config.load import parse_recipe, read_recipe, save_recipe
+from ..config.run_folder import make_run_folder
 from ..placement import place_ranks, with_relays
 from ..report.summary import print_summary
 from ..resume import choose_checkpoint
@@ -46,7 +47,7 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
         if does_launch:
             prepare(recipe)
         is_known = is_first
-        _make_run_folder(Path(recipe.run.dir), is_first=is_first)
+        _prepare_host(Path(recipe.run.dir), is_first=is_first)
         exit_code = supervise(recipe)
     except SettingError as error:
         return refuse_start(error, is_known=is_known)
@@ -84,11 +85,11 @@ def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
     return parse_recipe(fetched.stdout)
 
 
-def _make_run_folder(run_dir: Path, *, is_first: bool) -> None:
+def _prepare_host(run_dir: Path, *, is_first: bool) -> None:
     """Make the run folder on this host; without a shared file system it has the logs of this host."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if not is_first and os.environ.get("LOCAL_RANK") == "0":
+    make_run_folder(run_dir)
+    if not is_first and os.environ.get("LOCAL_RANK") == "0":
+        try:
             (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier run
-    except OSError as error:
-        raise SettingError(f"run.dir: cannot create {run_dir}: {error.strerror}") from error
+        except OSError as error:
+            raise SettingError(f"run.dir: cannot write in {run_dir}: {error.strerror}") from error

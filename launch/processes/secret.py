@@ -5,6 +5,7 @@ import secrets
 from pathlib import Path
 
 from ...comm.errors import SettingError
+from ..config.run_folder import make_run_folder
 
 SECRET_FILE = "secret"
 
@@ -13,8 +14,9 @@ def create_secret(run_dir: Path) -> None:
     """Write a new secret for a run that has none."""
     if "HEADRACE_SECRET" in os.environ or (run_dir / SECRET_FILE).exists():
         return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(os.open(run_dir / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+    with open(
+        os.open(make_run_folder(run_dir) / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+    ) as stream:
         stream.write(secrets.token_hex(32))
 
 

@@ -18,6 +18,7 @@ from headrace.launch.config.load import (
     sections,
     show_value,
 )
+from headrace.launch.config.run_folder import make_run_folder
 
 
 @pytest.mark.parametrize(
@@ -127,3 +128,10 @@ def test_help_lists_every_setting_with_its_meaning():
             if name.startswith(f"{section}."):
                 assert f"  {name}={show_value(entry.default)}  ({describe(entry.type)})\n" in page
                 assert docs[entry.name].split()[0] in page
+
+
+def test_a_new_run_folder_is_readable_by_its_owner_alone_and_an_old_one_stays_as_it_is(tmp_path: Path):
+    assert make_run_folder(tmp_path / "runs" / "new").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    assert make_run_folder(tmp_path / "shared").stat().st_mode & 0o777 == 0o755

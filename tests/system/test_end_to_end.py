@@ -29,6 +29,7 @@ METRICS = (
 def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJob):
     run = job()
     output = run.run()
+    assert run.dir.stat().st_mode & 0o777 == 0o700
     summary = run.summary()
     assert summary["status"] == "finished" and summary["steps"] == 4
     account = assert_account_adds_up(run)
