@@ -251,9 +251,7 @@ def _run(arguments: argparse.Namespace, address: str, recipe: Recipe, interrupti
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process. A failed role leaves threads behind; one inside torch would abort the interpreter's exit."""
-    if code == 0:
-        sys.exit(0)
+    """End the process without the interpreter's own exit, which a thread inside torch or Gloo would abort."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

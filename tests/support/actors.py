@@ -1,6 +1,5 @@
 """Actors without a fleet, alone or as two FSDP ranks, and random batches for them."""
 
-import atexit
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
+from headrace.launch.processes.role_process import end_process
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.micro_batches import rounds
 from headrace.trainer.actor_group import ActorGroup
@@ -81,7 +81,7 @@ def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
 def on_two_ranks(folder: Path, script: str, *args: object) -> None:
     """Run a script in two processes. It finds its rank of one `group`, and `args` as strings."""
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK + script, *map(str, [TESTS, folder / "ranks", rank, *args])])
+        subprocess.Popen([sys.executable, "-c", RANK + script + END, *map(str, [TESTS, folder / "ranks", rank, *args])])
         for rank in range(2)
     ]
     codes = [process.wait(DEADLINE_S) for process in ranks]
@@ -95,11 +95,15 @@ from support.actors import *
 group, args = rank_of(sys.argv[2], int(sys.argv[3])), sys.argv[4:]
 """
 
+END = """
+group.close()
+end_process(0)
+"""
+
 
 def rank_of(store: str, rank: int) -> ActorGroup:
-    """One of two ranks, which meet through a file; the end of the process closes it."""
+    """One of two ranks, which meet through a file."""
     torch.set_num_threads(1)
     group = ActorGroup(rank, 2, torch.device("cpu"), DEADLINE_S)
     group.connect(FileStore(store, 2))
-    atexit.register(group.close)
     return group

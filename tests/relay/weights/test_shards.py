@@ -63,6 +63,7 @@ from support.sharded_model import CUTS, build
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import connect_store
+from headrace.launch.processes.role_process import end_process
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.shards import WeightShard
 from headrace.relay.weights.publisher import WeightPublisher
@@ -89,6 +90,7 @@ publisher.close()
 fleet.leave()
 if size > 1:
     dist.destroy_process_group()
+end_process(0)
 """
 
 
