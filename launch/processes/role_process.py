@@ -196,8 +196,7 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
         write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
     except (OSError, HeadraceError) as lost:
         print(f"{error}; summary.json is not written: {lost}", flush=True)
-    num_ranks = count_ranks(recipe.roles)
-    for place in place_ranks(recipe.roles, num_ranks, num_ranks, recipe.rollout.tp):
+    for place in place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp):
         if place.role != "shard":  # a shard ends with its rollout
             mailbox.send(place.name, Stop("failed"))
 
