@@ -25,7 +25,9 @@ from .child import WATCHED, Child, block_signals, print_message
 from .supervisor import LAUNCHER, SHUTDOWN_S
 
 PATIENCE_S = 2 * SHUTDOWN_S
-"""Seconds from an interrupt until torchrun gets SIGTERM, and from there until it is killed."""
+"""Seconds from an interrupt until torchrun gets SIGQUIT, and from there until it is killed."""
+_END = signal.SIGQUIT
+"""Ends torchrun, which passes SIGTERM on to its ranks."""
 REFUSED = signal.SIGUSR2
 """Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
 _BARRIER_S, _POLL_S = 2.0, 0.5
@@ -100,11 +102,11 @@ class Torchrun:
         self._grace_s = SHUTDOWN_S + recipe.checkpoint.grace_s
         self._hosts = hosts
         self._logs = self._run_dir / "logs" / f"torchrun-{hosts.node_rank}"  # empty files, which it would leave in /tmp
-        options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "-m", "headrace.launch.run"]
+        options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "--signals-to-handle", _END.name]
         words = words or [str(self._run_dir / CONFIG_FILE)]
-        self._command = [sys.executable, "-m", "torch.distributed.run", *options, *words]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "headrace.launch.run", *words]
         self._deadline = float("inf")
-        self._kills = iter((signal.SIGTERM, signal.SIGKILL))
+        self._kills = iter((_END, signal.SIGKILL))
         self._has_ranks = False
         self._idle_since: float | None = None
         self.received = 0
@@ -123,7 +125,8 @@ class Torchrun:
             # At its end it would log a traceback for each torchrun that ended before it.
             environment["LOGLEVEL"] = os.environ.get("LOGLEVEL", "CRITICAL")
         make_run_folder(self._run_dir)  # torchrun would make it readable for others
-        torchrun = Child("torchrun", self._command, environment=environment)
+        # A cluster's scheduler sends SIGTERM to all processes of a job, and torchrun would kill its ranks after 30 s.
+        torchrun = Child("torchrun", self._command, environment=environment, ignores_sigterm=True)
         while (code := torchrun.poll()) is None:
             received = signal.sigtimedwait(WATCHED, self._sleep_s())
             if received is not None and received.si_signo != signal.SIGCHLD:
@@ -174,7 +177,7 @@ class Torchrun:
         for pid in supervisors:
             os.kill(pid, number)
         if not supervisors:
-            torchrun.send(signal.SIGTERM)
+            torchrun.send(_END)
 
 
 def has_other_hosts() -> bool:

@@ -2,8 +2,8 @@
 
     python -m headrace.launch.processes.role_process --role rollout --index 1 --run runs/demo
 
-SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
-ends the process at once. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
+SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order, and
+the supervisor has a deadline. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
 log. With `--failed TEXT` the process only
 reports to the hub, for the supervisor, that the process of this role died.
 """
@@ -73,10 +73,9 @@ class SignalReporter:
             self._report()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
-        self._report()
+        if not self.received:  # a scheduler sends SIGTERM to all processes of a job, and the supervisor sends it again
+            self.received = number
+            self._report()
 
     def _on_checkpoint_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.mailbox is not None:

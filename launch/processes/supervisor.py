@@ -229,7 +229,7 @@ class Supervisor:
             return
         for name, child in self.children.items():
             if name == "store" and not self.is_late:
-                child.send(signal.SIGTERM)
+                child.send(signal.SIGQUIT)
                 continue
             if not self.is_over():
                 print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
