@@ -57,8 +57,12 @@ def obstacle() -> str:
         return "a Slurm cluster needs root"
     path = f"{os.environ['PATH']}:/usr/sbin"
     if missing := [program for program in PROGRAMS if shutil.which(program, path=path) is None]:
-        return f"a Slurm cluster needs {', '.join(missing)}"
+        return f"a Slurm cluster needs {', '.join(missing)}: bash tests/install_slurm.sh"
     return ""
+
+
+class ClusterRefused(Exception):
+    """Slurm is installed, but its daemons do not run on this machine."""
 
 
 class SlurmCluster:
@@ -87,11 +91,10 @@ class SlurmCluster:
             self._stack = stack
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             self._start("munged", ["munged", "--foreground", "--force", *munge])
-            _until(lambda: (folder / "munge.sock").exists(), "munged")
             self._start("slurmctld", ["slurmctld", "-D", "-f", str(conf)])
             for number in range(1, num_nodes + 1):
                 self._start(f"n{number}", ["slurmd", "-D", "-f", str(conf), "-N", f"n{number}"])
-            _until(lambda: self.states() == ["idle"] * num_nodes, "the nodes")
+            self._wait_for_nodes(num_nodes)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -111,10 +114,6 @@ class SlurmCluster:
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
-
-    def states(self) -> list[str]:
-        """States of the nodes, as sinfo names them."""
-        return self.run("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T").split()
 
     def submit(self, script: Path, *options: str, **environment: str) -> str:
         """Submit a script; returns the number of its job."""
@@ -136,6 +135,23 @@ class SlurmCluster:
     def processes(self) -> list[int]:
         """Ids of the processes of all jobs."""
         return [pid for name in self._daemons if name.startswith("n") for pid in _processes_of(name, self._folder)]
+
+    def _wait_for_nodes(self, num_nodes: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while (
+            self._try("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T").split() != ["idle"] * num_nodes
+        ):
+            ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                logs = "".join(path.read_text()[-500:] for path in sorted(self._folder.glob("*.out")))
+                raise ClusterRefused(f"Slurm does not run here: {ended or 'its nodes'} did not start: {logs}")
+            time.sleep(0.2)
+
+    def _try(self, *words: str) -> str:
+        environment = self._environment
+        return subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        ).stdout
 
     def _start(self, name: str, command: Sequence[str]) -> None:
         with (self._folder / f"{name}.out").open("w") as output:
