@@ -2,6 +2,7 @@
 
     python -m headrace.comm.store --interface 127.0.0.1 [--port 0] [--recipe FILE] [--publish] [--expect N] [--silence-s S]
     python -m headrace.comm.store --fetch-recipe
+    python -m headrace.comm.store --join ROLE=COUNT ...
     python -m headrace.comm.store --refuse TEXT
 
 The first supervisor starts this process. Its first line on stdout is `store HOST:PORT`. With `--publish` it also puts the
@@ -10,27 +11,30 @@ in the environment overrides that. The process exits with 0 on SIGQUIT, or once 
 joined and each of them has left or has been silent for `--silence-s` seconds (default 60). It ignores SIGINT and SIGTERM:
 terminals and schedulers send them to all processes, and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
 
-The store also has the run's recipe, for hosts that share no files with the first. The second form prints it. A process that
-cannot join the run says so to the store, as the third form does; the store then prints the text and ends with 2.
+The store also has the run's recipe, for hosts that share no files with the first. The second form prints it; the third, for a host that joins
+a running job, also takes numbers for its processes. A process that cannot join the run says so to the store, as the last form
+does; the store then prints the text and ends with 2.
 
 The store has no authentication: any client that reaches the port can act as a member. So a trusted network is required against
 denial of service; mailboxes refuse forged messages.
 """
 
 import argparse
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, cast
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from .environment import ADDRESS_FILE
 from .errors import SettingError, StoreGone
 from .links.host import join_address, listen, split_address
 from .waits import Wait, waiting
@@ -141,6 +145,12 @@ def fetch_recipe(address: str, deadline_s: float) -> str:
     return _wait_for_value(connect_store(address, deadline_s), _RECIPE_KEY, "the recipe", deadline_s)
 
 
+def take_numbers(address: str, counts: Mapping[str, int]) -> dict[str, int]:
+    """Role -> how many processes of it have joined the run before these, which no other caller gets. Raises `StoreGone`."""
+    store = connect_store(address, _FIND_S)
+    return {role: store.add(f"fleet/joined/{role}", count) - count for role, count in counts.items()}
+
+
 def refuse_run(address: str, reason: str) -> None:
     """Tell the store that a process cannot join the run, which ends for that reason. Raises `StoreGone`."""
     store = connect_store(address, _FIND_S)
@@ -212,6 +222,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     hosted = StoreServer(arguments.interface, arguments.port)
     print(f"store {hosted.address}", flush=True)
     if arguments.recipe is not None:
+        (arguments.recipe.parent / ADDRESS_FILE).write_text(hosted.address)
         hosted.store.set(_RECIPE_KEY, arguments.recipe.read_text(encoding="utf-8"))
     if arguments.publish:
         publish_address(hosted.address)
@@ -241,10 +252,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--end-with-parent", action="store_true", help="end when the process that started it is gone")
     parser.add_argument("--recipe", type=Path, help="file with the recipe of the run")
     parser.add_argument("--fetch-recipe", action="store_true", help="print the recipe of the run instead")
+    parser.add_argument(
+        "--join", metavar="ROLE=COUNT", nargs="+", help="print the recipe and free numbers as JSON instead"
+    )
     parser.add_argument("--refuse", metavar="TEXT", help="end the run for this reason instead")
     arguments = parser.parse_args(argv)
     if arguments.fetch_recipe:
         print(fetch_recipe(find_address(_FIND_S), _FIND_S))
+    elif arguments.join:
+        address = find_address(_FIND_S)
+        counts = {role: int(count) for role, _, count in (word.partition("=") for word in arguments.join)}
+        print(json.dumps({"recipe": fetch_recipe(address, _FIND_S), "taken": take_numbers(address, counts)}))
     elif arguments.refuse is not None:
         refuse_run(find_address(_FIND_S), arguments.refuse)
     else:

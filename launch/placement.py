@@ -25,6 +25,9 @@ A relay's weights survive in its supervisor's memory. Its rows survive in anothe
 RANKS_OF_HOSTS = "HEADRACE_RANKS_OF_HOSTS"
 """Set by a launcher that was given a number of ranks for each host: these numbers, with commas."""
 
+JOINED_HOST = -1
+"""The number of every host that has joined a running job; the run's own are 0, 1, ..."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -54,6 +57,13 @@ def count_ranks(roles: RoleSettings, num_hosts: int = 1) -> int:
 def with_relays(recipe: Recipe, num_hosts: int) -> Recipe:
     """The recipe with its number of relays."""
     return structs.replace(recipe, roles=structs.replace(recipe.roles, relay=count_relays(recipe.roles, num_hosts)))
+
+
+def place_joining(rollouts: int, relays: int, tp: int, first_replica: int, first_relay: int) -> list[Placement]:
+    """The placement of the ranks of a host that joins a running job, which has so many replicas and relays already."""
+    ranks = _replicas(rollouts, tp, first_replica)
+    places = [Placement(role, index, JOINED_HOST, slot) for slot, (role, index) in enumerate(ranks)]
+    return places + [Placement("relay", first_relay + number, JOINED_HOST, None) for number in range(relays)]
 
 
 def equal_hosts(world_size: int, ranks_per_host: int) -> list[int]:
@@ -111,12 +121,12 @@ def _fitting_counts(num_ranks: int, num_hosts: int) -> str:
     return f"--nproc-per-node {num_ranks // num_hosts}" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
 
 
-def _replicas(num_ranks: int, tp: int) -> list[tuple[str, int]]:
-    """Role and index of the generator's ranks, replica by replica."""
+def _replicas(num_ranks: int, tp: int, first: int = 0) -> list[tuple[str, int]]:
+    """Role and index of the generator's ranks, replica by replica from number `first` on."""
     others = tp - 1
     return [
         ("rollout", i) if rank == 0 else ("shard", i * others + rank - 1)
-        for i in range(num_ranks // tp)
+        for i in range(first, first + num_ranks // tp)
         for rank in range(tp)
     ]
 

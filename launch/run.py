@@ -3,9 +3,10 @@ how the run ended. Under torchrun it is the supervisor of one rank.
 
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run | --help]
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --nnodes 2 --node-rank 0 --master-addr ADDRESS
+    python -m headrace.launch.run [RECIPE.yaml] join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
-The second form runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun,
-but that --nproc-per-node 4,4,1 gives each host a number of its own.
+The second form runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun, but that
+--nproc-per-node 4,4,1 gives each host a number of its own. The third adds the rollouts and relays of a host to a running job.
 """
 
 import os
@@ -24,6 +25,7 @@ from .config.memory_plan import Gpus
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import block_signals, print_message
+from .processes.joining import join_run
 from .processes.rank import prepare, run_rank
 from .report.summary import print_summary, read_summary
 
@@ -38,12 +40,15 @@ class Arguments:
     overrides: Sequence[str]
     is_dry_run: bool
     hosts: Hosts
+    join: str = ""
+    """The folder or address of the run that this host joins."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist."""
         options: dict[str, str] = {}
         others: list[str] = []
+        join = ""
         rest = iter(words)
         for word in rest:
             name, equals, value = word.partition("=")
@@ -55,11 +60,13 @@ class Arguments:
             elif word.startswith("-"):
                 known = ", ".join(f"--{option}" for option in _HOST_OPTIONS)
                 raise SettingError(f"unknown option {word}; the options are --dry-run, --help, {known}")
+            elif name == "join":
+                join = value
             else:
                 others.append(word)
         is_dry_run = options.pop("dry-run", None) is not None
         recipe = others[0] if others and "=" not in others[0] else None
-        return cls(recipe, others[1:] if recipe else others, is_dry_run, Hosts.of(options))
+        return cls(recipe, others[1:] if recipe else others, is_dry_run, Hosts.of(options), join)
 
 
 def main(words: Sequence[str]) -> int:
@@ -77,6 +84,8 @@ def main(words: Sequence[str]) -> int:
         arguments = Arguments.parse(words)
         if is_rank:
             return run_rank(arguments.recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
+        if arguments.join:
+            return join_run(arguments.join, arguments.recipe, list(arguments.overrides))
         recipe = _read_here(arguments)
         if arguments.is_dry_run:
             hosts = arguments.hosts

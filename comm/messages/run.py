@@ -1,5 +1,7 @@
 """Messages about the run as a whole: its steps, its end and its failures."""
 
+import msgspec
+
 from .base import Message
 
 
@@ -14,6 +16,36 @@ class CheckpointWritten(Message, frozen=True):
 
     step: int
     path: str
+
+
+class DrainRequested(Message, frozen=True):
+    """To the hub: rollout `member` gets no more leases, and is stopped once it holds none."""
+
+    member: str
+
+
+class StatusRequested(Message, frozen=True):
+    """To the hub: tell the sender's inbox `reply_to` how the run stands."""
+
+    reply_to: str
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    """A living process: its name and host, the incarnation, and the rows that are leased to it."""
+
+    name: str
+    host: str
+    incarnation: int
+    leased: int
+
+
+class StatusReport(Message, frozen=True):
+    """From the hub: the step in training, the newest version, the members and the account of the rows."""
+
+    step: int
+    version: int
+    members: list[MemberStatus]
+    account: dict[str, int | bool]
 
 
 class CheckpointRequested(Message, frozen=True):

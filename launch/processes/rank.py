@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
@@ -22,6 +23,7 @@ from ..report.summary import print_summary
 from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
+from .joining import run_joining_rank
 from .secret import create_secret
 from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
 
@@ -33,6 +35,8 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
     end_with_parent(signal.SIGTERM, os.getppid())
     is_known = False
     try:
+        if JOINING in os.environ:
+            return run_joining_rank()
         recipe = _read(recipe_file, overrides)
         hosts = ranks_of_hosts()
         is_known = True  # the counts are the same on every host

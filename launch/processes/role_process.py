@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from ...comm.environment import JOINING
 from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, SettingError, StoreGone
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
@@ -56,7 +57,10 @@ log = logging.getLogger(__name__)
 
 
 class SignalReporter:
-    """Reports the first SIGINT or SIGTERM to the hub, as soon as there is a mailbox for it; in the hub SIGUSR1 too."""
+    """Reports the first SIGINT or SIGTERM to the hub, as soon as there is a mailbox for it; in the hub SIGUSR1 too.
+
+    It ends the run; on a host that has joined a running job it drains this process.
+    """
 
     def __init__(self, role: str) -> None:
         self.received = 0
@@ -85,9 +89,11 @@ class SignalReporter:
 
     def _report(self) -> None:
         if self.mailbox is not None:
-            from ...comm.messages import Interrupted
+            from ...comm.messages import DrainRequested, Interrupted
+            from ...comm.messages.base import process_of
 
-            self.mailbox.send("hub", Interrupted(self.received))
+            leaving = DrainRequested(process_of(self.mailbox.name))
+            self.mailbox.send("hub", leaving if JOINING in os.environ else Interrupted(self.received))
 
 
 def run_role(role: str, index: int, recipe: Recipe, address: str, signals: SignalReporter) -> int:
@@ -117,7 +123,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
         code = _fail(mailbox, recipe, role, error)
     finally:
         threading.excepthook = threading.__excepthook__
-        if code in (0, 2) or role == "hub":
+        if (code in (0, 2) and JOINING not in os.environ) or role == "hub":
             exchange_summary(fleet, Path(recipe.run.dir))
         fleet.leave()
     return code
@@ -128,7 +134,8 @@ def _refuse(address: str, reason: str) -> int:
     from ...comm.store import refuse_run
 
     reason = f"{reason} (on host {socket.gethostname()})"
-    refuse_run(address, reason)
+    if JOINING not in os.environ:
+        refuse_run(address, reason)
     sys.stderr.write(f"{reason}\n")
     return 2
 
@@ -173,7 +180,8 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         return STORE_LOST_EXIT
     if isinstance(error, SettingError):
         where = f" (on host {socket.gethostname()})" if has_other_hosts() else ""
-        report(mailbox, recipe, role, f"{error}{where}", exit_code=2)
+        if JOINING not in os.environ:
+            report(mailbox, recipe, role, f"{error}{where}", exit_code=2)
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)

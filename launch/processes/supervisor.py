@@ -20,7 +20,16 @@ from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, ranks_of_hosts, visible_devices
+from ..placement import (
+    JOINED_HOST,
+    RESTARTABLE,
+    Placement,
+    check_staging,
+    count_gpus,
+    place_ranks,
+    ranks_of_hosts,
+    visible_devices,
+)
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
@@ -158,7 +167,7 @@ class Supervisor:
         is_expected = role in RESTARTABLE or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
         if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
-        state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
+        state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host != 0}
         kind = classify_exit(role, code, self.restarts, now, **state)
         if kind is ExitKind.RESTART:
             self.restarts.append(now)
@@ -189,7 +198,7 @@ class Supervisor:
         if child.name == self.placement.name and self.restarts:
             error += f", after {len(self.restarts)} restarts"
         print_message(f"{error}; the run ends{child.log_tail()}")
-        if not is_reported and child.name != "store":
+        if not is_reported and child.name != "store" and self.placement.host != JOINED_HOST:
             self._start("failure-report", [*self._worker_command(child.name), "--failed", error], console=False)
 
     def _pass_on(self, number: int) -> None:
@@ -199,8 +208,9 @@ class Supervisor:
                 self.children["hub"].send(number)
         elif not self.stopped_by:
             self.stopped_by = number
-            # The trainer writes a checkpoint, of which hub and relays must hear.
-            grace_s = self.recipe.checkpoint.grace_s if self.placement.role in ("actor", "relay") else 0.0
+            # The trainer writes a checkpoint, of which hub and relays must hear. A rollout that has joined finishes its rows.
+            needs_grace = self.placement.role in ("actor", "relay") or self.placement.host == JOINED_HOST
+            grace_s = self.recipe.checkpoint.grace_s if needs_grace else 0.0
             self._set_deadline(self.shutdown_s + grace_s)
             for name, child in self.children.items():
                 if name != "store":
@@ -238,19 +248,23 @@ class Supervisor:
         self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
 
 
-def supervise(recipe: Recipe) -> int:
+def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
     """Supervise the rank of torchrun's environment; returns its exit code. Raises `SettingError` before any start.
+
+    joining: the placement of this host's ranks, where it joins a running job.
 
     A run under the launcher that ended in order, for whatever reason, returns 0: torchrun knows only success and failure
     and would print a traceback. The launcher reads from the summary how the run ended.
     """
     hosts = ranks_of_hosts()
-    placements = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
+    placements = joining or place_ranks(recipe.roles, hosts, recipe.rollout.tp)
     placement, num_gpus, staging = placements[int(os.environ["RANK"])], count_gpus(), recipe.relay.staging_device
     check_staging(placements, placement.host, num_gpus, staging)
     device = visible_devices(placement, num_gpus, staging)
-    supervisor = Supervisor(recipe, placement, sum(hosts), hosts_store=os.environ["RANK"] == "0", device=device)
-    supervisor.has_other_hosts = len(hosts) > 1
+    supervisor = Supervisor(
+        recipe, placement, sum(hosts), hosts_store=not joining and os.environ["RANK"] == "0", device=device
+    )
+    supervisor.has_other_hosts = bool(joining) or len(hosts) > 1
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)

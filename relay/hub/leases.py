@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
+from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
 from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
 from ..journal.records import RowStatus
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Leases(Handler):
-    """Open requests, the newest request and the last grant of each holder, and the leases that a dead holder had."""
+    """Open requests, the newest request and the last grant of each holder; the leases that a dead holder had; drained holders."""
 
     def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission") -> None:
         super().__init__(context)
@@ -22,7 +22,12 @@ class Leases(Handler):
         self._requests: dict[str, LeaseRequest] = {}
         self._newest: dict[str, LeaseRequest] = {}
         self._granted: dict[str, LeaseGrant] = {}
-        self.routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return}
+        self._drained: set[str] = set()
+        self.routes = {
+            LeaseRequest: self._on_request,
+            LeaseReturn: self._on_return,
+            DrainRequested: self._on_drain,
+        }
 
     def advance(self) -> None:
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
@@ -49,6 +54,9 @@ class Leases(Handler):
         A request of a dead process may arrive after the report of its death. It is granted, since such a report may be in
         error, and the lease comes back when the next incarnation asks; from then on the dead one is ignored.
         """
+        if sender in self._drained:
+            self._stop_if_empty(sender)
+            return
         newest = self._newest.setdefault(sender, request)
         if request.request_id < newest.request_id:
             return
@@ -60,6 +68,16 @@ class Leases(Handler):
             self.context.mailbox.send(sender, granted)
         else:
             self._requests[sender] = request
+
+    def _on_drain(self, _sender: str, message: DrainRequested) -> None:
+        """Grant this rollout nothing more. It asks for leases as soon as it has room, and stops when it asks without any."""
+        self._drained.add(message.member)
+        if self._requests.pop(message.member, None) is not None:
+            self._stop_if_empty(message.member)
+
+    def _stop_if_empty(self, holder: str) -> None:
+        if holder not in self.holders():
+            self.context.mailbox.send(holder, Stop("drained"))
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         for group, attempt in zip(message.groups, message.attempts, strict=True):

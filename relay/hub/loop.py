@@ -8,19 +8,31 @@ come back, and the rows that it stored are read elsewhere or generated again.
 import logging
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 from ...comm.clock import Clock
 from ...comm.disk import DiskReserve
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, TrainingDone
+from ...comm.messages import (
+    ConnectionLost,
+    DeclaredDead,
+    Failed,
+    HeldRows,
+    Interrupted,
+    MemberStatus,
+    StatusReport,
+    StatusRequested,
+    TrainingDone,
+)
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
-from ..journal.journal import Journal, cut_at_checkpoint, replay
+from ..journal.journal import Journal, account_dict, cut_at_checkpoint, replay
+from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
@@ -91,11 +103,25 @@ class HubLoop:
                 return RunEnd("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
             case ConnectionLost(member=name, incarnation=incarnation):
                 self._on_connection_lost(name, incarnation)
+            case HeldRows():
+                pass  # the rollout was drained, so it holds none
+            case StatusRequested(reply_to=inbox):
+                self.hub.mailbox.send(inbox, self._status())
             case _ if not self.hub.handle(envelope):
                 log.warning("the hub has no route for %s from %s; dropped", type(message).__name__, envelope.sender)
             case _:
                 pass
         return None
+
+    def _status(self) -> StatusReport:
+        state = self.hub.state
+        leased = Counter(row.holder for _, row in state.rows(RowStatus.LEASED))
+        members = [
+            MemberStatus(member.name, member.host_name, member.incarnation, leased[member.name])
+            for member in self.fleet.members()
+            if member.is_alive
+        ]
+        return StatusReport(state.step, state.version, members, account_dict(state))
 
     def _check_fleet(self) -> None:
         self._checked_at = time.monotonic()

@@ -1,0 +1,96 @@
+"""A host that joins a running job: `join=RUN_FOLDER` or `join=HOST:PORT` adds its rollouts and relays, with the next free numbers.
+
+The launcher finds the run and starts a torchrun of its own. So this host can come and go: its death costs its unfinished
+trajectories alone, and its own mistakes end nothing else.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ...comm.environment import ADDRESS_FILE, JOINING
+from ...comm.errors import SettingError
+from ...comm.recipe import Recipe, RoleSettings
+from ..config.load import parse_recipe, read_recipe
+from ..config.run_folder import make_run_folder
+from ..placement import Placement, check_replicas, place_joining
+from .agent import Hosts, Torchrun
+from .child import print_message
+from .secret import SECRET_FILE
+from .supervisor import supervise
+
+_FIND_S = 60.0
+
+
+def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
+    """Join the run in a folder or at an address, with the `roles` of the recipe; returns the launcher's exit code.
+
+    Everything else is as in the run's own recipe. Raises `SettingError`.
+    """
+    roles = read_recipe(recipe_file, overrides).roles
+    find_run(where)
+    recipe, first_replica, first_relay = _take_places(roles)
+    os.environ[JOINING] = json.dumps([msgspec.to_builtins(roles), first_replica, first_relay])
+    make_run_folder(recipe.run.dir)
+    num_ranks = roles.rollout + (roles.relay or 0)
+    names = [place.name for place in _places(recipe)]
+    print_message(f"joins the run in {recipe.run.dir} with {', '.join(names)}")
+    torchrun = Torchrun(recipe, Hosts(nproc_per_node=(num_ranks,)), [f"join={where}"])
+    code = torchrun.run()
+    return 128 + torchrun.received if torchrun.received else abs(code)
+
+
+def find_run(where: str) -> None:
+    """Put the address of a run's store, and the run's secret, into this environment. Raises `SettingError`."""
+    folder = Path(where)
+    if not folder.is_dir():
+        if "HEADRACE_SECRET" not in os.environ:
+            raise SettingError(f"join={where}: it is no folder of a run; with an address HEADRACE_SECRET is needed too")
+        os.environ["HEADRACE_STORE"] = where
+        return
+    try:
+        os.environ["HEADRACE_STORE"] = (folder / ADDRESS_FILE).read_text()
+        os.environ.setdefault("HEADRACE_SECRET", (folder / SECRET_FILE).read_text())
+    except OSError as error:
+        raise SettingError(f"join={where}: no run has started there: {error.filename}: {error.strerror}") from error
+
+
+def _take_places(roles: RoleSettings) -> tuple[Recipe, int, int]:
+    """The run's recipe, and the numbers of this host's first replica and first relay. Raises `SettingError`."""
+    words = [f"rollout={roles.rollout}", f"relay={roles.relay or 0}"]
+    command = [sys.executable, "-m", "headrace.comm.store", "--join", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_FIND_S, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise SettingError(
+            f"join: no run answers at {os.environ['HEADRACE_STORE']}: {reason}; a run whose comm.interface is loopback is open"
+            " to its own host alone"
+        )
+    answer = json.loads(done.stdout)
+    recipe = parse_recipe(answer["recipe"])
+    check_replicas(roles, recipe.rollout.tp)
+    joined = answer["taken"]
+    return (
+        recipe,
+        recipe.num_replicas + joined["rollout"] // recipe.rollout.tp,
+        (recipe.roles.relay or 0) + joined["relay"],
+    )
+
+
+def _places(recipe: Recipe) -> list[Placement]:
+    roles, first_replica, first_relay = json.loads(os.environ[JOINING])
+    return place_joining(roles["rollout"], roles["relay"] or 0, recipe.rollout.tp, first_replica, first_relay)
+
+
+def run_joining_rank() -> int:
+    """Run a rank of this host; returns its exit code. Raises `SettingError`."""
+    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
+    fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FIND_S, check=False)
+    if fetched.returncode:
+        raise SettingError(f"join: the store at {os.environ['HEADRACE_STORE']} has gone")
+    recipe = parse_recipe(fetched.stdout)
+    return supervise(recipe, _places(recipe))
