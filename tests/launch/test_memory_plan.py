@@ -55,7 +55,7 @@ def test_half_a_billion_parameters_train_on_one_gpu_of_24_gb_with_room(dry_run):
         (LARGE, ("roles.rollout=1", "--gpus=2x80"), "for actor, which need .*: set more roles.actor"),
         (
             SMALL,
-            ("--gpus=1x24",),
+            ("generator.kv_gb=20", "--gpus=1x24"),
             "for actor and rollout, which need .*: set a larger rollout.tp or another generator.gpu_s",
         ),
         (
