@@ -13,7 +13,6 @@ from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
-from headrace.launch.processes.role_process import end_process
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.micro_batches import rounds
 from headrace.trainer.actor_group import ActorGroup
