@@ -95,6 +95,7 @@ group, args = rank_of(sys.argv[2], int(sys.argv[3])), sys.argv[4:]
 """
 
 END = """
+from headrace.launch.processes.role_process import end_process
 group.close()
 end_process(0)
 """
