@@ -57,9 +57,8 @@ class SamplingParams:
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
             "n must be a whole number, at least 1": _is_count(self.n),
             "repetition_penalty must be above 0 and finite": 0 < self.repetition_penalty < math.inf,
-            "stop must be token ids or strings that are not empty": all(
-                isinstance(stop, str | int) and stop != "" for stop in self.stops
-            ),
+            "stop must be token ids or strings that are not empty": not isinstance(self.stop, bytes)
+            and all(isinstance(stop, str | int) and stop != "" for stop in self.stops),
         }
         for rule, is_kept in rules.items():
             if not is_kept:
@@ -67,7 +66,7 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str | int, ...]:
-        return (self.stop,) if isinstance(self.stop, str | int | bytes) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str | int) else tuple(self.stop)
 
     @property
     def is_plain(self) -> bool:

@@ -26,7 +26,7 @@ class CapturedGraph:
     """A graph whose capture keeps the step and whose replay runs it."""
 
     def __init__(self):
-        self.work = None
+        self.work = lambda: None
 
     def replay(self):
         self.work()
@@ -48,7 +48,7 @@ class FakeCuda:
         return nullcontext()
 
 
-def use_graphs(engine: Engine, monkeypatch) -> FakeCuda:
+def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
     """Let an engine on the CPU decode as on a GPU, by graphs over a table of pages."""
     cuda = FakeCuda()
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
@@ -63,7 +63,7 @@ def use_graphs(engine: Engine, monkeypatch) -> FakeCuda:
     runner.attention = TorchTableAttention(engine.cache)
     max_pages = -(-engine.policy.context // pool.page_size)
     space = (runner._logits, runner._scratch)
-    runner._graphs = DecodeGraphs(
+    graphs = runner._graphs = DecodeGraphs(
         runner._forward_newest, runner.head, runner.attention, space, max_pages, engine.scheduler.max_running
     )
-    return cuda
+    return graphs, cuda

@@ -21,6 +21,7 @@ class Runtime:
     def __init__(self):
         self.registered: dict[int, int] = {}
         self.is_full = False
+        self.cleared: list[bool] = []
 
     def cudaHostRegister(self, address, num_bytes, flags):
         if self.is_full or address in self.registered:
@@ -35,7 +36,6 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch):
     found = Runtime()
-    found.cleared = []
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: found))
     monkeypatch.setattr(pinned, "_clear_error", lambda: found.cleared.append(True))
     return found

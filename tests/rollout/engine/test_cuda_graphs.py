@@ -25,10 +25,12 @@ def test_captured_steps_draw_what_single_steps_draw_over_rows_and_widths_that_ch
     params = [SamplingParams(max_new_tokens=5 + 13 * (i % 6), n=2, temperature=i % 3) for i in range(14)]
     expected = [c.token_ids for c in Engine(path, max_running=11, page_size=16).generate(prompts, params)]
     engine = Engine(path, max_running=11, page_size=16)
-    cuda = use_graphs(engine, monkeypatch)
+    decode, cuda = use_graphs(engine, monkeypatch)
     assert [c.token_ids for c in engine.generate(prompts, params)] == expected
-    graphs = engine.runner._graphs._graphs
-    assert {width for _, width in graphs} == {4, 8}, "not 16 and 32: a step takes the narrowest that holds its longest row"
+    graphs = decode._graphs
+    assert {width for _, width in graphs} == {4, 8}, (
+        "not 16 and 32: a step takes the narrowest that holds its longest row"
+    )
     assert len(cuda.captures) == len(graphs)
     assert all(options == {"pool": "pool", "capture_error_mode": "thread_local"} for options in cuda.captures)
     engine.check()
@@ -37,10 +39,10 @@ def test_captured_steps_draw_what_single_steps_draw_over_rows_and_widths_that_ch
 def test_a_launch_is_as_wide_as_the_rows_and_not_as_the_context(tmp_path, monkeypatch):
     path = tiny_policy(tmp_path, max_position_embeddings=100_000)
     engine = Engine(path, max_running=4, kv_gb=0.2)
-    use_graphs(engine, monkeypatch)
-    assert engine.runner._graphs._widths == [16, 64, 256, 1024, 1563]
+    decode, _ = use_graphs(engine, monkeypatch)
+    assert decode._widths == [16, 64, 256, 1024, 1563]
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
-    assert [*engine.runner._graphs._graphs] == [(1, 16)]
+    assert [*decode._graphs] == [(1, 16)]
 
 
 def test_values_for_a_gpu_are_pinned_and_do_not_wait_for_its_steps(monkeypatch):

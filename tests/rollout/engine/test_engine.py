@@ -175,7 +175,7 @@ def test_prompts_of_the_wrong_kind_are_refused(llama):
     with pytest.raises(SettingError, match="prompts are a list"):
         engine.generate("Once")
     with pytest.raises(SettingError, match="whole numbers"):
-        engine.generate([[5.0, 6.0]])
+        engine.generate([[5.0, 6.0]])  # pyright: ignore[reportArgumentType]
 
 
 def test_ignore_eos_runs_to_the_limit_or_the_end_of_the_context(llama):
