@@ -21,7 +21,15 @@ from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
 from ..gpus import Gpus
-from ..placement import RESTARTABLE, Placement, check_staging, place_ranks, processes_on, visible_devices
+from ..placement import (
+    RESTARTABLE,
+    Placement,
+    check_staging,
+    place_ranks,
+    processes_on,
+    ranks_of_hosts,
+    visible_devices,
+)
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
@@ -233,7 +241,7 @@ class Supervisor:
             return
         for name, child in self.children.items():
             if name == "store" and not self.is_late:
-                child.send(signal.SIGTERM)
+                child.send(signal.SIGQUIT)
                 continue
             if not self.is_over():
                 print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
@@ -248,17 +256,16 @@ def supervise(recipe: Recipe) -> int:
     A run under the launcher that ended in order, for whatever reason, returns 0: torchrun knows only success and failure
     and would print a traceback. The launcher reads from the summary how the run ended.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    placements = place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
-    placement, gpus = placements[rank], Gpus.of_this_host().names
-    if not gpus and rank % ranks_per_host == 0:
+    hosts = ranks_of_hosts()
+    placements = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
+    placement, gpus = placements[int(os.environ["RANK"])], Gpus.of_this_host().names
+    if not gpus and os.environ.get("LOCAL_RANK") == "0":
         print_message("no GPU is visible here; all processes of this host run on the CPU")
     check_staging(recipe, placements, placement.host, gpus)
     device = visible_devices(placement, gpus, recipe.relay.staging_device)
-    supervisor = Supervisor(recipe, placement, world_size, hosts_store=rank == 0, device=device)
+    supervisor = Supervisor(recipe, placement, sum(hosts), hosts_store=os.environ["RANK"] == "0", device=device)
     supervisor.gpu_processes = processes_on(placements, placement, gpus)
-    supervisor.has_other_hosts = world_size > ranks_per_host
+    supervisor.has_other_hosts = len(hosts) > 1
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)
