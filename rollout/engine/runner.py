@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Runner:
     """Runs the policy for an engine: chunks of prompts into the cache, one token for every row of a batch.
 
-    `description` names the choices. The space for logits is kept, so that a step allocates little. What a runner takes of a
-    GPU's memory is no room for the cache: make the runner, then the cache, then call `use`.
+    `description` names the choices. The space for logits is kept, so that a step allocates little. A runner takes memory of a
+    GPU, and the cache gets the rest: make the runner, then the cache, then call `use`.
     """
 
     cache: "KVCache"
