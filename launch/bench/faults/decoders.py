@@ -1,6 +1,5 @@
 """Readers of bytes that another process, a user or an earlier run wrote: valid input for each, and its one type of error."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from ....comm.signing import MessageSigner, sign_entry, verify_entry
 from ....comm.storage import protocol as storage
 from ....comm.storage.codec import receive_frame as receive_storage_frame
 from ....comm.storage.codec import send_frame as send_storage_frame
-from ....relay.checkpoints import CheckpointFolder, FileEntry, Manifest
+from ....relay.checkpoints import MANIFEST, CheckpointFolder
 from ....relay.dataset import JsonLines, checked_prompts
 from ....relay.journal import events as ev
 from ....relay.journal.journal import JournalError, replay
@@ -235,12 +234,16 @@ def _saved_rows(run_dir: Path) -> Decoder:
 
 def _manifest(run_dir: Path) -> Decoder:
     """The manifest of the only checkpoint of a run that is resumed."""
-    path = CheckpointFolder(run_dir).begin(1) / "manifest.json"
+    checkpoints = CheckpointFolder(run_dir)
+    state = checkpoints.begin(1) / "dcp"
+    state.mkdir()
+    (state / "state").write_bytes(b"abc")
+    checkpoints.seal(1, 0.5)
     (run_dir / "journal.jsonl").write_bytes(_journal())
-    manifest = json.dumps(msgspec.to_builtins(Manifest(1, {"dcp/x": FileEntry(3, "ab")}, 0.5))).encode()
+    path = checkpoints.path(1) / MANIFEST
 
     def read(content: bytes) -> object:
         path.write_bytes(content)
         return choose_checkpoint(run_dir)
 
-    return Decoder("manifest", [manifest], read, (SettingError,))
+    return Decoder("manifest", [path.read_bytes()], read, (SettingError,))

@@ -3,6 +3,7 @@
 It needs nothing but this package. It is started again with `run.resume=auto` whenever it has ended.
 """
 
+import json
 import shutil
 import signal
 import sys
@@ -15,7 +16,6 @@ from ....comm.waits import waiting
 from ...processes.child import Child
 from ...recipes import sort_digits
 from ...recipes.tiny_policy import build_policy
-from ...report.summary import read_summary
 from .journal_tail import JournalTail
 from .processes import find, processes_of, send
 
@@ -89,6 +89,7 @@ class FaultyJob:
             "run", words, environment=environment, log=log, console=False, death_signal=signal.SIGTERM
         )
         self.tail.read()
+        self.tail.units.clear()  # the units of a resumed run have the names of the first ones again
         before = self.tail.steps
 
         def has_trained() -> bool:
@@ -121,7 +122,8 @@ class FaultyJob:
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the last end, None without one."""
-        return read_summary(self.dir)
+        path = self.dir / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def console_tail(self) -> str:
         """The last lines of the console."""

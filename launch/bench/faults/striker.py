@@ -118,7 +118,7 @@ class Striker:
             strike.problems += problems_of_end(self.job, self.shared_memory)
             self.job.start()
             return
-        strike.recovery = self._watch(fault, since, units)
+        self._watch(strike, since, units)
         strike.problems += problems_of_journal(self.job.dir)
 
     def _hit(self, fault: Fault) -> float:
@@ -137,9 +137,9 @@ class Striker:
         send([pid for name in fault.targets for pid in self.job.pids(name)], signal.SIGCONT)
         return time.time()
 
-    def _watch(self, fault: Fault, since: float, units: set[str]) -> dict[str, float]:
-        """Wait until the run trains again and the killed processes do what they did; returns the times of recovery."""
-        job, seen, times = self.job, list(self.job.tail.read()), dict[str, float]()
+    def _watch(self, strike: Strike, since: float, units: set[str]) -> None:
+        """Wait until the run trains again and the killed processes do what they did; notes the times of recovery."""
+        job, fault, seen = self.job, strike.fault, list(self.job.tail.read())
         before = job.tail.steps
 
         def goes_on() -> bool:
@@ -148,14 +148,15 @@ class Striker:
                 raise WaitTimeout("the run has ended")
             seen.extend(job.tail.read())
             found = [recovery_times(target, since, seen, units) for target in fault.targets]
-            times.update({name: max(each.get(name, 0.0) for each in found) for each in found for name in each})
+            strike.recovery.update(
+                {name: max(each.get(name, 0.0) for each in found) for each in found for name in each}
+            )
             are_back = fault.frozen_s or all(map(is_back, fault.targets, found))
             return bool(are_back) and job.tail.steps >= before + _STEPS_AFTER
 
         with waiting("the run", f"its next steps after {fault}", GOES_ON_S) as wait:
             wait.until(goes_on, 0.1)
         job.tail.remember_units(seen)
-        return times
 
     def finish(self) -> list[str]:
         """End the run in order; returns what does not hold then."""

@@ -40,7 +40,7 @@ def chaos(name: str, options: Options) -> list[Measurement]:
     until = time.monotonic() + 60 * options.minutes
     goes_on = [targets for targets in TARGETS if Fault(targets).ends_the_run is False]
     ends = [targets for targets in TARGETS if Fault(targets).ends_the_run]
-    with _striker(options.seed, num_relays=1) as striker:
+    with open_striker(options.seed, num_relays=1) as striker:
         while time.monotonic() < until:
             _rest(striker, random.uniform(*_PAUSES_S))
             if random.random() < _FREEZE_SHARE:
@@ -49,7 +49,7 @@ def chaos(name: str, options: Options) -> list[Measurement]:
                 is_end = bool(ends) and random.random() < _ENDING_SHARE
                 fault = Fault(random.choice(ends if is_end else goes_on))
             striker.strike(fault)
-        return _rows(name, striker)
+        return summarize(name, striker)
 
 
 def kill_matrix(name: str, options: Options) -> list[Measurement]:
@@ -57,25 +57,25 @@ def kill_matrix(name: str, options: Options) -> list[Measurement]:
     rows: list[Measurement] = []
     for num_relays, targets in ((1, TARGETS), (2, TARGETS_OF_TWO_RELAYS)):
         moments = [moment for moment in MOMENTS if num_relays == 2 or moment != "forwarding"]
-        with _striker(options.seed, num_relays) as striker:
+        with open_striker(options.seed, num_relays) as striker:
             for moment in moments:
                 for names in targets:
                     striker.strike(Fault(names, moment))
-            rows += _rows(f"{name}-{num_relays}-relays", striker)
+            rows += summarize(f"{name}-{num_relays}-relays", striker)
     return rows
 
 
 def freeze_matrix(name: str, options: Options) -> list[Measurement]:
     """SIGSTOP of each target for 5, 14, 30 and 60 s."""
-    with _striker(options.seed, num_relays=1) as striker:
+    with open_striker(options.seed, num_relays=1) as striker:
         for seconds in FREEZES_S:
             for names in TARGETS:
                 striker.strike(Fault(names, frozen_s=seconds))
-        return _rows(name, striker)
+        return summarize(name, striker)
 
 
 @contextmanager
-def _striker(seed: int, num_relays: int) -> Iterator[Striker]:
+def open_striker(seed: int, num_relays: int) -> Iterator[Striker]:
     """A striker of a new run, whose processes and files are gone at the end; a run with problems keeps its folder."""
     home = Path(tempfile.mkdtemp(prefix="headrace-faults-"))
     job = FaultyJob(home, num_relays)
@@ -99,7 +99,7 @@ def _rest(striker: Striker, seconds: float) -> None:
         time.sleep(min(left, 0.5))
 
 
-def _rows(name: str, striker: Striker) -> list[Measurement]:
+def summarize(name: str, striker: Striker) -> list[Measurement]:
     """End the run; rows with the medians of recovery times, growth, and how many faults struck and did not hold."""
     at_end = striker.finish()
     rows = [*_recoveries(striker.strikes), *striker.flatness.rows()]
