@@ -1,4 +1,4 @@
-"""What holds of a run after any faults; each check returns sentences about what does not hold."""
+"""The promises about a run after any faults; each check returns sentences about those that do not hold."""
 
 import json
 import os

@@ -23,7 +23,7 @@ class Hit:
 
 @contextmanager
 def held_at(address: Path, is_wanted: Callable[[Hit], bool], deadline_s: float) -> Iterator[Hit | None]:
-    """Yield the first wanted hit, whose process waits until the block ends; None if there is none within `deadline_s`.
+    """Yield the first wanted hit, whose process waits until the block ends; None if none comes within `deadline_s`.
 
     Other processes pass their failpoints meanwhile, most of them without a wait: nothing listens once there is a hit.
     """

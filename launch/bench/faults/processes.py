@@ -97,7 +97,7 @@ def send(pids: Iterable[int], number: signal.Signals) -> int:
 
 
 def usage_of(pid: int) -> Usage | None:
-    """What a process holds; None if it has ended."""
+    """The resources of a process; None if it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         pages = int((folder / "statm").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""What the benches of faults find to be broken in the folder of a run."""
+"""The faults that the benches find in the folder of a run."""
 
 import msgspec
 import numpy as np
