@@ -28,6 +28,7 @@ class Job:
     def __init__(self, folder: Path, **settings: object) -> None:
         self.folder = folder
         self.dir = folder / "run"
+        self.console = folder / "console"
         (folder / "rewards.py").write_text(RATIO_OF_As)
         data = folder / "prompts.jsonl"
         data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(40)))
@@ -52,14 +53,15 @@ class Job:
         recipe.write_text(json.dumps(self.recipe))  # JSON is YAML
         words = [f"{key}={value}" for key, value in self.settings.items()]
         command = [sys.executable, "-m", "headrace.launch.run", str(recipe), *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with self.console.open("w") as stream:  # a pipe that no one reads would stop a long run
+            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, text=True)
         return self
 
     def end(self) -> tuple[int, str]:
         """Exit code and everything printed."""
         assert self.process is not None
-        output, _ = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, output
+        code = self.process.wait(DEADLINE_S)
+        return code, self.console.read_text()
 
     def run(self, **settings: object) -> str:
         code, output = self.start(**settings).end()

@@ -7,12 +7,9 @@ from support.job import MakeJob, assert_account_adds_up
 from support.small_disk import fill, small_disk
 
 
-def lines_until(run, text: str) -> None:
-    """Read the run's output up to a line with this text."""
-    for line in run.process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"the run ended without '{text}'{run.logs()}")
+def wait_for_line(run, text: str) -> None:
+    """Wait until the run's output has a line with this text."""
+    run.until(lambda: text in run.console.read_text())
 
 
 def test_a_run_on_a_full_disk_waits_for_room_and_trains_to_its_end(job: MakeJob, tmp_path: Path):
@@ -21,7 +18,7 @@ def test_a_run_on_a_full_disk_waits_for_room_and_trains_to_its_end(job: MakeJob,
         run.dir = disk / "run"
         run.start().wait_for_step(1)
         ballast = fill(disk)
-        lines_until(run, "run.dir is full")
+        wait_for_line(run, "run.dir is full")
         ballast.unlink()
         code, output = run.end()
         assert code == 0, output + run.logs()
