@@ -11,6 +11,7 @@ from headrace.launch.placement import (
     check_staging,
     count_ranks,
     equal_hosts,
+    place_joining,
     place_ranks,
     processes_on,
     visible_devices,
@@ -116,3 +117,9 @@ def test_hosts_with_one_rank_each_are_the_relays_of_larger_hosts():
     assert [(place.name, place.host) for place in places if place.role == "relay"] == [("relay-0", 2), ("relay-1", 3)]
     assert [place.name for place in places[:4]] == ["actor-0", "actor-1", "actor-2", "rollout-0"]
     assert [place.slot for place in places] == [0, 1, 2, 3, 0, 1, 2, 3, None, None]
+
+
+def test_a_host_that_joins_has_numbers_after_those_of_the_run():
+    places = place_joining(rollouts=4, relays=1, tp=2, first_replica=3, first_relay=2)
+    assert [place.name for place in places] == ["rollout-3", "shard-3", "rollout-4", "shard-4", "relay-2"]
+    assert [place.slot for place in places] == [0, 1, 2, 3, None]

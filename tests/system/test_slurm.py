@@ -10,6 +10,7 @@ from support.job import DEADLINE_S, Job
 from support.policies import tiny_policy
 from support.slurm import ClusterRefused, SlurmCluster, free_ports, obstacle
 
+from headrace.launch import ctl
 from headrace.launch.audit import main as audit
 
 pytestmark = [
@@ -54,6 +55,10 @@ class SlurmJob(Job):
     def output(self) -> str:
         log = self.folder / "job.log"
         return (log.read_text() if log.exists() else "no job.log\n") + self.logs()
+
+    def journal(self) -> str:
+        path = self.dir / "journal.jsonl"
+        return path.read_text() if path.exists() else ""
 
     def has_no_process(self) -> bool:
         return not self.cluster.processes()
@@ -153,3 +158,16 @@ def test_a_node_that_is_killed_does_not_stop_the_run(cluster, tmp_path):
     job.until(lambda: job.cluster.state_of(job.number) != "RUNNING")
     assert job.summary()["status"] == "finished" and len(job.metrics()) == 60, job.output()
     assert audit([str(job.dir)]) == 0
+
+
+@pytest.mark.slow
+def test_jobs_of_an_array_join_the_trainers_job_and_end_with_it(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, **{"run.steps": 100_000})
+    options = f"{' '.join(ON_A_LAPTOP)} --output={tmp_path}/joins-%a.log"
+    job.submit("elastic.sbatch", JOINING_JOBS="2", JOINING_OPTIONS=options, JOINING_ROLES="roles.rollout=1")
+    job.until(lambda: all(f'"holder":"rollout-{number}"' in job.journal() for number in (2, 3)))
+    assert ctl.main([str(job.dir), "stop"]) == 0
+    job.until(job.has_no_process)
+    assert job.summary()["status"] == "interrupted"
+    assert audit([str(job.dir)]) == 0
+    assert not cluster.run("squeue", "--noheader", "--states=RUNNING")

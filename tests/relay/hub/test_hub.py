@@ -13,6 +13,7 @@ from headrace.comm.messages import (
     CheckpointRequested,
     CheckpointWritten,
     ConnectionLost,
+    DrainRequested,
     DropRows,
     LeaseGrant,
     LeaseRequest,
@@ -20,7 +21,10 @@ from headrace.comm.messages import (
     RequestRows,
     RowDone,
     RowsNotFound,
+    StatusReport,
+    StatusRequested,
     StepTrained,
+    Stop,
     TrainBatch,
     VersionReady,
     encode,
@@ -395,3 +399,36 @@ def test_a_full_disk_leaves_the_pointer_behind_and_the_journal_has_the_checkpoin
         assert checkpoints_in(s.path) == {1: 2}
         assert not (disk / "checkpoints" / "latest").exists()
         s.close()
+
+
+def test_a_drained_rollout_finishes_its_rows_gets_no_more_and_is_stopped(scene: MakeScene):
+    s = scene()
+    grant = s.lease("rollout-0")
+    s.say("ctl-1", DrainRequested("rollout-0"))
+    s.say("rollout-0", LeaseRequest(2, 0, 1))
+    assert s.heard("rollout-0") == []
+    s.finish(grant)
+    s.say("rollout-0", LeaseRequest(2, 0, 1))
+    assert s.heard("rollout-0") == [Stop("drained")]
+    assert isinstance(s.lease("rollout-1"), LeaseGrant)
+
+
+def test_a_rollout_that_waits_for_work_is_stopped_as_soon_as_it_is_drained(scene: MakeScene):
+    s = scene(capacity=1)
+    s.lease("rollout-1")
+    s.say("rollout-0", LeaseRequest(1, 0, 1))
+    s.say("ctl-1", DrainRequested("rollout-0"))
+    assert s.heard("rollout-0") == [Stop("drained")]
+
+
+def test_the_status_has_the_living_members_their_leases_and_the_account(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "rollout")
+    s.lease("rollout-0")
+    s.boxes["relay-0"].send("hub", StatusRequested("relay-0"))
+    loop.step()
+    (status,) = s.heard("relay-0")
+    assert isinstance(status, StatusReport)
+    assert {member.name: member.leased for member in status.members}["rollout-0"] == 2
+    assert status.account["leased"] == 2 and status.account["holds"] is True
