@@ -37,7 +37,8 @@ class Account:
 class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
-    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
+    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
     """
 
     epoch: int = 0
@@ -49,6 +50,8 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     regenerated: int = 0
+    num_continued: int = 0
+    tokens_kept: int = 0
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
@@ -167,6 +170,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    state.num_continued += event.num_kept > 0
+    state.tokens_kept += event.num_kept
 
 
 @apply.register

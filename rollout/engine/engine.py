@@ -25,7 +25,7 @@ from .memory import available_memory, plan_cache
 from .runner import Runner
 from .sampling import Sample, SamplingParams, stream_key
 from .scheduler import Scheduler
-from .sequence import Completion, Sequence, SequenceGroup, SequenceProgress, SequenceState
+from .sequence import Completion, Sequence, SequenceGroup, SequencePart, SequenceProgress, SequenceState
 from .text import Text, check_prompt
 
 log = logging.getLogger(__name__)
@@ -192,9 +192,11 @@ class Engine:
 
     def unfinished(self) -> list[SequenceProgress]:
         """Every trajectory that is queued, running or paused."""
-        waiting = [s for group in self.scheduler.waiting for s in group.sequences]
-        sequences = (*self.scheduler.running, *self.scheduler.paused, *waiting)
-        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in sequences]
+        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in self.scheduler.unfinished()]
+
+    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+        """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
+        return [s.since(counts.get(s.trajectory_id, 0)) for s in self.scheduler.unfinished()]
 
     @property
     def num_running(self) -> int:

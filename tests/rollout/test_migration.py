@@ -171,6 +171,7 @@ class EngineGenerator(Engine):
     """The engine as a rollout's generator, on weights that never change; every response has 40 tokens."""
 
     can_migrate = True
+    can_stream = True
 
     def __init__(self, path: Path, **settings: float) -> None:
         super().__init__(path, exact=True, **settings)  # pyright: ignore[reportArgumentType]
@@ -186,7 +187,7 @@ class EngineGenerator(Engine):
     def add_group(self, prompt_ids: list[int], params: object, trajectory_ids: Sequence[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().add_group(prompt_ids, PARAMS, trajectory_ids)
 
-    def take_weights(self, deadline_s: float) -> Receipt:
+    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
         raise NotImplementedError
 
     def close(self) -> None:
