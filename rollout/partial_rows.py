@@ -43,7 +43,7 @@ class StreamedRow(NamedTuple):
             "response_ids": self.token_ids,
             "rollout_logprobs": self.logprobs,
             "versions": self.versions,
-            "stream": np.array([self.stream], dtype=np.uint64),
+            "stream": np.array([self.stream], dtype=np.int64),
         }
 
 

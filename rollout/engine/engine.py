@@ -274,9 +274,6 @@ class Engine:
         self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
     ) -> None:
         """Queue a group; `streams` select the random numbers of its samples."""
-        if not self._is_checked:
-            self._is_checked = True
-            exact_check.verify(self.policy, self._run_probes())
         check_prompt(prompt_ids, self.policy)
         each = [params] * len(ids) if isinstance(params, SamplingParams) else params
         sequences = [self._sequence(prompt_ids, *sample) for sample in zip(each, ids, streams, strict=True)]
@@ -292,6 +289,9 @@ class Engine:
         return completions
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
+        if not self._is_checked:  # while nothing is queued, since the probes run until the engine is idle
+            self._is_checked = True
+            exact_check.verify(self.policy, self._run_probes())
         strings = tuple(s for s in params.stops if isinstance(s, str))
         self.text.check_stops(strings)
         stop_ids = frozenset(s for s in params.stops if isinstance(s, int))
