@@ -63,7 +63,7 @@ def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStre
 
 @dataclass(slots=True)
 class _Response:
-    """What is known here of an unfinished response; as this attempt, `num_streamed` tokens of it are in the storage units."""
+    """The tokens of an unfinished response so far; as this attempt, `num_streamed` tokens of it are in the storage units."""
 
     held: LeasedRow
     attempt: int

@@ -74,7 +74,7 @@ class Leases(Handler):
                     self.partials.give_up(self.state.groups[group].row_ids(RowStatus.WANTED))
 
     def _older_version(self, holder: str, request: LeaseRequest) -> int | None:
-        """The older version on which an idle rollout continues trajectories of a dead one; None if there are none."""
+        """The older version on which an idle rollout continues trajectories of a dead one; None without such trajectories."""
         if not (request.can_continue and self.partials.rows and self.state.unassigned):
             return None
         groups = [self.state.groups[group_id] for group_id in self.state.unassigned]

@@ -111,7 +111,7 @@ def test_an_idle_rollout_takes_the_older_version_of_a_begun_trajectory_and_retur
     dead, other, _ = play.rollouts
     play.lease(dead)
     kill_midway(play, dead)
-    other.generator.weights.latest = 1
+    other.generator.loaded.latest = 1
     play.step()
     assert other.generator.weights.version == 1
     play.lease(other)
@@ -127,7 +127,7 @@ def test_a_busy_rollout_of_another_version_leaves_a_begun_trajectory_to_an_idle_
     play = stage()
     dead, busy, idle = play.rollouts
     play.lease(dead)
-    busy.generator.weights.latest = idle.generator.weights.latest = 1
+    busy.generator.loaded.latest = idle.generator.loaded.latest = 1
     play.lease(busy)
     kill_midway(play, dead, 12)
     busy.max_running = 3 * SAMPLES
@@ -145,7 +145,7 @@ def test_a_begun_trajectory_whose_version_is_gone_starts_again_and_is_counted(st
     dead, other, _ = play.rollouts
     play.lease(dead)
     kill_midway(play, dead)
-    other.generator.weights.latest = other.generator.weights.oldest = 1
+    other.generator.loaded.latest = other.generator.loaded.oldest = 1
     play.lease(other)
     assert other.generator.weights.version == 1
     assert_same(rows_of(play), unbroken)

@@ -21,6 +21,7 @@ from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.weights.slots import Receipt, VersionNotAvailable
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.generators.base import Weights
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.calibration import GeneratorProfile
 from headrace.rollout.migration.migration import MoveDeadlines
@@ -61,7 +62,8 @@ class EngineGenerator(Engine):
 
     def __init__(self, path: Path, **settings: float) -> None:
         super().__init__(path, exact=True, **settings)  # pyright: ignore[reportArgumentType]
-        self.weights = Loaded()
+        self.loaded = Loaded()
+        self.weights: Weights = self.loaded
         self.context = self.policy.context
         self.kv_capacity = self.pool.num_pages * self.pool.page_size
         self.kv_token_bytes = self.cache.num_bytes // self.kv_capacity
@@ -72,7 +74,7 @@ class EngineGenerator(Engine):
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
         wanted = self.weights.newest() if version is None else version
-        if wanted < self.weights.oldest:
+        if wanted < self.loaded.oldest:
             raise VersionNotAvailable(f"version {wanted} is gone")
         self.weights.version = wanted
         return Receipt(wanted, "digest")
