@@ -6,7 +6,7 @@ batches in the same order. The hub says how many steps the run has trained; noth
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..comm.errors import SettingError
 from ..comm.mailbox import Mailbox
@@ -15,9 +15,11 @@ from ..comm.waits import waiting
 from ..relay.checkpoints import CheckpointFolder
 from ..relay.queue.requester import POLL_S, REPEAT_S
 from ..relay.queue.stream import RunStopped
-from .learners.base import Learner
 from .step_log import StepReplay
 from .step_stats import StepStats
+
+if TYPE_CHECKING:
+    from .learners.base import Learner
 
 
 def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> int:
@@ -42,7 +44,7 @@ def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> in
                     pass
 
 
-def restore_newest(learner: Learner, run_dir: Path, num_trained: int, *, is_resumed: bool) -> int:
+def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_resumed: bool) -> int:
     """Load the newest checkpoint that the journal knows; returns the step to continue with. A collective of all ranks.
 
     num_trained: rank 0's result of `request_restart`, or -1 if the run begins with this process; other ranks pass -1.
@@ -58,7 +60,7 @@ def restore_newest(learner: Learner, run_dir: Path, num_trained: int, *, is_resu
     return max(learner.version, num_trained)
 
 
-def train_again(learner: Learner, run_dir: Path, step: int) -> tuple[StepStats, dict[str, Any]]:
+def train_again(learner: "Learner", run_dir: Path, step: int) -> tuple[StepStats, dict[str, Any]]:
     """Train a step again from the rows in the run folder; returns its statistics and metrics. A collective of all ranks.
 
     Raises `SettingError` if the rows are missing, or if another number of ranks trained them.

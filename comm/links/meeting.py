@@ -1,20 +1,22 @@
 """How the ranks of one process group find each other: as incarnations, so that a rank that died and its successor never mix."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..fleet import Fleet, Member
 from ..waits import waiting
+
+if TYPE_CHECKING:
+    from ..fleet import Fleet, Member
 
 
 class Meeting(NamedTuple):
     """The members of a process group by rank, and the name of the group, which no other incarnations share."""
 
-    members: list[Member]
+    members: "list[Member]"
     name: str
 
 
-def meet(fleet: Fleet, names: Sequence[str], deadline_s: float, having: str = "") -> Meeting:
+def meet(fleet: "Fleet", names: Sequence[str], deadline_s: float, having: str = "") -> Meeting:
     """Meet the members with these names, by rank, once all have announced `having`; this process is one of them.
 
     Rank 0 announces the meeting once it sees the others without an earlier one. Each of them joins the announced meeting that

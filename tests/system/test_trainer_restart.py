@@ -30,6 +30,12 @@ EXACT: dict[str, object] = {
 REWARD = (
     "def reward(prompts, completions, completion_ids, **rest):\n    return [sum(ids) % 7 for ids in completion_ids]\n"
 )
+SLOW_REWARD = """
+import time
+def reward(prompts, completions, completion_ids, **columns):
+    time.sleep(0.1 * len(completions))
+    return [sum(ids) % 7 for ids in completion_ids]
+"""
 STEP = 2
 
 
@@ -153,7 +159,9 @@ def is_checkpointing(run: Job) -> bool:
 def test_rollouts_generate_while_a_killed_trainer_starts_again(
     job: MakeJob, is_due: Callable[[Job], bool], num_ranks: int, victim: str
 ):
-    run = job(run__steps=8, roles__actor=num_ranks, checkpoint__every=3, queue__capacity=400).start()
+    run = job(run__steps=8, roles__actor=num_ranks, checkpoint__every=3, queue__capacity=400)
+    (run.folder / "rewards.py").write_text(SLOW_REWARD)
+    run.start()
     while not is_due(run):
         time.sleep(0.002)
     killed_at = time.time()
