@@ -20,22 +20,13 @@ from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-<<<<<<< HEAD
-from ..placement import (
-    Placement,
-    check_staging,
-    count_gpus,
-    is_restartable,
-    place_ranks,
-=======
 from ..gpus import Gpus
 from ..placement import (
-    RESTARTABLE,
     Placement,
     check_staging,
+    is_restartable,
     place_ranks,
     processes_on,
->>>>>>> main
     ranks_of_hosts,
     visible_devices,
 )
