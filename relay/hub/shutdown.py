@@ -157,6 +157,7 @@ class Shutdown:
             "continued": state.num_continued,
             "tokens_kept": state.tokens_kept,
             "restarted": self.hub.partials.num_restarted,
+            "trainer_restarts": state.trainer_restarts,
             "version": state.version,
             "digest": state.digest,
             "tokens_per_s": 0.0,
