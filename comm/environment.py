@@ -6,7 +6,7 @@ import os
 ADDRESS_FILE = "address"
 """File of the run folder with the address of the run's store."""
 JOINING = "HEADRACE_JOINING"
-"""Set on a host that joins a running job: its roles, and how many replicas and relays the run has without it, as JSON."""
+"""Set on a host that joins a running job: the arguments of `launch.placement.place_joining`, with commas."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Descriptor of a relay's shared memory; other processes on the host open it as /proc/<supervisor pid>/fd/<number>."""
 

@@ -3,7 +3,6 @@
 The functions depend on numbers only, so all supervisors compute the same placement.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,18 +12,19 @@ from msgspec.structs import astuple
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RoleSettings
+from .hosts import JOINED_HOST
 
-RESTARTABLE = frozenset({"relay", "rollout", "shard", "reference", "task"})
+RESTARTABLE = frozenset({"actor", "relay", "rollout", "shard", "reference", "task"})
 """Roles whose processes are started again when they die; the death of any other ends the run.
 
 A relay's weights survive in its supervisor's memory. Its rows survive in another relay, or are generated again.
 """
 
-RANKS_OF_HOSTS = "HEADRACE_RANKS_OF_HOSTS"
-"""Set by a launcher that was given a number of ranks for each host: these numbers, with commas."""
 
-JOINED_HOST = -1
-"""The number of every host that has joined a running job; the run's own are 0, 1, ..."""
+def is_restartable(role: str, recipe: Recipe) -> bool:
+    """Whether a process of a role is started again. The project's own trainer continues from its checkpoint and saved rows."""
+    is_own = ":" not in recipe.trainer.engine
+    return role in RESTARTABLE and (role != "actor" or (is_own and recipe.run.save_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,6 @@ def place_joining(rollouts: int, relays: int, tp: int, first_replica: int, first
     ranks = _replicas(rollouts, tp, first_replica)
     places = [Placement(role, index, JOINED_HOST, slot) for slot, (role, index) in enumerate(ranks)]
     return places + [Placement("relay", first_relay + number, JOINED_HOST, None) for number in range(relays)]
-
-
-def equal_hosts(world_size: int, ranks_per_host: int) -> list[int]:
-    """The number of ranks on each host where all have equally many, but for the rest on the last."""
-    full, rest = divmod(world_size, ranks_per_host)
-    return [ranks_per_host] * full + [rest] * (rest > 0)
-
-
-def ranks_of_hosts() -> list[int]:
-    """The number of ranks on each host, as this rank's environment has it; torchrun itself knows equal hosts only."""
-    if RANKS_OF_HOSTS in os.environ:
-        return [int(ranks) for ranks in os.environ[RANKS_OF_HOSTS].split(",")]
-    return equal_hosts(int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def place_ranks(roles: RoleSettings, hosts: Sequence[int], tp: int = 1) -> list[Placement]:

@@ -20,7 +20,8 @@ from ...comm.process_tree import children_of
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
 from ..config.run_folder import make_run_folder
-from ..placement import RANKS_OF_HOSTS, count_ranks
+from ..hosts import RANKS_OF_HOSTS
+from ..placement import count_ranks
 from .child import WATCHED, Child, block_signals, print_message
 from .supervisor import LAUNCHER, SHUTDOWN_S
 

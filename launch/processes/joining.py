@@ -10,18 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-
 from ...comm.environment import ADDRESS_FILE, JOINING
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe, RoleSettings
 from ..config.load import parse_recipe, read_recipe
 from ..config.run_folder import make_run_folder
-from ..placement import Placement, check_replicas, place_joining
+from ..placement import check_replicas, place_joining
 from .agent import Hosts, Torchrun
 from .child import print_message
 from .secret import SECRET_FILE
-from .supervisor import supervise
 
 _FIND_S = 60.0
 
@@ -34,12 +31,12 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
     roles = read_recipe(recipe_file, overrides).roles
     find_run(where)
     recipe, first_replica, first_relay = _take_places(roles)
-    os.environ[JOINING] = json.dumps([msgspec.to_builtins(roles), first_replica, first_relay])
+    counts = [roles.rollout, roles.relay or 0, recipe.rollout.tp, first_replica, first_relay]
+    os.environ[JOINING] = ",".join(map(str, counts))
     make_run_folder(recipe.run.dir)
-    num_ranks = roles.rollout + (roles.relay or 0)
-    names = [place.name for place in _places(recipe)]
-    print_message(f"joins the run in {recipe.run.dir} with {', '.join(names)}")
-    torchrun = Torchrun(recipe, Hosts(nproc_per_node=(num_ranks,)), [f"join={where}"])
+    places = place_joining(*counts)
+    print_message(f"joins the run in {recipe.run.dir} with {', '.join(place.name for place in places)}")
+    torchrun = Torchrun(recipe, Hosts(nproc_per_node=(len(places),)), [f"join={where}"])
     code = torchrun.run()
     return 128 + torchrun.received if torchrun.received else abs(code)
 
@@ -79,18 +76,3 @@ def _take_places(roles: RoleSettings) -> tuple[Recipe, int, int]:
         recipe.num_replicas + joined["rollout"] // recipe.rollout.tp,
         (recipe.roles.relay or 0) + joined["relay"],
     )
-
-
-def _places(recipe: Recipe) -> list[Placement]:
-    roles, first_replica, first_relay = json.loads(os.environ[JOINING])
-    return place_joining(roles["rollout"], roles["relay"] or 0, recipe.rollout.tp, first_replica, first_relay)
-
-
-def run_joining_rank() -> int:
-    """Run a rank of this host; returns its exit code. Raises `SettingError`."""
-    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
-    fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FIND_S, check=False)
-    if fetched.returncode:
-        raise SettingError(f"join: the store at {os.environ['HEADRACE_STORE']} has gone")
-    recipe = parse_recipe(fetched.stdout)
-    return supervise(recipe, _places(recipe))

@@ -18,12 +18,12 @@ from ...relay.checkpoints import CheckpointFolder
 from ..config.dry_run import print_plan
 from ..config.load import parse_recipe, read_recipe, save_recipe
 from ..config.run_folder import make_run_folder
-from ..placement import place_ranks, ranks_of_hosts, with_relays
+from ..hosts import ranks_of_hosts
+from ..placement import place_joining, place_ranks, with_relays
 from ..report.summary import print_summary
 from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
-from .joining import run_joining_rank
 from .secret import create_secret
 from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
 
@@ -36,7 +36,8 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
     is_known = False
     try:
         if JOINING in os.environ:
-            return run_joining_rank()
+            places = place_joining(*map(int, os.environ[JOINING].split(",")))
+            return supervise(_fetch_recipe("the host joins a run"), places)
         recipe = _read(recipe_file, overrides)
         hosts = ranks_of_hosts()
         is_known = True  # the counts are the same on every host
@@ -82,10 +83,15 @@ def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
     """The recipe in the file; on another host than the first one, the run's own where there is no such file."""
     if recipe_file is None or os.environ.get("GROUP_RANK", "0") == "0" or Path(recipe_file).exists():
         return read_recipe(recipe_file, overrides)
+    return _fetch_recipe(f"no recipe file {recipe_file!r}")
+
+
+def _fetch_recipe(why: str) -> Recipe:
+    """The recipe that the run's store has; `why` it is needed."""
     command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
     fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FETCH_S, check=False)
     if fetched.returncode:
-        raise SettingError(f"no recipe file {recipe_file!r}, and the run's store gave none")
+        raise SettingError(f"{why}, and the run's store gave no recipe")
     return parse_recipe(fetched.stdout)
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe, RoleSettings
 from headrace.launch.config.load import read_recipe
+from headrace.launch.hosts import equal_hosts
 from headrace.launch.placement import (
     check_staging,
     count_ranks,
-    equal_hosts,
     place_joining,
     place_ranks,
     processes_on,
