@@ -31,6 +31,7 @@ from typing import Protocol, cast
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from .environment import RECIPE_KEY, SUMMARY_KEY
 from .errors import SettingError, StoreGone
 from .links.host import join_address, listen, split_address
 from .waits import Wait, waiting
@@ -42,8 +43,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 _ADDRESS_KEY = "headrace/store"
 _ATTEMPT_S, _RETRY_S = 5.0, 0.1
 _REFUSAL_KEY = "headrace/refusal"
-RECIPE_KEY, SUMMARY_KEY = "headrace/recipe", "headrace/summary"
-"""Keys of values that are signed under the run's secret, as entries of these names."""
 _FIND_S = _CLONE_S = 120.0
 ROSTER = "fleet/roster"
 """Key of the names of all members that ever joined, one on each line, in the order of their first joining."""

@@ -15,7 +15,7 @@ from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
 from ..config.dry_run import print_plan
-from ..config.load import read_recipe, save_recipe
+from ..config.load import parse_recipe, read_recipe, save_recipe
 from ..config.run_folder import make_run_folder
 from ..placement import place_ranks, ranks_of_hosts, with_relays
 from ..report.summary import print_summary
@@ -82,7 +82,7 @@ def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
     fetched = subprocess.run(command, stdout=subprocess.PIPE, timeout=_FETCH_S, check=False)
     if fetched.returncode:
         raise SettingError(f"no recipe file {recipe_file!r}, and the run's store gave none")
-    return verified_recipe(fetched.stdout, Path(read_recipe(None, overrides).run.dir))
+    return parse_recipe(verified_recipe(fetched.stdout, Path(read_recipe(None, overrides).run.dir)))
 
 
 def _prepare_host(run_dir: Path, *, is_first: bool) -> None:

@@ -24,11 +24,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from ...comm.environment import SUMMARY_KEY
 from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, MessageRefused, SettingError, StoreGone
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.checks import check_files
+from ..config.load import parse_recipe
 from ..placement import RESTARTABLE, count_ranks, place_ranks
 from .agent import has_other_hosts
 from .secret import read_secret, verified_recipe
@@ -137,7 +139,7 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
     from torch.distributed import DistError
 
     from ...comm.signing import sign_entry, verify_entry
-    from ...comm.store import SUMMARY_KEY, publish_summary, wait_for_summary
+    from ...comm.store import publish_summary, wait_for_summary
     from ...relay.hub.shutdown import write_summary
 
     def is_coming() -> bool:
@@ -236,7 +238,7 @@ def main(argv: list[str]) -> int:
         address = find_address(_STORE_DEADLINE_S)  # the run folder is complete before the address is published
         signed = fetch_recipe(address, _STORE_DEADLINE_S)
         try:
-            recipe = verified_recipe(signed, arguments.run)
+            recipe = parse_recipe(verified_recipe(signed, arguments.run))
         except SettingError as error:
             return _refuse(address, str(error))
         return _run(arguments, address, recipe, interruption)

@@ -1,16 +1,15 @@
 """The run's secret, the key of the seals of messages and handshakes: `HEADRACE_SECRET`, or a file of the run folder.
 
-What the store gives is believed under this secret only: a recipe names code that a process runs.
+A recipe from the store counts only if it is signed with the secret: it names code that a process runs.
 """
 
 import os
 import secrets
 from pathlib import Path
 
+from ...comm.environment import RECIPE_KEY
 from ...comm.errors import MessageRefused, SettingError
-from ...comm.recipe import Recipe
 from ...comm.signing import verify_entry
-from ..config.load import parse_recipe
 from ..config.run_folder import make_run_folder
 
 SECRET_FILE = "secret"
@@ -37,12 +36,10 @@ def read_secret(run_dir: Path) -> bytes:
         ) from error
 
 
-def verified_recipe(signed: bytes, run_dir: Path) -> Recipe:
-    """The recipe that the store has, if the run's own supervisor signed it. Raises `SettingError`."""
-    from ...comm.store import RECIPE_KEY
-
+def verified_recipe(signed: bytes, run_dir: Path) -> str:
+    """The recipe that the store has, as YAML, if the run's own supervisor signed it. Raises `SettingError`."""
     try:
-        return parse_recipe(verify_entry(read_secret(run_dir), RECIPE_KEY, signed).decode())
+        return verify_entry(read_secret(run_dir), RECIPE_KEY, signed).decode()
     except MessageRefused as refusal:
         raise SettingError(
             f"run.dir: the recipe in the run's store is not signed with the secret of {run_dir} ({refusal}): another run's"

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
+from headrace.comm.environment import RECIPE_KEY
 from headrace.comm.errors import MessageRefused, SettingError
 from headrace.comm.messages import Stop
 from headrace.comm.recipe import Recipe
 from headrace.comm.signing import MessageSigner
-from headrace.comm.store import RECIPE_KEY, connect_store, fetch_recipe
-from headrace.launch.config.load import read_recipe, save_recipe
+from headrace.comm.store import connect_store, fetch_recipe
+from headrace.launch.config.load import parse_recipe, read_recipe, save_recipe
 from headrace.launch.processes.secret import SECRET_FILE, create_secret, read_secret, verified_recipe
 
 PATIENCE_S = 120.0
@@ -39,7 +40,7 @@ def store(tmp_path):
 
 
 def fetched(store: str, run_dir) -> Recipe:
-    return verified_recipe(fetch_recipe(store, PATIENCE_S), run_dir)
+    return parse_recipe(verified_recipe(fetch_recipe(store, PATIENCE_S), run_dir))
 
 
 def test_the_recipe_in_the_store_is_the_one_that_the_supervisor_signed(store, tmp_path):
@@ -81,3 +82,11 @@ def test_a_secret_of_the_environment_counts_before_that_of_the_folder(tmp_path, 
     create_secret(tmp_path)
     assert read_secret(tmp_path) == b"ours"
     assert not (tmp_path / SECRET_FILE).exists()
+
+
+def test_a_supervisor_verifies_a_recipe_without_torch():
+    """With it the ranks of another host would start seconds later."""
+    code = "import sys; from pathlib import Path; from headrace.launch.processes.secret import verified_recipe\n"
+    code += "try: verified_recipe(b'forged', Path('.'))\nexcept Exception: sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "HEADRACE_SECRET": "ours"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=PATIENCE_S)
