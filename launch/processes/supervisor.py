@@ -14,13 +14,22 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
+from ...comm.environment import GPU_PROCESSES, SEGMENT_FD, STREAMING_COPY_ENV, VISIBLE_DEVICES, create_memfd
 from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, ranks_of_hosts, visible_devices
+from ..gpus import Gpus
+from ..placement import (
+    Placement,
+    check_staging,
+    is_restartable,
+    place_ranks,
+    processes_on,
+    ranks_of_hosts,
+    visible_devices,
+)
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
@@ -53,6 +62,7 @@ def classify_exit(
     restarts: Sequence[float],
     now: float,
     *,
+    is_restartable: bool,
     is_ending: bool,
     store_is_elsewhere: bool = False,
 ) -> ExitKind:
@@ -64,7 +74,7 @@ def classify_exit(
         return ExitKind.DONE
     if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and not store_is_elsewhere):
         return ExitKind.FAILED_REPORTED
-    if role in RESTARTABLE and code != 2:
+    if is_restartable and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
     if code in (1, 2) and role != "store":
@@ -92,6 +102,8 @@ class Supervisor:
     has_other_hosts: bool = False
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
+    gpu_processes: int = 1
+    """The number of the run's processes on that GPU."""
     commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
@@ -142,7 +154,8 @@ class Supervisor:
         return [*self.commands.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
     def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.placement.name else ""}
+        environment = {VISIBLE_DEVICES: self.device if name == self.placement.name else ""}
+        environment[GPU_PROCESSES] = str(self.gpu_processes)
         pass_fds = ()
         if name == self.placement.name:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
@@ -155,10 +168,15 @@ class Supervisor:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
         now = time.monotonic()
-        is_expected = role in RESTARTABLE or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
+        can_restart = is_restartable(role, self.recipe)
+        is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
         if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
-        state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
+        state = {
+            "is_restartable": can_restart,
+            "is_ending": self._is_ending,
+            "store_is_elsewhere": self.placement.host > 0,
+        }
         kind = classify_exit(role, code, self.restarts, now, **state)
         if kind is ExitKind.RESTART:
             self.restarts.append(now)
@@ -246,10 +264,13 @@ def supervise(recipe: Recipe) -> int:
     """
     hosts = ranks_of_hosts()
     placements = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
-    placement, num_gpus, staging = placements[int(os.environ["RANK"])], count_gpus(), recipe.relay.staging_device
-    check_staging(placements, placement.host, num_gpus, staging)
-    device = visible_devices(placement, num_gpus, staging)
+    placement, gpus = placements[int(os.environ["RANK"])], Gpus.of_this_host().names
+    if not gpus and os.environ.get("LOCAL_RANK") == "0":
+        print_message("no GPU is visible here; all processes of this host run on the CPU")
+    check_staging(recipe, placements, placement.host, gpus)
+    device = visible_devices(placement, gpus, recipe.relay.staging_device)
     supervisor = Supervisor(recipe, placement, sum(hosts), hosts_store=os.environ["RANK"] == "0", device=device)
+    supervisor.gpu_processes = processes_on(placements, placement, gpus)
     supervisor.has_other_hosts = len(hosts) > 1
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
