@@ -37,7 +37,8 @@ class Account:
 class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
-    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
+    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
@@ -50,6 +51,8 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     regenerated: int = 0
+    num_continued: int = 0
+    tokens_kept: int = 0
     trainer_incarnation: int = 1
     trainer_restarts: int = 0
     restarts_in_step: int = 0
@@ -172,6 +175,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    state.num_continued += event.num_kept > 0
+    state.tokens_kept += event.num_kept
 
 
 @apply.register
