@@ -176,7 +176,7 @@ def profile(folder: Path) -> None:
             seconds(work, count, warm_up=0)
         events: list[Any] = list(found.events() or [])
         if HAS_GPU:
-            events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+            events = [event for event in events if event.device_type == torch.profiler.profiler.DeviceType.CUDA]
         events.sort(key=lambda event: event.time_range.start)
         gaps: list[tuple[float, str, str]] = []
         busy, end, last = 0.0, events[0].time_range.start, ""
