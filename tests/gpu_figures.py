@@ -71,8 +71,9 @@ def environment(folder: Path) -> None:
 def mismatch(folder: Path) -> None:
     """The quickstart's rewards, and the difference between generator and trainer."""
     rows = [json.loads(line) for line in (Path(os.environ["RUN"]) / "metrics.jsonl").read_text().splitlines()]
-    names = sorted(name for name in rows[-1] if name == "reward/mean" or name.startswith("mismatch/"))
-    show("quickstart", steps=len(rows), **{name: float(rows[-1][name]) for name in names})
+    newest = {name: value for row in rows for name, value in row.items()}  # a step may have no fresh tokens
+    names = sorted(name for name in newest if name == "reward/mean" or name.startswith("mismatch/"))
+    show("quickstart", steps=len(rows), **{name: float(newest[name]) for name in names})
 
 
 def decoding(path: Path, num_rows: int) -> Engine:
@@ -176,7 +177,7 @@ def profile(folder: Path) -> None:
             seconds(work, count, warm_up=0)
         events: list[Any] = list(found.events() or [])
         if HAS_GPU:
-            events = [event for event in events if event.device_type == torch.profiler.profiler.DeviceType.CUDA]
+            events = [event for event in events if event.device_type.name == "CUDA"]
         events.sort(key=lambda event: event.time_range.start)
         gaps: list[tuple[float, str, str]] = []
         busy, end, last = 0.0, events[0].time_range.start, ""

@@ -53,7 +53,7 @@ class Moved(Event, frozen=True, kw_only=True):
 
 
 class RowReady(Event, frozen=True, kw_only=True):
-    """A trajectory is finished and scored; each of `units` stores its bytes."""
+    """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens."""
 
     row: RowId
     units: list[str]
@@ -61,6 +61,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     num_tokens: int
     reward: float
     num_versions: int = 1
+    num_kept: int = 0
 
 
 class RowFailed(Event, frozen=True, kw_only=True):
@@ -137,6 +138,13 @@ class Trained(Event, frozen=True, kw_only=True):
     """The optimizer step `step` was applied: the groups handed out for it are consumed."""
 
     step: int
+
+
+class TrainerRestarted(Event, frozen=True, kw_only=True):
+    """The trainer's next incarnation continues after the steps trained so far; `error` ended the one before, if it could tell."""
+
+    incarnation: int
+    error: str = ""
 
 
 class Published(Event, frozen=True, kw_only=True):

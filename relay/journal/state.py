@@ -37,7 +37,9 @@ class Account:
 class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
-    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
+    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
+    `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
     epoch: int = 0
@@ -49,6 +51,11 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     regenerated: int = 0
+    num_continued: int = 0
+    tokens_kept: int = 0
+    trainer_incarnation: int = 1
+    trainer_restarts: int = 0
+    restarts_in_step: int = 0
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
@@ -111,6 +118,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
     state.in_training.clear()
     state.lost_storage_ids.clear()  # the incarnations of a resumed run count from 1 again
+    state.trainer_incarnation, state.restarts_in_step = 1, 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
             record.close(number, consumed=(), missing=batch.attempts)
@@ -167,6 +175,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    state.num_continued += event.num_kept > 0
+    state.tokens_kept += event.num_kept
 
 
 @apply.register
@@ -280,6 +290,16 @@ def _(event: ev.Trained, state: HubState) -> None:
         state.versions_per_trajectory.update(row.num_versions for row in rows)
     state.in_training.clear()
     state.step += 1
+    state.restarts_in_step = 0
+
+
+@apply.register
+def _(event: ev.TrainerRestarted, state: HubState) -> None:
+    """What was handed out stays handed out: the next incarnation gets it again."""
+    assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
+    state.trainer_incarnation = event.incarnation
+    state.trainer_restarts += 1
+    state.restarts_in_step += 1
 
 
 @apply.register
