@@ -13,12 +13,12 @@ from pathlib import Path
 from ...comm.environment import ADDRESS_FILE, JOINING
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe, RoleSettings
-from ..config.load import parse_recipe, read_recipe
+from ..config.load import read_recipe
 from ..config.run_folder import make_run_folder
 from ..placement import check_replicas, place_joining
 from .agent import Hosts, Torchrun
 from .child import print_message
-from .secret import SECRET_FILE
+from .secret import SECRET_FILE, fetch_recipe
 
 _FIND_S = 60.0
 
@@ -58,19 +58,14 @@ def find_run(where: str) -> None:
 
 def _take_places(roles: RoleSettings) -> tuple[Recipe, int, int]:
     """The run's recipe, and the numbers of this host's first replica and first relay. Raises `SettingError`."""
+    recipe = fetch_recipe(f"join: no run answers at {os.environ['HEADRACE_STORE']}", Path())
+    check_replicas(roles, recipe.rollout.tp)
     words = [f"rollout={roles.rollout}", f"relay={roles.relay or 0}"]
     command = [sys.executable, "-m", "headrace.comm.store", "--join", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_FIND_S, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FIND_S, check=False)
     if done.returncode:
-        reason = done.stderr.strip().rpartition("\n")[2]
-        raise SettingError(
-            f"join: no run answers at {os.environ['HEADRACE_STORE']}: {reason}; a run whose comm.interface is loopback is open"
-            " to its own host alone"
-        )
-    answer = json.loads(done.stdout)
-    recipe = parse_recipe(answer["recipe"])
-    check_replicas(roles, recipe.rollout.tp)
-    joined = answer["taken"]
+        raise SettingError(f"join: the store at {os.environ['HEADRACE_STORE']} gave no numbers")
+    joined = json.loads(done.stdout)
     return (
         recipe,
         recipe.num_replicas + joined["rollout"] // recipe.rollout.tp,

@@ -5,8 +5,6 @@ The first rank makes the run folder ready. Another host needs no copy of the rec
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
 from ..config.dry_run import print_plan
-from ..config.load import parse_recipe, read_recipe, save_recipe
+from ..config.load import read_recipe, save_recipe
 from ..config.run_folder import make_run_folder
 from ..hosts import ranks_of_hosts
 from ..placement import place_joining, place_ranks, with_relays
@@ -24,10 +22,8 @@ from ..report.summary import print_summary
 from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
-from .secret import create_secret
+from .secret import create_secret, fetch_recipe
 from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
-
-_FETCH_S = 300.0
 
 
 def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: bool) -> int:
@@ -37,7 +33,7 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
     try:
         if JOINING in os.environ:
             places = place_joining(*map(int, os.environ[JOINING].split(",")))
-            return supervise(_fetch_recipe("the host joins a run"), places)
+            return supervise(fetch_recipe("the host joins a run", Path()), places)
         recipe = _read(recipe_file, overrides)
         hosts = ranks_of_hosts()
         is_known = True  # the counts are the same on every host
@@ -83,16 +79,7 @@ def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
     """The recipe in the file; on another host than the first one, the run's own where there is no such file."""
     if recipe_file is None or os.environ.get("GROUP_RANK", "0") == "0" or Path(recipe_file).exists():
         return read_recipe(recipe_file, overrides)
-    return _fetch_recipe(f"no recipe file {recipe_file!r}")
-
-
-def _fetch_recipe(why: str) -> Recipe:
-    """The recipe that the run's store has; `why` it is needed."""
-    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
-    fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FETCH_S, check=False)
-    if fetched.returncode:
-        raise SettingError(f"{why}, and the run's store gave no recipe")
-    return parse_recipe(fetched.stdout)
+    return fetch_recipe(f"no recipe file {recipe_file!r}", Path(read_recipe(None, overrides).run.dir))
 
 
 def _prepare_host(run_dir: Path, *, is_first: bool) -> None:

@@ -1,22 +1,32 @@
-"""The run's secret, the key of the seals of messages and handshakes: `HEADRACE_SECRET`, or a file of the run folder."""
+"""The run's secret, the key of the seals of messages and handshakes: `HEADRACE_SECRET`, or a file of the run folder.
+
+A recipe from the store counts only if it is signed with the secret: it names code that a process runs.
+"""
 
 import os
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 
-from ...comm.errors import SettingError
+from ...comm.environment import RECIPE_KEY
+from ...comm.errors import MessageRefused, SettingError
+from ...comm.recipe import Recipe
+from ...comm.signing import verify_entry
+from ..config.load import parse_recipe
 from ..config.run_folder import make_run_folder
 
 SECRET_FILE = "secret"
+_FETCH_S = 300.0
 
 
 def create_secret(run_dir: Path) -> None:
-    """Write a new secret for a run that has none."""
-    if "HEADRACE_SECRET" in os.environ or (run_dir / SECRET_FILE).exists():
+    """Write a new secret for each start of a run: messages, entries and recipes of an earlier start are refused then."""
+    if "HEADRACE_SECRET" in os.environ:
         return
-    with open(
-        os.open(make_run_folder(run_dir) / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
-    ) as stream:
+    path = make_run_folder(run_dir) / SECRET_FILE
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
         stream.write(secrets.token_hex(32))
 
 
@@ -29,3 +39,24 @@ def read_secret(run_dir: Path) -> bytes:
             f"run.dir: the run's secret {run_dir / SECRET_FILE} is not here ({error.strerror}), and it never goes over the"
             " network; share run.dir between the hosts, or set HEADRACE_SECRET to the same text on each of them"
         ) from error
+
+
+def fetch_recipe(why: str, run_dir: Path) -> Recipe:
+    """The recipe that the run's store has, if the run's own supervisor signed it; `why` it is needed. Raises `SettingError`."""
+    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
+    fetched = subprocess.run(command, capture_output=True, timeout=_FETCH_S, check=False)
+    if fetched.returncode:
+        reason = fetched.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise SettingError(f"{why}, and the run's store gave no recipe: {reason}")
+    return parse_recipe(verified_recipe(fetched.stdout, run_dir))
+
+
+def verified_recipe(signed: bytes, run_dir: Path) -> str:
+    """The recipe that the store has, as YAML, if the run's own supervisor signed it. Raises `SettingError`."""
+    try:
+        return verify_entry(read_secret(run_dir), RECIPE_KEY, signed).decode()
+    except MessageRefused as refusal:
+        raise SettingError(
+            f"run.dir: the recipe in the run's store is not signed with the secret of {run_dir} ({refusal}): another run's"
+            " secret is there, or a stranger wrote the recipe"
+        ) from refusal
