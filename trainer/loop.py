@@ -69,6 +69,8 @@ class Trainer:
             deadline_s=recipe.comm.deadline_s,
         )
         self.waited_s = 0.0
+        self.resumed_at = self.clock.now()
+        """When the last step ended, or later by the time of a checkpoint since then."""
 
     def _open_step_log(self) -> StepLog | None:
         if not self.recipe.run.save_rows:
@@ -111,7 +113,7 @@ class Trainer:
             self.learner.accumulate(batch, stats)
         metrics: dict[str, Value] = {**self.learner.step(stats), **stats.metrics(step)}
         if self.recorder is not None:
-            self.mailbox.send("hub", StepTrained(step))
+            self.mailbox.send("hub", self.step_trained(step))
         metrics |= self.publish()
         if self.step_log is not None:
             self.step_log.write(step)
@@ -121,6 +123,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Copy the state of training, which a thread writes while training goes on."""
+        started = self.clock.now()
         self.trace.enter("checkpoint")
         best = self.recipe.checkpoint.best
         score = self.metrics.get(best)
@@ -130,6 +133,13 @@ class Trainer:
                 names = ", ".join(sorted(self.metrics))
                 raise SettingError(f"checkpoint.best: a step has no number '{best}'; it has {names}")
         self.checkpoints.begin(self.learner.version, self.learner.stage(), score)
+        self.resumed_at += self.clock.now() - started
+
+    def step_trained(self, step: int) -> StepTrained:
+        """The report of a step, with the seconds since the one before; those of a checkpoint are left out."""
+        busy_s = self.clock.now() - self.resumed_at - self.waited_s
+        self.resumed_at = self.clock.now()
+        return StepTrained(step, busy_s / self.clock.speed, self.waited_s / self.clock.speed)
 
     def next_batch(self, step: int) -> Batch:
         """This rank's share of the next batch. Raises `RunStopped` on all ranks when the hub ends the run."""
