@@ -3,10 +3,12 @@
 The functions depend on numbers only, so all supervisors compute the same placement.
 """
 
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from msgspec import structs
 from msgspec.structs import astuple
@@ -19,6 +21,9 @@ RESTARTABLE = frozenset({"relay", "rollout", "shard", "reference", "task"})
 
 A relay's weights survive in its supervisor's memory. Its rows survive in another relay, or are generated again.
 """
+
+RANKS_OF_HOSTS = "HEADRACE_RANKS_OF_HOSTS"
+"""Set by a launcher that was given a number of ranks for each host: these numbers, with commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +56,35 @@ def with_relays(recipe: Recipe, num_hosts: int) -> Recipe:
     return structs.replace(recipe, roles=structs.replace(recipe.roles, relay=count_relays(recipe.roles, num_hosts)))
 
 
-def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Placement]:
-    """The placement of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
+def equal_hosts(world_size: int, ranks_per_host: int) -> list[int]:
+    """The number of ranks on each host where all have equally many, but for the rest on the last."""
+    full, rest = divmod(world_size, ranks_per_host)
+    return [ranks_per_host] * full + [rest] * (rest > 0)
 
-    Relays take the last ranks of the hosts, one per host first. The other ranks are actors, then rollouts, references and
-    tasks, in rank order, so rank 0 is an actor. The first of the `tp` ranks of a replica is its `rollout`, the others are
-    its `shard`s; all are on one host.
+
+def ranks_of_hosts() -> list[int]:
+    """The number of ranks on each host, as this rank's environment has it; torchrun itself knows equal hosts only."""
+    if RANKS_OF_HOSTS in os.environ:
+        return [int(ranks) for ranks in os.environ[RANKS_OF_HOSTS].split(",")]
+    return equal_hosts(int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def place_ranks(roles: RoleSettings, hosts: Sequence[int], tp: int = 1) -> list[Placement]:
+    """The placement of each rank, `[sum(hosts)]`, on hosts with so many ranks; raises `SettingError` if the counts do not fit.
+
+    Relays take the last ranks of the hosts: one per host first, and first those with the fewest ranks, which may be hosts
+    without a GPU. The other ranks are actors, then rollouts, references and tasks, in rank order, so rank 0 is an actor.
+    The first of the `tp` ranks of a replica is its `rollout`, the others are its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
-    num_hosts = -(-world_size // ranks_per_host)
+    num_hosts, world_size = len(hosts), sum(hosts)
     wanted = count_ranks(roles, num_hosts)
     if wanted != world_size:
         raise SettingError(
             f"roles.actor + roles.relay + roles.reference + roles.task + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
             f" change roles or start torchrun with {_fitting_counts(wanted, num_hosts)}"
         )
-    relay_of_rank = _place_relays(count_relays(roles, num_hosts), world_size, ranks_per_host)
+    relay_of_rank = _place_relays(count_relays(roles, num_hosts), hosts)
     places: list[Placement] = []
     slots = [0] * num_hosts
     workers = iter(
@@ -74,8 +92,7 @@ def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: i
         + _replicas(roles.rollout, tp)
         + [(role, i) for role, count in (("reference", roles.reference), ("task", roles.task)) for i in range(count)]
     )
-    for rank in range(world_size):
-        host = rank // ranks_per_host
+    for rank, host in enumerate(host for host, ranks in enumerate(hosts) for _ in range(ranks)):
         if rank in relay_of_rank:
             places.append(Placement("relay", relay_of_rank[rank], host, None))
         else:
@@ -88,9 +105,9 @@ def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: i
 
 
 def _fitting_counts(num_ranks: int, num_hosts: int) -> str:
-    """The options of torchrun that start so many ranks."""
+    """The options that start so many ranks."""
     if num_ranks % num_hosts:
-        return f"--nproc-per-node {num_ranks} on one host"
+        return f"--nproc-per-node {num_ranks} on one host, or a count for each, such as --nproc-per-node 4,4,1"
     return f"--nproc-per-node {num_ranks // num_hosts}" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
 
 
@@ -114,12 +131,10 @@ def _check_replicas_on_one_host(placements: list[Placement], tp: int) -> None:
             )
 
 
-def _place_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[int, int]:
+def _place_relays(num_relays: int, hosts: Sequence[int]) -> dict[int, int]:
     """Rank -> relay index: the last free rank of each host in turn; rank 0 is never a relay."""
-    free = [
-        [rank for rank in range(first, min(first + ranks_per_host, world_size)) if rank > 0]
-        for first in range(0, world_size, ranks_per_host)
-    ]
+    by_size = sorted(zip(hosts, accumulate(hosts), strict=True), key=lambda host: host[0])
+    free = [[rank for rank in range(end - ranks, end) if rank > 0] for ranks, end in by_size]
     relay_of_rank: dict[int, int] = {}
     while len(relay_of_rank) < num_relays:
         for ranks in free:

@@ -20,7 +20,7 @@ from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, visible_devices
+from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, ranks_of_hosts, visible_devices
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
@@ -229,7 +229,7 @@ class Supervisor:
             return
         for name, child in self.children.items():
             if name == "store" and not self.is_late:
-                child.send(signal.SIGTERM)
+                child.send(signal.SIGQUIT)
                 continue
             if not self.is_over():
                 print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
@@ -244,14 +244,13 @@ def supervise(recipe: Recipe) -> int:
     A run under the launcher that ended in order, for whatever reason, returns 0: torchrun knows only success and failure
     and would print a traceback. The launcher reads from the summary how the run ended.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    placements = place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
-    placement, num_gpus, staging = placements[rank], count_gpus(), recipe.relay.staging_device
+    hosts = ranks_of_hosts()
+    placements = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
+    placement, num_gpus, staging = placements[int(os.environ["RANK"])], count_gpus(), recipe.relay.staging_device
     check_staging(placements, placement.host, num_gpus, staging)
     device = visible_devices(placement, num_gpus, staging)
-    supervisor = Supervisor(recipe, placement, world_size, hosts_store=rank == 0, device=device)
-    supervisor.has_other_hosts = world_size > ranks_per_host
+    supervisor = Supervisor(recipe, placement, sum(hosts), hosts_store=os.environ["RANK"] == "0", device=device)
+    supervisor.has_other_hosts = len(hosts) > 1
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)

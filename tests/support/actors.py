@@ -13,7 +13,6 @@ from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
-from headrace.launch.processes.role_process import end_process
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.micro_batches import rounds
 from headrace.trainer.actor_group import ActorGroup
@@ -96,6 +95,7 @@ group, args = rank_of(sys.argv[2], int(sys.argv[3])), sys.argv[4:]
 """
 
 END = """
+from headrace.launch.processes.role_process import end_process
 group.close()
 end_process(0)
 """
