@@ -152,15 +152,20 @@ class QueueIndex:
     """The version by which a group is counted in `begun`."""
 
     def update(self, group: Group) -> None:
-        """Count a group, one of whose rows changed, as what it is now."""
-        self.remove(group.id)
-        if group.step is not None:
+        """Count a group of the queue, one of whose rows changed, as what it is now."""
+        versions = [row.version for row in group.rows if row.status in _STARTED]
+        if not versions or group.step is not None:
+            self.remove(group.id)
             return
-        if group.has_started:
-            version = self.version_of[group.id] = group.version
+        version = min(versions)
+        if version != self.version_of.get(group.id):
+            self.remove(group.id)
+            self.version_of[group.id] = version
             self.begun[version] += 1
         if group.has(self.needs):
             self.ready[group.id] = group
+        else:
+            self.ready.pop(group.id, None)
 
     def remove(self, group_id: GroupId) -> None:
         """Forget a group that leaves the queue."""

@@ -20,10 +20,6 @@ from .controller import candidate_of
 from .samplers import Budget, Sampler
 from .schedules import SCHEDULES, Schedule
 
-_FIRST_STEPS = 2
-"""Steps of groups that are leased before the window is known."""
-
-
 class Admission:
     """The rules of one run: places per step, length of the queue, staleness bound, number of steps."""
 
@@ -40,7 +36,7 @@ class Admission:
         self.per_step = batch.prompts_per_step
         self.update_ends = batch.update_ends
         self.bound = queue.max_staleness if schedule.staleness is None else schedule.staleness
-        steps = _FIRST_STEPS if self.bound is None else self.bound + 1
+        steps = 1 if self.bound is None else self.bound + 1
         self.follows_trainer = queue.lead == "auto" and schedule.staleness is None
         self.capacity = queue.capacity or math.inf
         if queue.lead == "auto":
