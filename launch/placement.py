@@ -4,8 +4,6 @@ The functions depend on numbers only, so all supervisors compute the same placem
 """
 
 import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -143,14 +141,23 @@ def _place_relays(num_relays: int, hosts: Sequence[int]) -> dict[int, int]:
     return relay_of_rank
 
 
-def visible_devices(placement: Placement, num_gpus: int, staging: str | None = None) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a rank on a host with `num_gpus`: one each in order, shared when there are too few.
+def visible_devices(placement: Placement, gpus: Sequence[str], staging: str | None = None) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a rank on a host with these GPUs: one each in order, shared when there are too few.
 
-    A relay has only `staging`, its `relay.staging_device`, if that is a GPU.
+    A relay has only `staging`, its `relay.staging_device`, if that is the number of a GPU among them.
     """
     if placement.slot is None:
-        return "" if placement.role == "task" or staging in (None, "cpu") else staging
-    return str(placement.slot % num_gpus) if num_gpus else ""
+        if placement.role == "task" or staging in (None, "cpu"):
+            return ""
+        return gpus[int(staging)] if staging.isdigit() and int(staging) < len(gpus) else staging
+    return gpus[placement.slot % len(gpus)] if gpus else ""
+
+
+def processes_on(placements: Sequence[Placement], placement: Placement, gpus: Sequence[str]) -> int:
+    """The number of ranks on the GPU of one of them; 1 for a rank without a GPU."""
+    device = visible_devices(placement, gpus) if placement.slot is not None else ""
+    on_host = [place for place in placements if place.host == placement.host and place.slot is not None]
+    return max(1, sum(visible_devices(place, gpus) == device for place in on_host)) if device else 1
 
 
 def check_replicas(roles: RoleSettings, tp: int) -> None:
@@ -161,24 +168,22 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
         )
 
 
-def check_staging(placements: Sequence[Placement], host: int, num_gpus: int, staging: str | None) -> None:
-    """Raise `SettingError` unless the relays of a host can use `staging`, their `relay.staging_device`, there."""
-    if staging in (None, "cpu") or all(p.role != "relay" for p in placements if p.host == host):
+def check_staging(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> None:
+    """Raise `SettingError` unless the relays of a host can use `relay.staging_device` there.
+
+    NCCL refuses a GPU that has both ends of a link: an actor is at the other end, with comm.link=nccl any worker is.
+    """
+    staging = recipe.relay.staging_device
+    here = [place for place in placements if place.host == host]
+    if staging in (None, "cpu") or all(place.role != "relay" for place in here):
         return
-    if not staging.isdigit() or int(staging) >= num_gpus:
+    if not staging.isdigit() or int(staging) >= len(gpus):
         raise SettingError(
-            f"relay.staging_device={staging} is neither cpu nor one of the {num_gpus} GPUs of host {host}"
+            f"relay.staging_device={staging} is neither cpu nor one of the {len(gpus)} GPUs of host {host}"
         )
-    for place in placements:
-        if place.host == host and place.role == "actor" and visible_devices(place, num_gpus) == str(int(staging)):
+    for place in here:
+        is_end = place.role == "actor" or (recipe.comm.link == "nccl" and place.slot is not None)
+        if is_end and visible_devices(place, gpus) == gpus[int(staging)]:
             raise SettingError(
                 f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL needs two; name another, or null"
             )
-
-
-def count_gpus() -> int:
-    """The number of this host's GPUs, from nvidia-smi, which makes no CUDA context here; 0 without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0

@@ -20,7 +20,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.dry_run import print_plan
 from .config.load import read_recipe
-from .config.memory_plan import Gpus
+from .gpus import Gpus
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import block_signals, print_message

@@ -9,9 +9,10 @@ from ...comm.recipe import Recipe
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
+from ..gpus import Gpus
 from ..placement import Placement, count_ranks, place_ranks, visible_devices
 from .load import recipe_yaml
-from .memory_plan import Gpus, MemoryPlan
+from .memory_plan import MemoryPlan
 from .model_files import read_config
 
 
@@ -53,7 +54,7 @@ def describe_run(recipe: Recipe, hosts: Sequence[int] = (), gpus: Gpus | None = 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:
     for rank, place in enumerate(places):
-        device = visible_devices(place, gpus.count, recipe.relay.staging_device)
+        device = visible_devices(place, gpus.names, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
         yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"
 
