@@ -20,6 +20,7 @@ from .controller import candidate_of
 from .samplers import Budget, Sampler
 from .schedules import SCHEDULES, Schedule
 
+
 class Admission:
     """The rules of one run: places per step, length of the queue, staleness bound, number of steps."""
 

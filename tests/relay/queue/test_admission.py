@@ -110,7 +110,7 @@ def test_a_queue_that_a_sampler_chooses_from_has_a_step_at_least():
 
 
 def test_new_groups_wait_for_the_version_of_the_last_step_while_the_trainer_has_work():
-    run = SmallRun(bound=None, per_step=1)
+    run = SmallRun(bound=None, per_step=1, capacity=4)
     run.train_whole_step()
     assert run.lease(0)
     run.finish(run.unfinished()[0])
@@ -120,7 +120,7 @@ def test_new_groups_wait_for_the_version_of_the_last_step_while_the_trainer_has_
 
 
 def test_new_groups_do_not_wait_for_a_version_that_takes_longer_than_the_trainer_has_work():
-    run = SmallRun(bound=None, per_step=1)
+    run = SmallRun(bound=None, per_step=1, capacity=4)
     run.train_whole_step()
     assert run.lease(0)
     run.finish(run.unfinished()[0])
@@ -130,7 +130,7 @@ def test_new_groups_do_not_wait_for_a_version_that_takes_longer_than_the_trainer
 
 
 def test_a_step_that_lacks_groups_does_not_wait_for_a_version():
-    run = SmallRun(bound=None, per_step=2)
+    run = SmallRun(bound=None, per_step=2, capacity=4)
     run.train_whole_step()
     assert run.lease(0)
     run.finish(run.unfinished()[0])
