@@ -77,7 +77,8 @@ class TrainerService:
     def publish(self, weights: Mapping[str, Tensor]) -> None:
         """Finish the step and publish its weights as the next version. Returns after one copy of them."""
         now = time.monotonic()
-        self._mailbox.send("hub", StepTrained(self.version, now - self._resumed_at - self._waited_s, self._waited_s))
+        busy_s = now - self._resumed_at - self._waited_s
+        self._mailbox.send("hub", StepTrained(self.version, busy_s=busy_s, waited_s=self._waited_s))
         self._resumed_at, self._waited_s = now, 0.0
         self.version += 1
         self._publish(weights)

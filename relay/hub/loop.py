@@ -74,8 +74,8 @@ class HubLoop:
 
     def step(self) -> RunEnd | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
-        if full := self.hub.context.journal.full:
-            return RunEnd("failed", full, 1)
+        if failure := self.hub.context.journal.full or self.hub.context.failure:
+            return RunEnd("failed", failure, 1)
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.

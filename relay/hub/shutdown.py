@@ -154,6 +154,7 @@ class Shutdown:
             "moved": state.num_moved,
             "moves_refused": dict(self.hub.repacking.refusals),
             "regenerated": state.regenerated,
+            "trainer_restarts": state.trainer_restarts,
             "version": state.version,
             "digest": state.digest,
             "tokens_per_s": 0.0,

@@ -39,6 +39,7 @@ class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
     epoch: int = 0
@@ -50,6 +51,9 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     regenerated: int = 0
+    trainer_incarnation: int = 1
+    trainer_restarts: int = 0
+    restarts_in_step: int = 0
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
@@ -124,6 +128,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
     state.in_training.clear()
     state.lost_storage_ids.clear()  # the incarnations of a resumed run count from 1 again
+    state.trainer_incarnation, state.restarts_in_step = 1, 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
             record.close(number, consumed=(), missing=batch.attempts)
@@ -134,9 +139,7 @@ def _(event: ev.Opened, state: HubState) -> None:
             group.rows[sample].reset()
         state.unassigned[group.id] = None
     state.window.open()
-    state.queue = QueueIndex(frozenset(event.needs))
-    for group in state.groups.values():
-        state.queue.update(group)
+    state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
 
 
 @_change.register
@@ -311,6 +314,17 @@ def _(event: ev.Trained, state: HubState) -> None:
     state.window.end_step(len(state.in_training), event.busy_s, event.waited_s)
     state.in_training.clear()
     state.step += 1
+    state.restarts_in_step = 0
+
+
+@_change.register
+def _(event: ev.TrainerRestarted, state: HubState) -> None:
+    """What was handed out stays handed out: the next incarnation gets it again."""
+    assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
+    state.trainer_incarnation = event.incarnation
+    state.trainer_restarts += 1
+    state.restarts_in_step += 1
+    state.window.open()
 
 
 @_change.register

@@ -245,7 +245,7 @@ class VirtualRun:
         self.ends.append(self.now)
         self.tokens.append(self.num_tokens)
         self.after(self.fleet.publish_s, lambda: self.publish(step + 1))
-        self.say("actor-0", StepTrained(step, self.busy_s, self.waited_s))
+        self.say("actor-0", StepTrained(step, busy_s=self.busy_s, waited_s=self.waited_s))
         self.busy_s = self.waited_s = 0.0
         self.end_batch()
 
