@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
 from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
-from ..journal.records import RowStatus
+from ..journal.records import Group, RowStatus
 from .context import Handler, HubContext
+from .partial_pool import PartialPool, PartialRow
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 class Leases(Handler):
     """Open requests, the newest request and the last grant of each holder, and the leases that a dead holder had."""
 
-    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission") -> None:
+    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: PartialPool) -> None:
         super().__init__(context)
         self.pool = pool
         self.admission = admission
+        self.partials = partials
         self._requests: dict[str, LeaseRequest] = {}
         self._newest: dict[str, LeaseRequest] = {}
         self._granted: dict[str, LeaseGrant] = {}
@@ -29,10 +31,11 @@ class Leases(Handler):
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
         requests = list(self._requests.items()) if self.context.is_leasing else []
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
-            if request.version not in refused:
-                share = math.ceil(self.admission.free_places(self.state) / num_asking)
-                if not self._grant(holder, request, share):
-                    refused.add(request.version)
+            share = math.ceil(self.admission.free_places(self.state) / num_asking)
+            if (older := self._older_version(holder, request)) is not None:
+                self._grant(holder, request, older, share=0)
+            elif request.version not in refused and not self._grant(holder, request, request.version, share):
+                refused.add(request.version)
 
     def on_process_death(self, process: str, reason: str) -> None:
         """The rows leased to a process are wanted again."""
@@ -68,10 +71,30 @@ class Leases(Handler):
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         for group, attempt in zip(message.groups, message.attempts, strict=True):
             if group in self.state.groups:
-                reason = f"{sender} switched to another version"
+                reason = "its version is gone" if message.is_gone else f"{sender} switched to another version"
                 self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
+                if message.is_gone:
+                    self.partials.give_up(self.state.groups[group].row_ids(RowStatus.WANTED))
 
-    def _grant(self, holder: str, request: LeaseRequest, share: int) -> bool:
+    def _older_version(self, holder: str, request: LeaseRequest) -> int | None:
+        """The older version on which an idle rollout continues trajectories of a dead one; None without such trajectories."""
+        if not (request.can_continue and self.partials.rows and self.state.unassigned):
+            return None
+        groups = [self.state.groups[group_id] for group_id in self.state.unassigned]
+        begun = [(self.partials.version_of(self.partials.wanted(group)), group) for group in groups]
+        older = [v for v, group in begun if v not in (None, request.version) and self._may_continue(v, group, request)]
+        return None if holder in self.holders() else next(iter(older), None)
+
+    def _may_continue(self, version: int, group: Group, request: LeaseRequest) -> bool:
+        """Whether a group may be trained if it continues on an older version; else it starts again at the prompt."""
+        may = self.admission.may_lease
+        if may(self.state, version, group):
+            return True
+        if may(self.state, request.version, group):
+            self.partials.give_up(group.row_ids(RowStatus.WANTED))
+        return False
+
+    def _grant(self, holder: str, request: LeaseRequest, version: int, share: int) -> bool:
         """Lease groups to a holder, at most `share` new ones, since one that decodes all of them alone is slow.
 
         Returns whether another holder of the same version may still get some.
@@ -81,29 +104,35 @@ class Leases(Handler):
         cursor = self.state.cursor
         while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
             may_be_new = self.state.cursor < cursor + share
-            if (lease := self._lease_one(holder, request.version, may_be_new)) is None:
+            if (lease := self._lease_one(holder, request, version, may_be_new)) is None:
                 is_refused = may_be_new
                 break
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
             del self._requests[holder]
-            self._granted[holder] = LeaseGrant(request.request_id, request.version, leases)
+            self._granted[holder] = LeaseGrant(request.request_id, version, leases)
             self.context.mailbox.send(holder, self._granted[holder])
         return not is_refused
 
-    def _lease_one(self, holder: str, version: int, may_be_new: bool) -> Lease | None:
-        """Lease one group: one that came back if there is any, else the next of the data set if it may be a new one."""
-        state = self.state
+    def _lease_one(self, holder: str, request: LeaseRequest, version: int, may_be_new: bool) -> Lease | None:
+        """Lease one group: one that came back if there is any, else the next of the data set if it may be a new one.
+
+        A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
+        """
+        state, partials = self.state, dict[int, PartialRow]()
+        allowed = (None, version) if version == request.version else (version,)
         for group_id in state.unassigned:
-            if self.admission.may_lease(state, version, state.groups[group_id]):
-                group = state.groups[group_id]
+            group = state.groups[group_id]
+            partials = self.partials.wanted(group) if request.can_continue else {}
+            if self.partials.version_of(partials) in allowed and self.admission.may_lease(state, version, group):
                 samples, attempt = group.samples(RowStatus.WANTED), group.next_attempt
                 break
         else:
-            if not may_be_new or not self.admission.may_lease(state, version):
+            if not may_be_new or None not in allowed or not self.admission.may_lease(state, version):
                 return None
-            group_id, attempt = self.pool.group_at(state.cursor), 1
+            group_id, attempt, partials = self.pool.group_at(state.cursor), 1, {}
             samples = list(range(state.samples_per_prompt))
         self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, version=version, holder=holder))
-        return Lease(group_id, attempt, samples, self.pool.row(group_id))
+        refs = tuple(partial.ref(group_id.row(sample)) for sample, partial in partials.items())
+        return Lease(group_id, attempt, samples, self.pool.row(group_id), refs)

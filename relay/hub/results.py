@@ -63,6 +63,7 @@ class Results(Handler):
                     num_tokens=done.num_tokens,
                     reward=done.reward,
                     num_versions=done.num_versions,
+                    num_kept=done.num_kept,
                 )
             )
         if (group := self.state.groups.get(done.row.group)) is not None:

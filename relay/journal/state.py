@@ -38,7 +38,8 @@ class Account:
 class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
-    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
+    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
@@ -51,6 +52,8 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     regenerated: int = 0
+    num_continued: int = 0
+    tokens_kept: int = 0
     trainer_incarnation: int = 1
     trainer_restarts: int = 0
     restarts_in_step: int = 0
@@ -189,6 +192,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    state.num_continued += event.num_kept > 0
+    state.tokens_kept += event.num_kept
     state.queue.update(state.groups[event.row.group])
 
 
@@ -199,11 +204,9 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     row.status = RowStatus.FAILED
     state.account.failed += 1
     group = state.groups[event.row.group]
+    state.queue.update(group)
     if all(row.status is RowStatus.FAILED for row in group.rows):
         del state.groups[group.id]
-        state.queue.remove(group.id)
-    else:
-        state.queue.update(group)
 
 
 @_change.register
@@ -257,8 +260,7 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
         assert units and set(units) <= set(row.storage_ids), f"row {row_id} is in {row.storage_ids}, not in {units}"
         row.storage_ids = list(units)
         row.columns |= set(event.columns)
-    for group_id in {row_id.group for row_id in event.rows}:
-        state.queue.update(state.groups[group_id])
+        state.queue.update(state.groups[row_id.group])
     record.close(event.number, consumed=event.rows, missing=state.missing(attempts))
 
 
@@ -313,16 +315,14 @@ def _(event: ev.Trained, state: HubState) -> None:
         state.versions_per_trajectory.update(row.num_versions for row in rows)
     state.window.end_step(len(state.in_training), event.busy_s, event.waited_s)
     state.in_training.clear()
-    state.step += 1
-    state.restarts_in_step = 0
+    state.step, state.restarts_in_step = state.step + 1, 0
 
 
 @_change.register
 def _(event: ev.TrainerRestarted, state: HubState) -> None:
     """What was handed out stays handed out: the next incarnation gets it again."""
     assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
-    state.trainer_incarnation = event.incarnation
-    state.trainer_restarts += 1
+    state.trainer_incarnation, state.trainer_restarts = event.incarnation, state.trainer_restarts + 1
     state.restarts_in_step += 1
     state.window.open()
 
