@@ -9,6 +9,7 @@ import logging
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...comm.clock import Clock
@@ -53,10 +54,11 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     run_dir, queue = Path(recipe.run.dir), recipe.queue
     mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(queue, recipe.algorithm)
-    state, journal = open_journal(run_dir, recipe)
+    state, journal = open_journal(run_dir, recipe, tasks[TRAIN].needs)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
-    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, tasks[TRAIN].needs)
+    micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
+    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     clock = Clock(recipe.emulated.speed).now
     hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks)
     loop = HubLoop(hub, fleet)
@@ -171,8 +173,11 @@ class HubLoop:
         self.hub.on_process_death(dead.name, reason)
 
 
-def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
-    """The journal of a run folder, new or continued from its latest checkpoint, and the state after its last event."""
+def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str]) -> tuple[HubState, Journal]:
+    """The journal of a run folder, new or continued from its latest checkpoint, and the state after its last event.
+
+    needs: the columns that training needs besides those of the rollout.
+    """
     path = run_dir / "journal.jsonl"
     state, checkpoint = HubState(), None
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
@@ -186,8 +191,10 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
         raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
     # The other processes wait for the hub while it waits for room.
     journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
-    opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
+    samples = recipe.batch.samples_per_prompt
+    opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=samples, needs=tuple(sorted(needs)))
     for event in (opened, *([checkpoint] if checkpoint else [])):
-        journal.append(ev.stamped(event))
-        apply(event, state)
+        stamped = ev.stamped(event)
+        journal.append(stamped)
+        apply(stamped, state)
     return state, journal

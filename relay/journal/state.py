@@ -16,7 +16,8 @@ from functools import singledispatch
 from ...comm.errors import SettingError
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Group, Row, RowStatus, TaskRecord
+from .records import Group, QueueIndex, Row, RowStatus, TaskRecord
+from .window import Window
 
 if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
@@ -60,6 +61,8 @@ class HubState:
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
     in_training: list[GroupId] = field(default_factory=list)
+    queue: QueueIndex = field(default_factory=QueueIndex)
+    window: Window = field(default_factory=Window)
     lost_storage_ids: set[str] = field(default_factory=set)
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
@@ -76,6 +79,11 @@ class HubState:
         """Whether the accounting identity holds."""
         a = self.account
         return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that take a place in the queue."""
+        return len(self.groups) - len(self.in_training)
 
     def queued(self) -> list[Group]:
         """Groups that take a place in the queue: leased or ready, and not handed out for training."""
@@ -106,13 +114,18 @@ class HubState:
             record.assigned.difference_update(gone)
 
 
-@singledispatch
 def apply(event: ev.Event, state: HubState) -> None:
     """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
+    state.window.pass_time(event.t, state.num_queued, len(state.queue.ready), len(state.in_training))
+    _change(event, state)
+
+
+@singledispatch
+def _change(event: ev.Event, state: HubState) -> None:
     raise AssertionError(f"no rule for {event}")
 
 
-@apply.register
+@_change.register
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
@@ -128,9 +141,11 @@ def _(event: ev.Opened, state: HubState) -> None:
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
             group.rows[sample].reset()
         state.unassigned[group.id] = None
+    state.window.open()
+    state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
 
 
-@apply.register
+@_change.register
 def _(event: ev.Leased, state: HubState) -> None:
     group = state.groups.get(event.group)
     if group is None:
@@ -146,18 +161,20 @@ def _(event: ev.Leased, state: HubState) -> None:
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
         row.status, row.attempt = RowStatus.LEASED, event.attempt
         row.version, row.holder = event.version, event.holder
+    state.queue.update(group)
 
 
-@apply.register
+@_change.register
 def _(event: ev.Returned, state: HubState) -> None:
     group = state.groups[event.group]
     for sample in group.samples(RowStatus.LEASED):
         if group.rows[sample].attempt == event.attempt:
             group.rows[sample].status = RowStatus.WANTED
             state.unassigned[event.group] = None
+    state.queue.update(group)
 
 
-@apply.register
+@_change.register
 def _(event: ev.Moved, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
@@ -168,7 +185,7 @@ def _(event: ev.Moved, state: HubState) -> None:
     state.num_moved += len(event.rows) * (event.source != event.holder)
 
 
-@apply.register
+@_change.register
 def _(event: ev.RowReady, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
@@ -177,20 +194,22 @@ def _(event: ev.RowReady, state: HubState) -> None:
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
     state.num_continued += event.num_kept > 0
     state.tokens_kept += event.num_kept
+    state.queue.update(state.groups[event.row.group])
 
 
-@apply.register
+@_change.register
 def _(event: ev.RowFailed, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
     row.status = RowStatus.FAILED
     state.account.failed += 1
-    group_id = event.row.group
-    if all(row.status is RowStatus.FAILED for row in state.groups[group_id].rows):
-        del state.groups[group_id]
+    group = state.groups[event.row.group]
+    state.queue.update(group)
+    if all(row.status is RowStatus.FAILED for row in group.rows):
+        del state.groups[group.id]
 
 
-@apply.register
+@_change.register
 def _(event: ev.RowsLost, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
@@ -204,9 +223,10 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         if group.step is not None:  # it is handed out again once it is complete again
             group.step = None
             state.in_training.remove(group.id)
+        state.queue.update(group)
 
 
-@apply.register
+@_change.register
 def _(event: ev.UnitLost, state: HubState) -> None:
     state.lost_storage_ids.add(event.unit)
     for row_id, row in state.rows(RowStatus.READY):
@@ -218,9 +238,10 @@ def _(event: ev.UnitLost, state: HubState) -> None:
             row.reset()
             state.release([row_id])
             state.unassigned[row_id.group] = None
+            state.queue.update(state.groups[row_id.group])
 
 
-@apply.register
+@_change.register
 def _(event: ev.TaskHanded, state: HubState) -> None:
     attempts = dict(zip(event.rows, event.attempts, strict=True))
     for row_id, attempt in attempts.items():
@@ -229,7 +250,7 @@ def _(event: ev.TaskHanded, state: HubState) -> None:
     state.tasks.setdefault(event.task, TaskRecord()).open_batch(event.number, event.consumer, attempts)
 
 
-@apply.register
+@_change.register
 def _(event: ev.ColumnsReady, state: HubState) -> None:
     record = state.tasks[event.task]
     attempts = record.open_batches[event.number].attempts
@@ -239,35 +260,38 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
         assert units and set(units) <= set(row.storage_ids), f"row {row_id} is in {row.storage_ids}, not in {units}"
         row.storage_ids = list(units)
         row.columns |= set(event.columns)
+        state.queue.update(state.groups[row_id.group])
     record.close(event.number, consumed=event.rows, missing=state.missing(attempts))
 
 
-@apply.register
+@_change.register
 def _(event: ev.TaskReturned, state: HubState) -> None:
     record = state.tasks[event.task]
     attempts = record.open_batches[event.number].attempts
     record.close(event.number, consumed=(), missing=state.missing(attempts))
 
 
-@apply.register
+@_change.register
 def _(event: ev.Evicted, state: HubState) -> None:
     group = state.groups.pop(event.group)
     assert group.step is None, f"group {event.group} is handed out"
     state.unassigned.pop(event.group, None)
+    state.queue.remove(event.group)
     rows = group.row_ids(RowStatus.WANTED, RowStatus.LEASED, RowStatus.READY)
     state.account.evicted += len(rows)
     state.release(rows)
 
 
-@apply.register
+@_change.register
 def _(event: ev.GroupFiltered, state: HubState) -> None:
     group = state.groups.pop(event.group)
+    state.queue.remove(event.group)
     state.release(group.row_ids(RowStatus.READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
     state.account.filtered += len(group.samples(RowStatus.READY))
 
 
-@apply.register
+@_change.register
 def _(event: ev.Handed, state: HubState) -> None:
     assert event.step == state.step, f"groups for step {event.step} while step {state.step} is trained"
     for group_id in event.groups:
@@ -275,9 +299,10 @@ def _(event: ev.Handed, state: HubState) -> None:
         assert group.is_complete and group.step is None, f"group {group_id} cannot be handed out"
         group.step = event.step
         state.in_training.append(group_id)
+        state.queue.remove(group_id)
 
 
-@apply.register
+@_change.register
 def _(event: ev.Trained, state: HubState) -> None:
     assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
     for group_id in state.in_training:
@@ -288,36 +313,38 @@ def _(event: ev.Trained, state: HubState) -> None:
         state.tokens_trained += sum(row.num_tokens for row in rows)
         state.staleness.update(event.step - row.version for row in rows)
         state.versions_per_trajectory.update(row.num_versions for row in rows)
+    state.window.end_step(len(state.in_training), event.busy_s, event.waited_s)
     state.in_training.clear()
-    state.step += 1
-    state.restarts_in_step = 0
+    state.step, state.restarts_in_step = state.step + 1, 0
 
 
-@apply.register
+@_change.register
 def _(event: ev.TrainerRestarted, state: HubState) -> None:
     """What was handed out stays handed out: the next incarnation gets it again."""
     assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
-    state.trainer_incarnation = event.incarnation
-    state.trainer_restarts += 1
+    state.trainer_incarnation, state.trainer_restarts = event.incarnation, state.trainer_restarts + 1
     state.restarts_in_step += 1
+    state.window.open()
 
 
-@apply.register
+@_change.register
 def _(event: ev.Published, state: HubState) -> None:
+    if event.version > state.version:
+        state.window.publish(steps_late=state.step - event.version)
     if event.version >= state.version:
         state.version, state.digest = event.version, event.digest
 
 
-@apply.register
+@_change.register
 def _(event: ev.Received, state: HubState) -> None:
     """A receipt is for audits; it does not change the state."""
 
 
-@apply.register
+@_change.register
 def _(event: ev.Checkpointed, state: HubState) -> None:
     assert event.step <= state.step, f"checkpoint of step {event.step} at step {state.step}"
 
 
-@apply.register
+@_change.register
 def _(event: ev.Ended, state: HubState) -> None:
     state.ended = event.reason

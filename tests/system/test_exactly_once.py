@@ -89,10 +89,11 @@ class World(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- the processes
 
     def open_hub(self, state: HubState) -> None:
-        admission = Admission(BATCH, self.queue, num_steps=1000, needs=self.tasks["train"].needs)
+        admission = Admission(BATCH, self.queue, num_steps=1000)
         journal, repack = Journal(self.path), RepackSettings(enabled=False)
         self.hub = Hub(self.boxes["hub"], state, journal, self.pool, admission, self.queue, repack, tasks=self.tasks)
-        self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
+        needs = tuple(sorted(self.tasks["train"].needs))
+        self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES, needs=needs))
         for relay in RELAYS:
             self.say(f"{relay}/weights", VersionReady(self.hub.state.step, "digest"))
 
