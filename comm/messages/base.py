@@ -49,6 +49,13 @@ class RowId(msgspec.Struct, frozen=True, order=True):
         """The key of its bytes in a storage unit; it names the attempt, so that no attempt overwrites another's bytes."""
         return f"{self}@{attempt}"
 
+    @staticmethod
+    def of_key(key: str) -> "tuple[RowId, int]":
+        """The row and the attempt that a key of a storage unit names."""
+        name, _, attempt = key.partition("@")
+        epoch, prompt, sample = map(int, name.split("."))
+        return RowId(epoch, prompt, sample), int(attempt)
+
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
 

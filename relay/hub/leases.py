@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
 from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
-from ..journal.records import RowStatus
+from ..journal.records import Grant, RowStatus
 from .context import Handler, HubContext
 
 if TYPE_CHECKING:
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Leases(Handler):
-    """Open requests, the newest request and the last grant of each holder, and the leases that a dead holder had."""
+    """Open requests, the newest request of each holder, and the leases that a dead holder had."""
 
     def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission") -> None:
         super().__init__(context)
         self.pool = pool
         self.admission = admission
         self._requests: dict[str, LeaseRequest] = {}
-        self._newest: dict[str, LeaseRequest] = {}
-        self._granted: dict[str, LeaseGrant] = {}
+        grants = self.state.grants.items()
+        self._newest = {holder: LeaseRequest(grant.request_id, grant.version, 0) for holder, grant in grants}
         self.routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return}
 
     def advance(self) -> None:
@@ -33,7 +33,6 @@ class Leases(Handler):
     def on_process_death(self, process: str, reason: str) -> None:
         """The rows leased to a process are wanted again."""
         self._requests.pop(process, None)
-        self._granted.pop(process, None)
         leased = [(row_id, row) for row_id, row in self.state.rows(RowStatus.LEASED) if row.holder == process]
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
             self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
@@ -44,7 +43,7 @@ class Leases(Handler):
         return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
 
     def _on_request(self, sender: str, request: LeaseRequest) -> None:
-        """Note a request, or repeat the grant whose message was lost or crossed the repeated request.
+        """Note a request, or repeat what is left of the grant whose message was lost or crossed the repeated request.
 
         A request of a dead process may arrive after the report of its death. It is granted, since such a report may be in
         error, and the lease comes back when the next incarnation asks; from then on the dead one is ignored.
@@ -55,11 +54,21 @@ class Leases(Handler):
         if request.incarnation > newest.incarnation:
             self.on_process_death(sender, f"incarnation {newest.incarnation} is gone")
         self._newest[sender] = request
-        granted = self._granted.get(sender)
+        granted = self.state.grants.get(sender)
         if granted is not None and granted.request_id == request.request_id:
-            self.context.mailbox.send(sender, granted)
+            self.context.mailbox.send(sender, self._rest_of(sender, granted))
         else:
             self._requests[sender] = request
+
+    def _rest_of(self, holder: str, grant: Grant) -> LeaseGrant:
+        """The grant with the leases that the holder still has. With none of them, the holder asks again."""
+        leases: list[Lease] = []
+        for group_id, attempt in grant.leases:
+            rows = self.state.groups[group_id].rows if group_id in self.state.groups else []
+            held = (RowStatus.LEASED, holder, attempt)
+            if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
+                leases.append(Lease(group_id, attempt, samples, self.pool.row(group_id)))
+        return LeaseGrant(grant.request_id, grant.version, leases)
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         for group, attempt in zip(message.groups, message.attempts, strict=True):
@@ -72,19 +81,18 @@ class Leases(Handler):
         leases: list[Lease] = []
         num_bytes = 0
         while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
-            if (lease := self._lease_one(holder, request.version)) is None:
+            if (lease := self._lease_one(holder, request)) is None:
                 break
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
             del self._requests[holder]
-            self._granted[holder] = LeaseGrant(request.request_id, request.version, leases)
-            self.context.mailbox.send(holder, self._granted[holder])
+            self.context.mailbox.send(holder, LeaseGrant(request.request_id, request.version, leases))
         return len(leases) == request.num_groups or num_bytes >= MAX_ROW_BYTES // 2
 
-    def _lease_one(self, holder: str, version: int) -> Lease | None:
+    def _lease_one(self, holder: str, request: LeaseRequest) -> Lease | None:
         """Lease one group: one that came back if there is any, else the next of the data set."""
-        state = self.state
+        state, version = self.state, request.version
         for group_id in state.unassigned:
             if self.admission.may_lease(state, version, state.groups[group_id]):
                 group = state.groups[group_id]
@@ -95,5 +103,6 @@ class Leases(Handler):
                 return None
             group_id, attempt = self.pool.group_at(state.cursor), 1
             samples = list(range(state.samples_per_prompt))
-        self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, version=version, holder=holder))
+        answered = {"version": version, "holder": holder, "request_id": request.request_id}
+        self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, **answered))
         return Lease(group_id, attempt, samples, self.pool.row(group_id))

@@ -1,5 +1,8 @@
 """The hub's process: owns the journal, watches the fleet, ends the run.
 
+A hub whose process was started again continues where the journal ends: leases and batches stay with their holders, and the
+other processes send again what the hub before did not handle.
+
 Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any process may wake it. A process is dead when a relay
 reports that its connection ended or, at the latest, when its heartbeat stops or another incarnation has joined: its leases
 come back, and the rows that it stored are read elsewhere or generated again.
@@ -14,13 +17,14 @@ from ...comm.clock import Clock
 from ...comm.disk import DiskReserve
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, TrainingDone
+from ...comm.messages import ConnectionLost, DeclaredDead, Failed, Interrupted, ListStoredRows, StoredRows, TrainingDone
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
-from ..journal.journal import Journal, cut_at_checkpoint, replay
+from ..journal.journal import Journal, cut_at_checkpoint, opened_by, replay
+from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
@@ -41,13 +45,15 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     run_dir, queue = Path(recipe.run.dir), recipe.queue
     mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(queue, recipe.algorithm)
-    state, journal = open_journal(run_dir, recipe)
+    state, journal = open_journal(run_dir, recipe, fleet.run_id)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, tasks[TRAIN].needs)
     clock = Clock(recipe.emulated.speed).now
     hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks)
     loop = HubLoop(hub, fleet)
+    if state.hub_restarts:
+        loop.recover()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
@@ -74,6 +80,8 @@ class HubLoop:
         """Handle at most one message; returns how the run ends, or None while it continues."""
         if full := self.hub.context.journal.full:
             return RunEnd("failed", full, 1)
+        if (ending := self.hub.state.ending) is not None:  # the hub before began to end the run
+            return RunEnd.of(ending)
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.
@@ -91,11 +99,33 @@ class HubLoop:
                 return RunEnd("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
             case ConnectionLost(member=name, incarnation=incarnation):
                 self._on_connection_lost(name, incarnation)
+            case StoredRows(keys=keys):
+                self.hub.results.drop_needless(envelope.sender, keys)
             case _ if not self.hub.handle(envelope):
                 log.warning("the hub has no route for %s from %s; dropped", type(message).__name__, envelope.sender)
             case _:
                 pass
         return None
+
+    def recover(self) -> None:
+        """Catch up with what happened while there was no hub: processes died, and storage units with them.
+
+        The rows that units hold without need are dropped: the hub before may have died before it could say so.
+        """
+        state, living = self.hub.state, {member.name: member for member in self.fleet.members() if member.is_alive}
+        stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
+        present = {storage_id_of(relay.name, relay.incarnation) for relay in self.fleet.alive_members("relay")}
+        for unit in sorted(stored - present):
+            self.hub.on_storage_lost(unit, "gone while the hub was started again")
+        for holder in sorted(self.hub.leases.holders()):
+            if holder not in living or living[holder].incarnation != state.incarnations[holder]:
+                self.hub.on_process_death(holder, "gone while the hub was started again")
+        for record in state.tasks.values():
+            for consumer in {batch.consumer for batch in record.open_batches.values()} - living.keys():
+                self.hub.on_process_death(consumer, "gone while the hub was started again")
+        if state.ending is None:
+            for relay in self.fleet.alive_members("relay"):
+                self.hub.mailbox.send(relay.name, ListStoredRows())
 
     def _check_fleet(self) -> None:
         self._checked_at = time.monotonic()
@@ -145,10 +175,18 @@ class HubLoop:
         self.hub.on_process_death(dead.name, reason)
 
 
-def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
-    """The journal of a run folder, new or continued from its latest checkpoint, and the state after its last event."""
+def open_journal(run_dir: Path, recipe: Recipe, run_id: str) -> tuple[HubState, Journal]:
+    """The journal of a run folder, and the state after its last event.
+
+    It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run.
+    """
     path = run_dir / "journal.jsonl"
     state, checkpoint = HubState(), None
+    if opened_by(path) == run_id:
+        journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
+        state = replay(path)
+        _commit(ev.HubRestarted(), state, journal)
+        return state, journal
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
         checkpoint = cut_at_checkpoint(path, latest)
         state = replay(path)
@@ -160,8 +198,13 @@ def open_journal(run_dir: Path, recipe: Recipe) -> tuple[HubState, Journal]:
         raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
     # The other processes wait for the hub while it waits for room.
     journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
-    opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=recipe.batch.samples_per_prompt)
-    for event in (opened, *([checkpoint] if checkpoint else [])):
-        journal.append(ev.stamped(event))
-        apply(event, state)
+    samples = recipe.batch.samples_per_prompt
+    _commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=samples, run_id=run_id), state, journal)
+    if checkpoint is not None:
+        _commit(checkpoint, state, journal)
     return state, journal
+
+
+def _commit(event: ev.Event, state: HubState, journal: Journal) -> None:
+    journal.append(ev.stamped(event))
+    apply(event, state)

@@ -3,6 +3,7 @@
 `launch/audit.py` prints what a journal says.
 """
 
+import fcntl
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import msgspec
 
 from ...comm.disk import AppendFile, DiskReserve
 from ...comm.errors import DiskFull, HeadraceError
-from .events import Checkpointed, Event, Trained, decode_event
+from .events import Checkpointed, Event, Opened, Trained, decode_event
 from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
@@ -43,6 +44,7 @@ class Journal:
         """The message about the full disk once the reserve is in use."""
         self._reserve = reserve
         self._file = AppendFile(path, deadline_s)
+        self._lock()
         os.ftruncate(self._file.descriptor, _end_of_last_line(path))
         self._encoder = msgspec.json.Encoder()
 
@@ -59,6 +61,16 @@ class Journal:
             os.fsync(
                 self._file.descriptor
             )  # a run may resume from it now, so it survives a power cut, with all before it
+
+    def _lock(self) -> None:
+        """One process writes a journal: a hub that was only frozen must not write after the next one has opened it."""
+        try:
+            fcntl.flock(self._file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise JournalError(f"{self.path} is in use by another process; end that run, or set another run.dir") from None
+        except OSError as error:
+            _log.warning("%s cannot be locked: %s", self.path, error)
 
     def close(self) -> None:
         self._file.close()
@@ -105,6 +117,18 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
     if not state.is_balanced:
         raise JournalError(f"{path}:{number}: the account does not add up: {account_dict(state)}")
     return state
+
+
+def opened_by(path: Path) -> str:
+    """The run that opened a journal last; empty for none. A damaged line ends the search."""
+    found = ""
+    try:
+        for _, event in read_events(path) if path.exists() else ():
+            if isinstance(event, Opened):
+                found = event.run_id
+    except JournalError as error:
+        _log.warning("%s", error)
+    return found
 
 
 def checkpoints_in(path: Path) -> dict[int, int]:

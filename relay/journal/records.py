@@ -85,6 +85,15 @@ class Group:
 
 
 @dataclass(slots=True)
+class Grant:
+    """The last answer to a holder's request for leases: (group, attempt) of each lease."""
+
+    request_id: int
+    version: int
+    leases: list[tuple[GroupId, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class OpenBatch:
     """Rows that a consumer works on, as these attempts."""
 

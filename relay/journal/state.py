@@ -16,7 +16,7 @@ from functools import singledispatch
 from ...comm.errors import SettingError
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Group, Row, RowStatus, TaskRecord
+from .records import Grant, Group, Row, RowStatus, TaskRecord
 
 if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
@@ -38,9 +38,13 @@ class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `incarnations` are those of the holders of leases, when they got their last one. `checkpoint_after` is the step in training
+    when a checkpoint was asked for last.
     """
 
     epoch: int = 0
+    run_id: str = ""
+    hub_restarts: int = 0
     samples_per_prompt: int = 0
     cursor: int = 0
     step: int = 0
@@ -49,12 +53,17 @@ class HubState:
     tokens_trained: int = 0
     num_moved: int = 0
     regenerated: int = 0
+    checkpoint_after: int = -1
+    ending: ev.Ending | None = None
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
     in_training: list[GroupId] = field(default_factory=list)
     lost_storage_ids: set[str] = field(default_factory=set)
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=dict)
+    grants: dict[str, Grant] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
@@ -108,9 +117,11 @@ def apply(event: ev.Event, state: HubState) -> None:
 @apply.register
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
-    state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
+    state.epoch, state.samples_per_prompt, state.run_id = event.epoch, event.samples_per_prompt, event.run_id
+    state.hub_restarts, state.checkpoint_after, state.ending, state.ended = 0, -1, None, ""
     state.in_training.clear()
-    state.lost_storage_ids.clear()  # the incarnations of a resumed run count from 1 again
+    for by_incarnation in (state.lost_storage_ids, state.incarnations, state.grants):
+        by_incarnation.clear()  # the incarnations of a resumed run count from 1 again
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
             record.close(number, consumed=(), missing=batch.attempts)
@@ -120,6 +131,12 @@ def _(event: ev.Opened, state: HubState) -> None:
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
             group.rows[sample].reset()
         state.unassigned[group.id] = None
+
+
+@apply.register
+def _(event: ev.HubRestarted, state: HubState) -> None:
+    assert state.epoch, "a hub that never opened was started again"
+    state.hub_restarts += 1
 
 
 @apply.register
@@ -138,6 +155,11 @@ def _(event: ev.Leased, state: HubState) -> None:
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
         row.status, row.attempt = RowStatus.LEASED, event.attempt
         row.version, row.holder = event.version, event.holder
+    state.incarnations[event.holder] = event.request_id >> 32
+    grant = state.grants.get(event.holder)
+    if grant is None or grant.request_id != event.request_id or not event.request_id:
+        grant = state.grants[event.holder] = Grant(event.request_id, event.version)
+    grant.leases.append((event.group, event.attempt))
 
 
 @apply.register
@@ -157,6 +179,7 @@ def _(event: ev.Moved, state: HubState) -> None:
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
         row.holder, row.attempt = event.holder, attempt
+    state.incarnations[event.holder] = event.request_id >> 32
     state.num_moved += len(event.rows) * (event.source != event.holder)
 
 
@@ -175,6 +198,7 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
     row.status = RowStatus.FAILED
     state.account.failed += 1
+    state.failures[event.reason] += 1
     group_id = event.row.group
     if all(row.status is RowStatus.FAILED for row in state.groups[group_id].rows):
         del state.groups[group_id]
@@ -296,6 +320,16 @@ def _(event: ev.Received, state: HubState) -> None:
 @apply.register
 def _(event: ev.Checkpointed, state: HubState) -> None:
     assert event.step <= state.step, f"checkpoint of step {event.step} at step {state.step}"
+
+
+@apply.register
+def _(event: ev.CheckpointDue, state: HubState) -> None:
+    state.checkpoint_after = event.after
+
+
+@apply.register
+def _(event: ev.Ending, state: HubState) -> None:
+    state.ending = event
 
 
 @apply.register

@@ -381,7 +381,7 @@ def test_failed_trajectories_are_counted_on_the_console_by_their_reason(
     rows = [(lease, sample) for lease in s.lease(num_groups=5).leases for sample in lease.samples]
     for lease, sample in rows:
         s.say("rollout-0", RowDone(lease.group.row(sample), lease.attempt, 0, [], 5, None, failure="it returned nan"))
-    assert s.hub.results.failures == {"it returned nan": 10}
+    assert s.hub.state.failures == {"it returned nan": 10}
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["failed trajectories: 1 x it returned nan", "failed trajectories: 10 x it returned nan"]
 
