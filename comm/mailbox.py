@@ -209,16 +209,16 @@ class StoreMailboxes(Mailboxes):
 
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
         with self._lock:
-            if (opened := self._open.pop(name, None)) is None:
-                return
-            key, thread = opened
-            try:  # an empty value wakes the thread, which finds its inbox closed
-                self._store.queue_push(key, b"")
+            key, thread = self._open.pop(name, ("", None))
+            try:
+                if thread is not None:  # an empty value wakes it, and it finds its inbox closed
+                    self._store.queue_push(key, b"")
                 if name == HUB and is_last:
                     self._store.set(_CLOSED_KEY, "1")
             except DistError as error:
                 _log.debug("%s closes without its store: %s", name, error)
-        join_thread(thread, _FLUSH_S)
+        if thread is not None:
+            join_thread(thread, _FLUSH_S)
 
     def close(self) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from .events import Checkpointed, Event, Opened, Trained, decode_event
 from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
+_OPENED = b'{"event":"Opened",'
 _LAST_WAIT_S = 5.0
 """Longest wait for room once the reserve is in use."""
 
@@ -120,15 +121,14 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
 
 
 def opened_by(path: Path) -> str:
-    """The run that opened a journal last; empty for none. A damaged line ends the search."""
-    found = ""
-    try:
-        for _, event in read_events(path) if path.exists() else ():
-            if isinstance(event, Opened):
-                found = event.run_id
-    except JournalError as error:
-        _log.warning("%s", error)
-    return found
+    """The `run_id` of the run that opened a journal last; empty if there is none. Only lines of that kind are decoded."""
+    found = b""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.startswith(_OPENED) and line.endswith(b"\n"):
+                    found = line
+    return msgspec.json.decode(found, type=Opened).run_id if found else ""
 
 
 def checkpoints_in(path: Path) -> dict[int, int]:

@@ -93,6 +93,27 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
     assert "the run ends" in errors
 
 
+def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):
+    running = supervisor("relay-0", {"hub": ["die", "crash", "wait"], "relay-0": ["wait"]})
+    running.wait_for("hub start", count=3)
+    running.wait_for("relay-0 start")
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 0, errors
+    assert (len(running.events("hub start")), len(running.events("relay-0 start"))) == (3, 1)
+    assert "hub was ended by SIGKILL and is started again" in errors
+
+
+def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):
+    running = supervisor("relay-0", {"hub": ["fail"], "relay-0": ["wait"]}, shutdown_s=4.0)
+    code, _ = running.end()
+    assert code == 1
+    assert len(running.events("hub start")) == MAX_RESTARTS + 1
+    assert running.events("hub reported") == [
+        f"hub reported hub ended with exit code 1, after {MAX_RESTARTS} restarts: ValueError: 7 is wrong"
+    ]
+
+
 def test_the_death_of_an_actor_is_reported_to_the_hub_and_ends_the_run(supervisor):
     running = supervisor("actor-0", {"actor-0": ["die"]})
     code, errors = running.end()
@@ -170,8 +191,8 @@ def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
     assert classify_exit("rollout", -9, recent, now + RESTART_WINDOW_S, is_ending=False) is ExitKind.RESTART
 
 
-def test_the_death_of_the_trainer_the_hub_or_the_store_ends_the_run():
-    for role in ("actor", "hub", "store"):
+def test_the_death_of_the_trainer_or_the_store_ends_the_run():
+    for role in ("actor", "store"):
         assert classify_exit(role, -9, [], 0.0, is_ending=False) is ExitKind.FAILED_UNREPORTED
     assert classify_exit("rollout", -9, [], 0.0, is_ending=True) is ExitKind.FAILED_REPORTED
 
