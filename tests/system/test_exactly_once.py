@@ -1,11 +1,14 @@
 """In any order of events, each trajectory is trained once or accounted for, and a reader gets the bytes of the right attempt.
 
 A hub with in-memory storage; rollouts, relays and a trainer that follow their protocol, die, freeze, wake up and move rows
-whenever the search for a counterexample decides so.
+whenever the search for a counterexample decides so. The hub is killed at any event: its next process reads the journal, and
+gets the last messages once more.
 """
 
+import queue
+
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from support.in_memory import MemoryMailboxes
 from support.in_memory_storage import MemoryRows
 
+from headrace.comm.mailbox import Mailbox
 from headrace.comm.messages import (
     DropRows,
     LeaseGrant,
@@ -58,6 +62,40 @@ picks = st.integers(0, 7)
 places = st.sampled_from([RELAYS, RELAYS[:1], RELAYS[1:]])
 
 
+class HubKilledError(Exception):
+    """The hub's process is killed."""
+
+
+class MortalJournal(Journal):
+    """A journal whose writer is killed after `left` more events, or before the next one if that is 0."""
+
+    left: int | None = None
+
+    def append(self, event: ev.Event) -> None:
+        if self.left == 0:
+            raise HubKilledError
+        super().append(event)
+        self.left = None if self.left is None else self.left - 1
+        if self.left == 0:
+            raise HubKilledError
+
+
+class Outbox(Mailbox):
+    """The hub's mailbox: messages leave with `deliver`, which a killed hub has not reached."""
+
+    def __init__(self, mailboxes: MemoryMailboxes, epoch: int) -> None:
+        super().__init__("hub", epoch, queue.SimpleQueue(), mailboxes)
+        self.unsent: list[tuple[str, Message]] = []
+
+    def send(self, to: str, message: Message) -> None:
+        self.unsent.append((to, message))
+
+    def deliver(self) -> None:
+        for to, message in self.unsent:
+            super().send(to, message)
+        self.unsent.clear()
+
+
 class World(RuleBasedStateMachine):
     """One run. `held` are the rows that each rollout believes to hold, with their attempts; that of a frozen one is out of date."""
 
@@ -72,7 +110,10 @@ class World(RuleBasedStateMachine):
         self.path = Path(self.folder.name, "journal.jsonl")
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
         self.mailboxes = MemoryMailboxes()
-        self.boxes = {name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
+        self.boxes = {name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0")}
+        self.num_hubs = 0
+        self.num_repeated = 0
+        self.said: list[Envelope] = []
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
         self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
@@ -83,20 +124,48 @@ class World(RuleBasedStateMachine):
         self.request_id = 0
         self.work: dict[str, dict[int, RowBatch]] = {name: {} for name in REFERENCES}
         self.claims: dict[int, list[RowId]] = {}
-        self.open_hub(HubState())
+        self.answered: dict[str, int] = dict.fromkeys(ROLLOUTS, 0)
+        self.open_run(HubState())
 
     # -------------------------------------------------------------------------------------------------- the processes
 
     def open_hub(self, state: HubState) -> None:
         admission = Admission(BATCH, self.queue, num_steps=1000, needs=self.tasks["train"].needs)
-        journal, repack = Journal(self.path), RepackSettings(enabled=False)
-        self.hub = Hub(self.boxes["hub"], state, journal, self.pool, admission, self.queue, repack, tasks=self.tasks)
+        self.journal, repack = MortalJournal(self.path), RepackSettings(enabled=False)
+        self.num_hubs += 1
+        self.outbox = Outbox(self.mailboxes, self.num_hubs)
+        self.hub = Hub(self.outbox, state, self.journal, self.pool, admission, self.queue, repack, tasks=self.tasks)
+
+    def open_run(self, state: HubState) -> None:
+        self.said.clear()
+        self.open_hub(state)
         self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
         for relay in RELAYS:
             self.say(f"{relay}/weights", VersionReady(self.hub.state.step, "digest"))
 
+    def restart_hub(self) -> None:
+        """The next process of the hub: what the one before has not sent is lost, and its last messages come again."""
+        self.journal.close()
+        self.open_hub(replay(self.path))
+        self.hub.context.commit(ev.HubRestarted())
+        for relay in RELAYS:
+            self.hub.results.drop_needless(relay, self.units[relay].listing())
+        for envelope in self.said[-1 - self.num_repeated :]:
+            assert self.hub.handle(envelope)
+        self.outbox.deliver()
+
+    def act(self, action: Callable[[], object]) -> None:
+        """Something that happens to the hub; if that is killed, the next one learns of it too."""
+        try:
+            action()
+        except HubKilledError:
+            self.restart_hub()
+            action()
+        self.outbox.deliver()
+
     def say(self, sender: str, message: Message) -> None:
-        assert self.hub.handle(Envelope(sender, message))
+        self.said.append(Envelope(sender, message))
+        self.act(lambda: self.hub.handle(Envelope(sender, message)))
 
     def heard(self, name: str) -> Iterator[Message]:
         while (envelope := self.boxes[name].receive(0)) is not None:
@@ -109,7 +178,8 @@ class World(RuleBasedStateMachine):
         held = self.held[name]
         for message in self.heard(name):
             match message:
-                case LeaseGrant(leases=leases):
+                case LeaseGrant(leases=leases) if message.request_id > self.answered[name]:
+                    self.answered[name] = message.request_id
                     for lease in leases:
                         for sample in lease.samples:
                             held[lease.group.row(sample)] = lease.attempt
@@ -117,8 +187,8 @@ class World(RuleBasedStateMachine):
                     for row, attempt in zip(rows, attempts, strict=True):
                         if held.get(row) == attempt:
                             del held[row]
-                case ClaimResult(request_id=request_id, attempts=attempts):
-                    held |= {row: a for row, a in zip(self.claims[request_id], attempts, strict=True) if a}
+                case ClaimResult(request_id=request_id, attempts=attempts) if request_id in self.claims:
+                    held |= {row: a for row, a in zip(self.claims.pop(request_id), attempts, strict=True) if a}
                 case _:
                     pass
 
@@ -180,11 +250,11 @@ class World(RuleBasedStateMachine):
             row, attempt = self.pick(rollout, 0)
             self.write(row, attempt, RELAYS)
         self.held[rollout].clear()
-        self.hub.on_process_death(rollout, "dead")
+        self.act(lambda: self.hub.on_process_death(rollout, "dead"))
 
     def freezes(self, rollout: str) -> None:
         """A rollout counts as dead, and still acts on the rows that it believes to hold when it wakes up."""
-        self.hub.on_process_death(rollout, "no heartbeat")
+        self.act(lambda: self.hub.on_process_death(rollout, "no heartbeat"))
 
     @rule(source=rollouts, destination=rollouts, both=st.booleans(), dead=st.booleans())
     def moves(self, source: str, destination: str, both: bool, dead: bool) -> None:
@@ -212,7 +282,7 @@ class World(RuleBasedStateMachine):
             if isinstance(message, DropRows):
                 self.units[relay].drop(message.keys)
 
-    @rule(what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "hub"]), number=st.integers(0, 1))
+    @rule(what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "run"]), number=st.integers(0, 1))
     def disaster(self, what: str, number: int) -> None:
         match what:
             case "rollout":
@@ -222,25 +292,29 @@ class World(RuleBasedStateMachine):
             case "relay":
                 self.relay_dies(RELAYS[number])
             case _:
-                self.hub_dies()
+                self.run_is_resumed()
 
     def relay_dies(self, relay: str) -> None:
         gone = self.unit(relay)
         list(self.heard(relay))
         self.units[relay] = MemoryRows()
         self.lives[relay] += 1
-        self.hub.on_storage_lost(gone, "dead")
+        self.act(lambda: self.hub.on_storage_lost(gone, "dead"))
 
-    def hub_dies(self) -> None:
+    @rule(num_events=st.integers(0, 4), num_repeated=st.integers(0, 5))
+    def hub_is_killed_soon(self, num_events: int, num_repeated: int) -> None:
+        self.journal.left, self.num_repeated = num_events, num_repeated
+
+    def run_is_resumed(self) -> None:
         """The run is resumed: the next hub knows the journal, the storage units are empty, and the trainer begins the step again."""
-        self.hub.context.journal.close()
+        self.journal.close()
         self.begin_step()
         for name in ("actor-0", *RELAYS):
             list(self.heard(name))
         for relay in RELAYS:
             self.units[relay] = MemoryRows()
             self.lives[relay] += 1
-        self.open_hub(replay(self.path))
+        self.open_run(replay(self.path))
 
     # ------------------------------------------------------------------------------------------------------ reference
 
@@ -262,7 +336,7 @@ class World(RuleBasedStateMachine):
                     self.say(consumer, done)
         if ends.startswith("dead"):
             self.work[consumer].clear()
-            self.hub.on_process_death(consumer, "dead")
+            self.act(lambda: self.hub.on_process_death(consumer, "dead"))
 
     @rule(consumer=references)
     def takes_work(self, consumer: str) -> None:
@@ -281,7 +355,7 @@ class World(RuleBasedStateMachine):
         """A consumer reports a batch; the hub may count it as dead, which it does not know."""
         if self.work[consumer]:
             if not is_known:
-                self.hub.on_process_death(consumer, "no heartbeat")
+                self.act(lambda: self.hub.on_process_death(consumer, "no heartbeat"))
             _, batch = self.work[consumer].popitem()
             self.say(consumer, self.add_column(consumer, batch, is_written=True))
 
@@ -393,6 +467,7 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """After any sequence of events the run continues."""
+        self.journal.left = None
         step = self.hub.state.step
         for consumer in REFERENCES:
             while self.work[consumer]:
