@@ -194,7 +194,10 @@ class StoreMailboxes(Mailboxes):
             epoch = self._store.add(_epoch_key(name), 1)
             key = _inbox_key(name, epoch)
             thread = threading.Thread(
-                target=self._collect, args=(name, key, inbox, clone_store(self._store)), name=f"inbox {name}", daemon=True
+                target=self._collect,
+                args=(name, key, inbox, clone_store(self._store)),
+                name=f"inbox {name}",
+                daemon=True,
             )
             self._open[name] = key, thread
             thread.start()

@@ -42,6 +42,11 @@ class Leases(Handler):
     def holders(self) -> set[str]:
         return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
 
+    def repeat_grants(self) -> None:
+        """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it."""
+        for holder, grant in self.state.grants.items():
+            self.context.mailbox.send(holder, self._rest_of(holder, grant))
+
     def _on_request(self, sender: str, request: LeaseRequest) -> None:
         """Note a request, or repeat what is left of the grant whose message was lost or crossed the repeated request.
 

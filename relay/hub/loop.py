@@ -108,9 +108,10 @@ class HubLoop:
         return None
 
     def recover(self) -> None:
-        """Catch up with what happened while there was no hub: processes died, and storage units with them.
+        """Catch up with the deaths of processes and storage units since the hub before stopped.
 
-        The rows that units hold without need are dropped: the hub before may have died before it could say so.
+        The hub before may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
+        need are dropped.
         """
         state, living = self.hub.state, {member.name: member for member in self.fleet.members() if member.is_alive}
         stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
@@ -124,6 +125,7 @@ class HubLoop:
             for consumer in {batch.consumer for batch in record.open_batches.values()} - living.keys():
                 self.hub.on_process_death(consumer, "gone while the hub was started again")
         if state.ending is None:
+            self.hub.leases.repeat_grants()
             for relay in self.fleet.alive_members("relay"):
                 self.hub.mailbox.send(relay.name, ListStoredRows())
 

@@ -69,7 +69,9 @@ class Journal:
             fcntl.flock(self._file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise JournalError(f"{self.path} is in use by another process; end that run, or set another run.dir") from None
+            raise JournalError(
+                f"{self.path} is in use by another process; end that run, or set another run.dir"
+            ) from None
         except OSError as error:
             _log.warning("%s cannot be locked: %s", self.path, error)
 
@@ -121,7 +123,7 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
 
 
 def opened_by(path: Path) -> str:
-    """The `run_id` of the run that opened a journal last; empty if there is none. Only lines of that kind are decoded."""
+    """The `run_id` of the run that opened a journal last, or an empty text. Only lines of that kind are decoded."""
     found = b""
     if path.exists():
         with path.open("rb") as file:

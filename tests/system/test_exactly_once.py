@@ -6,11 +6,11 @@ gets the last messages once more.
 """
 
 import queue
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -49,6 +49,7 @@ from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.tasks import pipeline
 
+M = TypeVar("M", RowBatch, TrainBatch)
 ROLLOUTS = ("rollout-0", "rollout-1")
 REFERENCES = ("reference-0", "reference-1")
 RELAYS = ("relay-0", "relay-1")
@@ -148,6 +149,7 @@ class World(RuleBasedStateMachine):
         self.journal.close()
         self.open_hub(replay(self.path))
         self.hub.context.commit(ev.HubRestarted())
+        self.hub.leases.repeat_grants()
         for relay in RELAYS:
             self.hub.results.drop_needless(relay, self.units[relay].listing())
         for envelope in self.said[-1 - self.num_repeated :]:
@@ -170,6 +172,10 @@ class World(RuleBasedStateMachine):
     def heard(self, name: str) -> Iterator[Message]:
         while (envelope := self.boxes[name].receive(0)) is not None:
             yield envelope.message
+
+    def answers(self, name: str, kind: type[M]) -> list[M]:
+        """The answer to the last request, if there is one; a second answer to it is ignored."""
+        return [m for m in self.heard(name) if isinstance(m, kind) and m.request_id == self.request_id][:1]
 
     def unit(self, relay: str) -> str:
         return f"{relay}#{self.lives[relay]}"
@@ -329,11 +335,10 @@ class World(RuleBasedStateMachine):
             consumer,
             RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
         )
-        for message in self.heard(consumer):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
-                done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
-                for _ in range(2 if ends == "reported twice" else ends == "well"):
-                    self.say(consumer, done)
+        for message in self.answers(consumer, RowBatch):
+            done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
+            for _ in range(2 if ends == "reported twice" else ends == "well"):
+                self.say(consumer, done)
         if ends.startswith("dead"):
             self.work[consumer].clear()
             self.act(lambda: self.hub.on_process_death(consumer, "dead"))
@@ -346,9 +351,8 @@ class World(RuleBasedStateMachine):
             consumer,
             RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
         )
-        for message in self.heard(consumer):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
-                self.work[consumer][message.batch_id] = message
+        for message in self.answers(consumer, RowBatch):
+            self.work[consumer][message.batch_id] = message
 
     @rule(consumer=references, is_known=st.booleans())
     def finishes_work(self, consumer: str, is_known: bool) -> None:
@@ -382,9 +386,8 @@ class World(RuleBasedStateMachine):
         step = self.hub.state.step
         self.request_id += 1
         self.say("actor-0", RequestRows(self.request_id, ["train"], step, len(self.received)))
-        for message in self.heard("actor-0"):
-            if isinstance(message, TrainBatch) and message.request_id == self.request_id:
-                self.received += message.groups
+        for message in self.answers("actor-0", TrainBatch):
+            self.received += message.groups
 
     @rule()
     def trains(self) -> None:
