@@ -6,6 +6,12 @@ import os
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Descriptor of a relay's shared memory; other processes on the host open it as /proc/<supervisor pid>/fd/<number>."""
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The GPUs of a job, and of a supervisor's child; empty hides every GPU."""
+
+GPU_PROCESSES = "HEADRACE_GPU_PROCESSES"
+"""The number of the run's processes on the GPU of a supervisor's child."""
+
 STREAMING_COPY_ENV = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
 """Makes the C library copy large pieces past the caches, twice as fast; it reads this when the process starts."""
 

@@ -6,9 +6,9 @@
 
 The first supervisor starts this process. Its first line on stdout is `store HOST:PORT`. With `--publish` it also puts the
 address under a key of torchrun's own store, where `find_address` of the other processes finds it; `HEADRACE_STORE=HOST:PORT`
-in the environment overrides that. The process exits with 0 on SIGTERM, or once at least `--expect` members (default 1) have
-joined and each of them has left or has been silent for `--silence-s` seconds (default 60). It ignores SIGINT, since Ctrl-C
-reaches every process of a terminal and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
+in the environment overrides that. The process exits with 0 on SIGQUIT, or once at least `--expect` members (default 1) have
+joined and each of them has left or has been silent for `--silence-s` seconds (default 60). It ignores SIGINT and SIGTERM:
+terminals and schedulers send them to all processes, and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
 
 The store also has the run's recipe, for hosts that share no files with the first. The second form prints it. A process that
 cannot join the run says so to the store, as the third form does; the store then prints the text and ends with 2.
@@ -204,10 +204,11 @@ class _Attendance:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Run the store until its members have left. Waits for them by its own clock; woken by SIGTERM."""
+    """Run the store until its members have left. Waits for them by its own clock; woken by SIGQUIT."""
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGQUIT, lambda *_: ended.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     hosted = StoreServer(arguments.interface, arguments.port)
     print(f"store {hosted.address}", flush=True)

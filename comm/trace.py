@@ -1,15 +1,34 @@
 """A process's states over time, one after the other, and a few counters, in `trace/<name>.jsonl` of the run folder.
 
-The first line relates this process's clock to the wall clock, so that the files of all hosts fit on one axis.
+The first line relates this process's clock to the wall clock, so that the files of all hosts fit on one axis. The start of each
+state is a failpoint too: a place where a bench of faults may let a process fail.
 """
 
 import json
 import os
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from .clock import Clock
 from .disk import is_full
+
+FAILPOINTS = "HEADRACE_FAILPOINTS"
+"""Path of the socket on which a bench of faults hears of failpoints; it listens only while it waits for one."""
+_FAILPOINT_S = 30.0
+
+
+def failpoint(point: str, **facts: float | str) -> None:
+    """Announce that this process is at a point, and wait for the answer; nothing happens outside of a bench of faults."""
+    address = os.environ.get(FAILPOINTS)
+    if address is None or not os.path.exists(address):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_FAILPOINT_S)
+        connection.connect(address)
+        connection.sendall(json.dumps({"point": point, "pid": os.getpid(), **facts}).encode() + b"\n")
+        connection.recv(1)
 
 
 class Trace:
@@ -31,6 +50,7 @@ class Trace:
             return
         self._end_state()
         self._state, self._facts = state, facts
+        failpoint(state, **facts)
 
     def now(self) -> float:
         return self._clock.now()

@@ -3,10 +3,10 @@
 The functions depend on numbers only, so all supervisors compute the same placement.
 """
 
-import shutil
-import subprocess
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from msgspec import structs
 from msgspec.structs import astuple
@@ -19,6 +19,9 @@ RESTARTABLE = frozenset({"hub", "relay", "rollout", "shard", "reference", "task"
 
 The hub continues where its journal ends. A relay's weights survive in its supervisor's memory. Its rows survive in another relay, or are generated again.
 """
+
+RANKS_OF_HOSTS = "HEADRACE_RANKS_OF_HOSTS"
+"""Set by a launcher that was given a number of ranks for each host: these numbers, with commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +54,35 @@ def with_relays(recipe: Recipe, num_hosts: int) -> Recipe:
     return structs.replace(recipe, roles=structs.replace(recipe.roles, relay=count_relays(recipe.roles, num_hosts)))
 
 
-def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: int = 1) -> list[Placement]:
-    """The placement of each rank, `[world_size]`; raises `SettingError` if the counts do not fit.
+def equal_hosts(world_size: int, ranks_per_host: int) -> list[int]:
+    """The number of ranks on each host where all have equally many, but for the rest on the last."""
+    full, rest = divmod(world_size, ranks_per_host)
+    return [ranks_per_host] * full + [rest] * (rest > 0)
 
-    Relays take the last ranks of the hosts, one per host first. The other ranks are actors, then rollouts, references and
-    tasks, in rank order, so rank 0 is an actor. The first of the `tp` ranks of a replica is its `rollout`, the others are
-    its `shard`s; all are on one host.
+
+def ranks_of_hosts() -> list[int]:
+    """The number of ranks on each host, as this rank's environment has it; torchrun itself knows equal hosts only."""
+    if RANKS_OF_HOSTS in os.environ:
+        return [int(ranks) for ranks in os.environ[RANKS_OF_HOSTS].split(",")]
+    return equal_hosts(int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def place_ranks(roles: RoleSettings, hosts: Sequence[int], tp: int = 1) -> list[Placement]:
+    """The placement of each rank, `[sum(hosts)]`, on hosts with so many ranks; raises `SettingError` if the counts do not fit.
+
+    Relays take the last ranks of the hosts: one per host first, and first those with the fewest ranks, which may be hosts
+    without a GPU. The other ranks are actors, then rollouts, references and tasks, in rank order, so rank 0 is an actor.
+    The first of the `tp` ranks of a replica is its `rollout`, the others are its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
-    num_hosts = -(-world_size // ranks_per_host)
+    num_hosts, world_size = len(hosts), sum(hosts)
     wanted = count_ranks(roles, num_hosts)
     if wanted != world_size:
         raise SettingError(
             f"roles.actor + roles.relay + roles.reference + roles.task + roles.rollout = {wanted}, but torchrun started {world_size} ranks;"
             f" change roles or start torchrun with {_fitting_counts(wanted, num_hosts)}"
         )
-    relay_of_rank = _place_relays(count_relays(roles, num_hosts), world_size, ranks_per_host)
+    relay_of_rank = _place_relays(count_relays(roles, num_hosts), hosts)
     places: list[Placement] = []
     slots = [0] * num_hosts
     workers = iter(
@@ -74,8 +90,7 @@ def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: i
         + _replicas(roles.rollout, tp)
         + [(role, i) for role, count in (("reference", roles.reference), ("task", roles.task)) for i in range(count)]
     )
-    for rank in range(world_size):
-        host = rank // ranks_per_host
+    for rank, host in enumerate(host for host, ranks in enumerate(hosts) for _ in range(ranks)):
         if rank in relay_of_rank:
             places.append(Placement("relay", relay_of_rank[rank], host, None))
         else:
@@ -88,9 +103,9 @@ def place_ranks(roles: RoleSettings, world_size: int, ranks_per_host: int, tp: i
 
 
 def _fitting_counts(num_ranks: int, num_hosts: int) -> str:
-    """The options of torchrun that start so many ranks."""
+    """The options that start so many ranks."""
     if num_ranks % num_hosts:
-        return f"--nproc-per-node {num_ranks} on one host"
+        return f"--nproc-per-node {num_ranks} on one host, or a count for each, such as --nproc-per-node 4,4,1"
     return f"--nproc-per-node {num_ranks // num_hosts}" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
 
 
@@ -114,12 +129,10 @@ def _check_replicas_on_one_host(placements: list[Placement], tp: int) -> None:
             )
 
 
-def _place_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict[int, int]:
+def _place_relays(num_relays: int, hosts: Sequence[int]) -> dict[int, int]:
     """Rank -> relay index: the last free rank of each host in turn; rank 0 is never a relay."""
-    free = [
-        [rank for rank in range(first, min(first + ranks_per_host, world_size)) if rank > 0]
-        for first in range(0, world_size, ranks_per_host)
-    ]
+    by_size = sorted(zip(hosts, accumulate(hosts), strict=True), key=lambda host: host[0])
+    free = [[rank for rank in range(end - ranks, end) if rank > 0] for ranks, end in by_size]
     relay_of_rank: dict[int, int] = {}
     while len(relay_of_rank) < num_relays:
         for ranks in free:
@@ -128,14 +141,23 @@ def _place_relays(num_relays: int, world_size: int, ranks_per_host: int) -> dict
     return relay_of_rank
 
 
-def visible_devices(placement: Placement, num_gpus: int, staging: str | None = None) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a rank on a host with `num_gpus`: one each in order, shared when there are too few.
+def visible_devices(placement: Placement, gpus: Sequence[str], staging: str | None = None) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a rank on a host with these GPUs: one each in order, shared when there are too few.
 
-    A relay has only `staging`, its `relay.staging_device`, if that is a GPU.
+    A relay has only `staging`, its `relay.staging_device`, if that is the number of a GPU among them.
     """
     if placement.slot is None:
-        return "" if placement.role == "task" or staging in (None, "cpu") else staging
-    return str(placement.slot % num_gpus) if num_gpus else ""
+        if placement.role == "task" or staging in (None, "cpu"):
+            return ""
+        return gpus[int(staging)] if staging.isdigit() and int(staging) < len(gpus) else staging
+    return gpus[placement.slot % len(gpus)] if gpus else ""
+
+
+def processes_on(placements: Sequence[Placement], placement: Placement, gpus: Sequence[str]) -> int:
+    """The number of ranks on the GPU of one of them; 1 for a rank without a GPU."""
+    device = visible_devices(placement, gpus) if placement.slot is not None else ""
+    on_host = [place for place in placements if place.host == placement.host and place.slot is not None]
+    return max(1, sum(visible_devices(place, gpus) == device for place in on_host)) if device else 1
 
 
 def check_replicas(roles: RoleSettings, tp: int) -> None:
@@ -146,24 +168,22 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
         )
 
 
-def check_staging(placements: Sequence[Placement], host: int, num_gpus: int, staging: str | None) -> None:
-    """Raise `SettingError` unless the relays of a host can use `staging`, their `relay.staging_device`, there."""
-    if staging in (None, "cpu") or all(p.role != "relay" for p in placements if p.host == host):
+def check_staging(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> None:
+    """Raise `SettingError` unless the relays of a host can use `relay.staging_device` there.
+
+    NCCL refuses a GPU that has both ends of a link: an actor is at the other end, with comm.link=nccl any worker is.
+    """
+    staging = recipe.relay.staging_device
+    here = [place for place in placements if place.host == host]
+    if staging in (None, "cpu") or all(place.role != "relay" for place in here):
         return
-    if not staging.isdigit() or int(staging) >= num_gpus:
+    if not staging.isdigit() or int(staging) >= len(gpus):
         raise SettingError(
-            f"relay.staging_device={staging} is neither cpu nor one of the {num_gpus} GPUs of host {host}"
+            f"relay.staging_device={staging} is neither cpu nor one of the {len(gpus)} GPUs of host {host}"
         )
-    for place in placements:
-        if place.host == host and place.role == "actor" and visible_devices(place, num_gpus) == str(int(staging)):
+    for place in here:
+        is_end = place.role == "actor" or (recipe.comm.link == "nccl" and place.slot is not None)
+        if is_end and visible_devices(place, gpus) == gpus[int(staging)]:
             raise SettingError(
                 f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL needs two; name another, or null"
             )
-
-
-def count_gpus() -> int:
-    """The number of this host's GPUs, from nvidia-smi, which makes no CUDA context here; 0 without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0

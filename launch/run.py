@@ -4,7 +4,8 @@ how the run ended. Under torchrun it is the supervisor of one rank.
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run | --help]
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --nnodes 2 --node-rank 0 --master-addr ADDRESS
 
-The second form runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun.
+The second form runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun,
+but that --nproc-per-node 4,4,1 gives each host a number of its own.
 """
 
 import os
@@ -19,7 +20,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.dry_run import print_plan
 from .config.load import read_recipe
-from .config.memory_plan import Gpus
+from .gpus import Gpus
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import block_signals, print_message
@@ -79,8 +80,8 @@ def main(words: Sequence[str]) -> int:
         recipe = _read_here(arguments)
         if arguments.is_dry_run:
             hosts = arguments.hosts
-            ranks_per_host = hosts.ranks_per_host(recipe) if hosts.nnodes > 1 else 0
-            return _print_plan(with_relays(recipe, hosts.nnodes), ranks_per_host, gpus)
+            print_plan(with_relays(recipe, hosts.nnodes), hosts.ranks(recipe) if hosts.nnodes > 1 else (), gpus)
+            return 0
         if recipe.run.mode == "replay":
             return _replay(recipe)
         return _launch(recipe, arguments)
@@ -108,11 +109,6 @@ def _read_here(arguments: Arguments) -> Recipe:
     return read_recipe(None, arguments.overrides)
 
 
-def _print_plan(recipe: Recipe, ranks_per_host: int, gpus: Gpus | None) -> int:
-    print_plan(recipe, ranks_per_host, gpus)
-    return 0
-
-
 def _replay(recipe: Recipe) -> int:
     """Replay in this process, with as many threads as the run had; 1 if a step differs."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -126,8 +122,7 @@ def _launch(recipe: Recipe, arguments: Arguments) -> int:
     hosts = arguments.hosts
     if hosts.nnodes > 1:
         if arguments.recipe is None or Path(arguments.recipe).exists():
-            ranks = hosts.ranks_per_host(recipe)
-            place_ranks(recipe.roles, hosts.nnodes * ranks, ranks, recipe.rollout.tp)
+            place_ranks(recipe.roles, hosts.ranks(recipe), recipe.rollout.tp)
         torchrun = Torchrun(recipe, hosts, [*filter(None, [arguments.recipe]), *arguments.overrides])
     else:
         prepare(with_relays(recipe, 1))

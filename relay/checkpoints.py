@@ -159,7 +159,7 @@ def _digest(file: Path, *, sync: bool = False) -> str:
 def _read_manifest(path: Path) -> Manifest | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

@@ -180,7 +180,12 @@ class Rollout:
                 continue  # another rollout got the lease before it finished
             held.completion = completion
             self._totals.tokens += len(completion.token_ids)
-            self._rewards.submit(ScoreRequest(held, held.row, completion.text, completion.token_ids))
+            request = ScoreRequest(held, held.row, completion.text, completion.token_ids)
+            if completion.finish_reason == "error":
+                request.failure = "the policy's logits are not finite"
+                self._scored.append(request)
+            else:
+                self._rewards.submit(request)
         self._totals.busy_s += self._clock.now() - started
 
     def _submit_scored(self) -> None:

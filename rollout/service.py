@@ -14,7 +14,8 @@ from ..comm.recipe import Recipe
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import RunStopped
-from ..relay.weights.layout import Layout, host_buffer
+from ..relay.weights.layout import Layout
+from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
 from ..trainer.policy.model import load_policy
 from ..trainer.policy.tensor_parallel import splits_for

@@ -7,7 +7,8 @@ import torch
 from ..comm.fleet import Fleet
 from ..comm.recipe import CommSettings
 from ..relay.weights.checkpoint_source import CheckpointSource
-from ..relay.weights.layout import Layout, host_buffer
+from ..relay.weights.layout import Layout
+from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
 from ..relay.weights.slots import Receipt
 from ..trainer.policy.model import Policy, load_policy

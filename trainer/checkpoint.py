@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.disk import describe_full, raise_if_full, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
+from ..comm.trace import failpoint
 from ..comm.waits import waiting
 from ..relay.checkpoints import CheckpointFolder
 
@@ -153,6 +154,7 @@ class CheckpointWriter:
         try:
             path = self.folder.begin(step) if self._is_lead else self.folder.path(step)
             write(path)
+            failpoint("seal", step=step)
             if self._is_lead:
                 self.folder.seal(step, score)
                 self._on_written(step, str(path))

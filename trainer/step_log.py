@@ -6,6 +6,7 @@ several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensor
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..comm.disk import raise_if_full, when_there_is_room
-from ..comm.errors import SettingError
+from ..comm.errors import MessageRefused, SettingError
 from ..comm.messages import TrainBatch, decode, encode
 from ..relay.queue.batch import Batch
 
@@ -69,26 +70,36 @@ class StepReplay:
         self._path = _path(run_dir, step, rank)
         if not self._path.exists():
             raise SettingError(f"run.dir: {self._path} is missing; a replay needs a run with run.save_rows=true")
-        with safe_open(self._path, framework="numpy") as file:
+        with self._named_errors(), safe_open(self._path, framework="numpy") as file:
             self._metadata: dict[str, str] = file.metadata() or {}
         if _NUM_RANKS not in self._metadata:
             raise SettingError(f"run.dir: {self._path} was written by an older version, without micro-batches")
-        self.num_ranks = int(self._metadata[_NUM_RANKS])
-        """The number of actor ranks that trained the step."""
+        with self._named_errors():
+            self.num_ranks = int(self._metadata[_NUM_RANKS])
+            """The number of actor ranks that trained the step."""
 
     def batches(self) -> Iterator[Batch]:
-        """The batches in the order of training."""
+        """The batches in the order of training. Raises `SettingError` if the file is damaged."""
         columns: dict[str, dict[str, np.ndarray]] = {}
-        with safe_open(self._path, framework="numpy") as file:
+        with self._named_errors(), safe_open(self._path, framework="numpy") as file:
             for tensor in file.keys():  # noqa: SIM118 - not a mapping
                 key, _, name = tensor.partition("/")
                 columns.setdefault(key, {})[name] = file.get_tensor(tensor)
         for number in range((len(self._metadata) - 1) // 2):
-            row_batch = decode(self._metadata[f"{number}"].encode())
-            assert isinstance(row_batch, TrainBatch)
-            rows = {row.key: row for row in row_batch.rows()}
-            micro_batches = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
+            with self._named_errors():
+                row_batch = decode(self._metadata[f"{number}"].encode())
+                if not isinstance(row_batch, TrainBatch):
+                    raise TypeError(f"a {type(row_batch).__name__} is not a batch of rows")
+                rows = {row.key: row for row in row_batch.rows()}
+                micro_batches = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
             yield Batch(row_batch, micro_batches, columns)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, MessageRefused, ValueError, TypeError, KeyError) as error:
+            raise SettingError(f"run.dir: {self._path} is damaged: {error}") from error
 
 
 def _path(run_dir: Path, step: int, rank: int) -> Path:

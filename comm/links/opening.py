@@ -29,6 +29,8 @@ from .staged import StagedLink
 from .tcp import TcpLink
 
 _CREDIT_S = 2e-3
+_NCCL_START_S = 120.0
+"""Seconds that NCCL may take to connect two GPUs; it is seldom more than one."""
 
 
 def open_link(
@@ -55,13 +57,24 @@ def open_link(
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s) as wait:
             if backend == "tcp":
                 return _open_socket(store, name, end, wait, secret, interface)
-            group = open_group(
-                "nccl" if backend == "nccl" else "gloo", clone_store(store), name, end, deadline_s, interface
-            )
             control_link = _open_socket(store, f"{name}/control", end, wait, secret, interface)
-            return StagedLink(backend, group, end, torch.device("cuda" if backend == "nccl" else "cpu"), control_link)
+            try:
+                return _open_staged(backend, store, name, end, deadline_s, interface, control_link)
+            except BaseException:
+                control_link.close()
+                raise
     except (DistError, OSError) as error:
         raise LinkBroken(f"link {name}: {error}") from error
+
+
+def _open_staged(
+    backend: str, store: StoreClient, name: str, end: int, deadline_s: float, interface: str, control_link: TcpLink
+) -> StagedLink:
+    is_nccl = backend == "nccl"
+    group = open_group("nccl" if is_nccl else "gloo", clone_store(store), name, end, deadline_s, interface)
+    link = StagedLink(backend, group, end, torch.device("cuda" if is_nccl else "cpu"), control_link)
+    link.connect(max(deadline_s, _NCCL_START_S) if is_nccl else deadline_s)
+    return link
 
 
 def remote_backend(settings: CommSettings) -> str:

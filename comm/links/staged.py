@@ -7,6 +7,7 @@ first to report a dead neighbour.
 """
 
 import itertools
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,23 +20,53 @@ from torch.distributed import ProcessGroup
 from ..errors import LinkBroken
 
 if TYPE_CHECKING:
-    from .base import Link
+    from .tcp import TcpLink
 
 BUCKET_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10
 _POLL_S = 5e-5
+_CONNECT_POLL_S = 0.01
+_LAST_BYTES_S = 1.0
+"""Seconds in which the last bytes of an end that has closed arrive."""
 
 
 class StagedLink:
     """One end, with two buckets of `BUCKET_BYTES` on `device`; `control_link` carries small buffers."""
 
-    def __init__(self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: "Link") -> None:
+    def __init__(
+        self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: "TcpLink"
+    ) -> None:
         self.backend = backend
         self.seal = control_link.seal
         self._control_link = control_link
         self._group: ProcessGroup | None = group
         self._end = end
         self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def connect(self, deadline_s: float) -> None:
+        """Broadcast one byte, for which NCCL connects the two GPUs. That can take a minute, so it has a deadline of its own.
+
+        Both ends call it. NCCL waits for the other end without a deadline, in a thread that is left behind if it has none.
+        """
+        until, errors = time.monotonic() + deadline_s, list[Exception]()
+
+        def broadcast() -> None:
+            try:
+                self._finish(self._broadcast(self._buckets[0][:1], 0, until), until)
+            except LinkBroken as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=broadcast, name="connects a link", daemon=True)
+        thread.start()
+        while thread.is_alive() and time.monotonic() < until and not self._control_link.is_closed():
+            thread.join(_CONNECT_POLL_S)
+        thread.join(_LAST_BYTES_S)
+        if thread.is_alive():
+            self._group = None  # to abort it would wait for its start
+            self.close()
+            raise LinkBroken("broadcast: the other end did not connect its GPU")
+        if errors:
+            raise errors[0]
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes. From pinned memory a GPU copies while it sends."""
@@ -94,12 +125,20 @@ class StagedLink:
     def _finish(self, work: dist.Work, until: float) -> None:
         """Wait for a broadcast, and have this thread's stream wait for it."""
         try:
-            # NCCL's own `wait` returns at once and its kernels have no deadline.
-            while self.backend == "nccl" and not work.is_completed():
-                if time.monotonic() > until:
-                    raise LinkBroken("broadcast: the other end did nothing before the deadline")
-                time.sleep(_POLL_S)
+            if self.backend == "nccl":
+                self._poll(work, until)
             work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
         except (RuntimeError, LinkBroken) as error:
             self.close()
             raise LinkBroken(f"broadcast: {error}") from error
+
+    def _poll(self, work: dist.Work, until: float) -> None:
+        """Wait for a broadcast: NCCL's own `wait` returns at once, and its kernels never end if the other end dies."""
+        reason = "the other end did nothing before the deadline"
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > until:
+                raise LinkBroken(reason)
+            if now + _LAST_BYTES_S < until and self._control_link.is_closed():
+                until, reason = now + _LAST_BYTES_S, "closed by the other end"
+            time.sleep(_POLL_S)

@@ -49,6 +49,15 @@ class TcpLink:
         except OSError as error:
             raise self._broken("receive", error) from error
 
+    def is_closed(self) -> bool:
+        """Whether this end is closed, or the other end is and all its bytes were received. Reads nothing, waits for nothing."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close the socket; a thread that waits in it is woken."""
         with contextlib.suppress(OSError):  # the connection has ended already

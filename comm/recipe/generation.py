@@ -6,6 +6,9 @@ from msgspec import Struct
 
 from .fields import Count, NotNegative, OptionalCount, Positive, Share, words
 
+LEAST_TEMPERATURE = 1e-5
+"""A lower one, except 0, could make logits infinite, which have no softmax."""
+
 
 class SamplingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`sampling.*`: how tokens are drawn."""

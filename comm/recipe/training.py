@@ -107,6 +107,8 @@ class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Peak learning rate."""
     clip_value: NotNegative = 0.5
     """Most that a value may move from the value before the step, in the loss; 0 is off."""
+    warmup_steps: OptionalCount = 0
+    """First steps that update the critic alone; the policy stays as it is (verl's `critic_warmup`)."""
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,7 +35,7 @@ class Workload:
         return {self.name, self.group, *self.rows}
 
     def load(self) -> Work:
-        module, _, function = self.function.partition(".")
+        module, _, function = self.function.rpartition(".")
         return getattr(import_module(f".{module}", __package__), function)
 
 
@@ -78,6 +78,11 @@ CATALOGUE = (
              "steps and seconds to a reward, headrace over sync at several learning rates (--seeds, --policy)"),
     Workload("learning-corrections", "learning", "learning.corrections",
              "the same of headrace with each correction over the default one (--seeds, --policy)"),
+    Workload("chaos", "faults", "faults.workloads.chaos",
+             "a run whose processes are killed and frozen at random (--minutes, --seed): what breaks, times of recovery"),
+    Workload("kill-matrix", "faults", "faults.workloads.kill_matrix",
+             "the same with a kill of each target at each moment of a run"),
+    Workload("freeze-matrix", "faults", "faults.workloads.freeze_matrix", "the same with a freeze of each target for 5 to 60 s"),
     Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
@@ -94,7 +99,26 @@ def choose(words: Sequence[str]) -> list[Workload]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the chosen workloads, print the table; returns the exit code."""
+    """Run the chosen workloads, print the table; returns the exit code, 1 if a promise of the program did not hold."""
+    parser = _parser()
+    given = vars(parser.parse_intermixed_args(words))
+    names, is_list, num_runs, path = (given.pop(name) for name in ("names", "list", "runs", "json"))
+    try:
+        chosen = choose(names)
+    except KeyError as error:
+        parser.error(error.args[0])
+    if num_runs < 1:
+        parser.error("--runs: at least 1")
+    if is_list:
+        for workload in chosen:
+            rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
+            print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
+        return 0
+    return 0 if run(chosen, Options(**given), num_runs, path) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The options; the names of all but the first four are fields of `Options`."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="WORKLOAD", help="a workload, a group, or a row; default: all")
     parser.add_argument("--list", action="store_true", help="print the workloads and what they measure")
@@ -110,27 +134,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--policy", metavar="PATH", help="policy of learning, trainer-step and end-to-end, instead of their own"
     )
-    given = parser.parse_intermixed_args(words)
-    try:
-        chosen = choose(given.names)
-    except KeyError as error:
-        parser.error(error.args[0])
-    if given.runs < 1:
-        parser.error("--runs: at least 1")
-    if given.list:
-        for workload in chosen:
-            rows = f" [{' '.join(workload.rows)}]" if workload.rows else ""
-            print(f"{workload.group:<10} {workload.name:<24} {workload.measures}{rows}")
-        return 0
-    options = Options(
-        given.megabytes, given.seconds, given.events, given.peer_python, given.trl_python, given.seeds, given.policy
-    )
-    run(chosen, options, given.runs, given.json)
-    return 0
+    parser.add_argument("--minutes", type=float, default=defaults.minutes, help="duration of `chaos`")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of the random choices of `chaos` and `fuzz`")
+    parser.add_argument("--inputs", type=int, default=defaults.inputs, help="malformed inputs of `fuzz`")
+    return parser
 
 
-def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Path | None) -> None:
-    """Run the workloads; print their rows and write them to `path` after each workload."""
+def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Path | None) -> bool:
+    """Run the workloads; print their rows and write them to `path` after each workload; returns whether all promises held."""
     rows: list[Measurement] = []
     print(HEADING, flush=True)
     for workload in workloads:
@@ -140,6 +151,7 @@ def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Pa
         rows += found
         if path is not None:
             write_json(rows, path)
+    return all(row.holds for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The common parts of all benchmarks: options, measurements, timing, processes."""
 
+import itertools
 import os
 import select
 import statistics
@@ -32,6 +33,9 @@ class Options:
     trl_python: str | None = None
     seeds: int = 5
     policy: str | None = None
+    minutes: float = 30.0
+    seed: int = 0
+    inputs: int = 1_000_000
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -44,6 +48,8 @@ class Measurement(msgspec.Struct, frozen=True):
     unit: str
     ratio: float
     runs: tuple[tuple[float, float], ...] = ()
+    holds: bool = True
+    """False where the program broke a promise; the benchmark's exit code is 1 then."""
 
 
 Work = Callable[[str, Options], list[Measurement]]
@@ -56,7 +62,7 @@ def line(row: Measurement) -> str:
     """A row of the table under `HEADING`."""
     value_span, ratio_span = map(_span, zip(*row.runs, strict=True)) if len(row.runs) > 1 else ("", "")
     figures = f"{_short(row.value):>10} {value_span:>16} {row.unit:<8} {_short(row.ratio):>7} {ratio_span:>14}"
-    return f"{row.name:<24} {figures}  {row.peer}"
+    return f"{row.name:<24} {figures}  {row.peer}" + ("" if row.holds else ": DOES NOT HOLD")
 
 
 def _span(values: Sequence[float]) -> str:
@@ -68,12 +74,16 @@ def _short(value: float) -> str:
 
 
 def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """The medians of several runs of one workload, one measurement for each figure."""
+    """The medians of several runs of one workload, one measurement for each figure; a run may lack some of them."""
+    figures: dict[tuple[str, str], list[Measurement]] = {}
+    for row in itertools.chain.from_iterable(runs):
+        figures.setdefault((row.name, row.peer), []).append(row)
     rows: list[Measurement] = []
-    for same in zip(*runs, strict=True):
+    for same in figures.values():
         pairs = tuple(pair for row in same for pair in row.runs or ((row.value, row.ratio),))
         value, ratio = map(statistics.median, zip(*pairs, strict=True))
-        rows.append(msgspec.structs.replace(same[0], value=value, ratio=ratio, runs=pairs))
+        holds = all(row.holds for row in same)
+        rows.append(msgspec.structs.replace(same[0], value=value, ratio=ratio, runs=pairs, holds=holds))
     return rows
 
 

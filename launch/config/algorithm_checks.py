@@ -27,6 +27,11 @@ def _useless(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.advantage={algorithm.advantage} is 0 for every response with batch.samples_per_prompt=1"
     if algorithm.advantage != "gae" and (algorithm.gamma, algorithm.lam) != (1, 1):
         yield f"algorithm.gamma and algorithm.lam have no effect on algorithm.advantage={algorithm.advantage}"
+    warmup_steps = recipe.critic.warmup_steps
+    if algorithm.advantage != "gae" and warmup_steps:
+        yield f"critic.warmup_steps has no effect on algorithm.advantage={algorithm.advantage}"
+    elif warmup_steps >= recipe.run.steps:
+        yield f"critic.warmup_steps={warmup_steps}: all of run.steps={recipe.run.steps} leave the policy as it is"
     if algorithm.clip_dual is not None and algorithm.loss in ("cispo", "reinforce"):
         yield f"algorithm.clip_dual has no effect on algorithm.loss={algorithm.loss}"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
+from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
@@ -54,6 +55,10 @@ def check_combinations(recipe: Recipe) -> None:
     exact, tp, roles, queue, schedule = (
         recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue, recipe.run.schedule,
     )  # fmt: skip
+    if 0 < recipe.sampling.temperature < LEAST_TEMPERATURE:
+        raise SettingError(f"sampling.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+    if "" in recipe.sampling.stop:
+        raise SettingError("sampling.stop: an empty string would end every response at once; leave it out")
     if tp > 1 and exact:
         raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":

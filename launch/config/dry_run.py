@@ -9,29 +9,29 @@ from ...comm.recipe import Recipe
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
+from ..gpus import Gpus
 from ..placement import Placement, count_ranks, place_ranks, visible_devices
 from .load import recipe_yaml
-from .memory_plan import Gpus, MemoryPlan
+from .memory_plan import MemoryPlan
 from .model_files import read_config
 
 
-def print_plan(recipe: Recipe, ranks_per_host: int = 0, gpus: Gpus | None = None) -> None:
+def print_plan(recipe: Recipe, hosts: Sequence[int] = (), gpus: Gpus | None = None) -> None:
     """Print the plan of a recipe whose policy this program can run. Raises `SettingError`."""
     from .checks import check_family
 
     if (Path(recipe.model.path) / "config.json").exists():
         check_family(recipe, Path(recipe.model.path))
-    sys.stdout.write(describe_run(recipe, ranks_per_host, gpus))
+    sys.stdout.write(describe_run(recipe, hosts, gpus))
 
 
-def describe_run(recipe: Recipe, ranks_per_host: int = 0, gpus: Gpus | None = None) -> str:
+def describe_run(recipe: Recipe, hosts: Sequence[int] = (), gpus: Gpus | None = None) -> str:
     """Roles, batch arithmetic, memory estimate and the resolved recipe, as text.
 
-    `ranks_per_host` 0 means one host; `gpus` are those to plan for, by default this host's. Raises SettingError where a GPU
+    `hosts` are the numbers of ranks on each, by default all on one; `gpus` are those to plan for, by default this host's. Raises SettingError where a GPU
     that is to be planned for is too small; on this host's it is a line of the text.
     """
-    world_size = count_ranks(recipe.roles)
-    places = place_ranks(recipe.roles, world_size, ranks_per_host or world_size, recipe.rollout.tp)
+    places = place_ranks(recipe.roles, hosts or [count_ranks(recipe.roles)], recipe.rollout.tp)
     present = Gpus.of_this_host() if gpus is None else gpus
     try:
         plan = MemoryPlan(recipe, read_config(find_checkpoint(recipe.model.path)), places, present)
@@ -54,7 +54,7 @@ def describe_run(recipe: Recipe, ranks_per_host: int = 0, gpus: Gpus | None = No
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:
     for rank, place in enumerate(places):
-        device = visible_devices(place, gpus.count, recipe.relay.staging_device)
+        device = visible_devices(place, gpus.names, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
         yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"
 

@@ -46,7 +46,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 def parse_recipe(text: str) -> Recipe:
     """The recipe of a saved one's text; raises `SettingError`."""
-    return _merge([("", yaml.load(text, _Loader))])
+    return _merge([("", _sections(text, "the run's recipe"))])
 
 
 def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
@@ -117,15 +117,22 @@ def show_value(value: Any) -> str:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise SettingError(f"no recipe file {str(path)!r}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"cannot read the recipe {str(path)!r}: {error}") from error
+    return _sections(text, f"the recipe {str(path)!r}")
+
+
+def _sections(text: str, origin: str) -> Mapping[str, Any]:
+    """The sections of a recipe's text, which is called `origin` in errors."""
+    try:
+        loaded = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise SettingError(f"the recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise SettingError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded or {}, dict):
-        raise SettingError(f"the recipe {str(path)!r} must be a mapping of sections, such as `run:`")
+        raise SettingError(f"{origin} must be a mapping of sections, such as `run:`")
     return loaded or {}
 
 

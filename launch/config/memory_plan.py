@@ -1,13 +1,9 @@
 """The memory of a run's processes, and whether the GPUs have it: for `--dry-run`, without torch and without weights."""
 
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...trainer.memory import (
     CONTEXT_BYTES,
@@ -18,9 +14,9 @@ from ...trainer.memory import (
     rollout_memory,
     wants_checkpointing,
 )
-from ..placement import Placement, count_gpus, visible_devices
+from ..gpus import Gpus
+from ..placement import Placement, visible_devices
 
-OPTION = "--gpus="
 _GB = 1e9
 _VERSIONS_IN_RELAY = 3
 _ADVICE = {
@@ -29,41 +25,6 @@ _ADVICE = {
     "rollout": "a larger rollout.tp or another generator.gpu_share",
     "reference": "roles.reference=0, which shards it over the trainer's ranks",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """The GPUs of each host, alike."""
-
-    count: int = 0
-    gb: float = 0.0
-
-    @classmethod
-    def of_this_host(cls) -> "Gpus":
-        """From nvidia-smi, which makes no CUDA context here; none without nvidia-smi."""
-        count = count_gpus()
-        if not count or shutil.which("nvidia-smi") is None:
-            return cls(count)
-        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
-        sizes = [float(line) for line in listing.splitlines() if line.strip().isdigit()]
-        return cls(count, min(sizes, default=0.0) * (1 << 20) / _GB)
-
-    @classmethod
-    def taken_from(cls, words: Sequence[str]) -> "tuple[Gpus | None, list[str]]":
-        """The GPUs that an option `--gpus=COUNTxGB` names for planning, and the other words; raises SettingError."""
-        given = [word for word in words if word.startswith(OPTION)]
-        others = [word for word in words if not word.startswith(OPTION)]
-        if not given:
-            return None, others
-        count, x, gb = given[-1].removeprefix(OPTION).partition("x")
-        try:
-            found = cls(int(count), float(gb))
-        except ValueError:
-            found = cls()
-        if not x or found.count < 1 or not found.gb > 0:
-            raise SettingError(f"{given[-1]} is not {OPTION}COUNTxGB, the GPUs of a host, such as {OPTION}8x80")
-        return found, others
 
 
 class MemoryPlan:
@@ -94,41 +55,51 @@ class MemoryPlan:
         yield f"{'relay':10} {_VERSIONS_IN_RELAY * version / _GB:9,.3f} GB each: {_VERSIONS_IN_RELAY} versions, and rows on top"
         yield f"activation checkpointing is {'on' if self.is_checkpointed else 'off'}"
         for roles, number in Counter(self._gpu_roles()).items() if self.gpus.gb else ():
-            used = " + ".join(f"{role} {self._on_gpu(role) / _GB:.1f}" for role in roles)
-            total = sum(map(self._on_gpu, roles)) / _GB
+            needs = self._on_gpu(roles)
+            used = " + ".join(f"{role} {need / _GB:.1f}" for role, need in zip(roles, needs, strict=True))
+            total = sum(needs) / _GB
             yield f"{number} GPU{'s' * (number > 1)}: {used} = {total:.1f} of {self.gpus.gb:.1f} GB"
 
     def shortages(self) -> list[str]:
         """A sentence with the settings to change for each kind of GPU that is too small."""
         found: list[str] = []
         total = self.gpus.gb * _GB
+        weights = self.needs["rollout"].device["weights"] + CONTEXT_BYTES
+        least_share = total
         for roles in dict.fromkeys(self._gpu_roles()) if total else ():
-            need = sum(map(self._on_gpu, roles))
-            if need > total:
-                largest = max(roles, key=self._on_gpu)
+            needs = self._on_gpu(roles)
+            if sum(needs) > total:
+                largest = max(zip(needs, roles, strict=True))[1]
                 found.append(
                     f"a GPU of {self.gpus.gb:.1f} GB is too small for {' and '.join(roles)}, which need"
-                    f" {need / _GB:.1f} GB (an estimate): set {_ADVICE[largest]}"
+                    f" {sum(needs) / _GB:.1f} GB (an estimate): set {_ADVICE[largest]}"
                 )
-        weights = self.needs["rollout"].device["weights"] + CONTEXT_BYTES
-        if total and weights > self._recipe.generator.gpu_share * total:
+            if "rollout" in roles:
+                least_share = min(least_share, self._share(roles))
+        if total and weights > least_share:
             found.append(
-                f"the weights of a rollout take {weights / _GB:.1f} GB, more than"
+                f"the weights of a rollout take {weights / _GB:.1f} GB, more than its part of"
                 f" generator.gpu_share={self._recipe.generator.gpu_share} of a GPU: set {_ADVICE['rollout']}"
             )
         return found
 
-    def _on_gpu(self, role: str) -> float:
-        """A rollout fills its share of the GPU with cache, unless the recipe bounds the cache."""
-        if role == "rollout" and self._recipe.generator.kv_gb is None:
-            return self._recipe.generator.gpu_share * self.gpus.gb * _GB
-        return self.needs[role].device_bytes + CONTEXT_BYTES
+    def _share(self, roles: Sequence[str]) -> float:
+        """Bytes of each process's part of `generator.gpu_share`."""
+        return self._recipe.generator.gpu_share * self.gpus.gb * _GB / len(roles)
+
+    def _on_gpu(self, roles: Sequence[str]) -> list[float]:
+        """The bytes of each process on a GPU. A rollout fills its part with cache, unless the recipe bounds the cache."""
+        fills = self._recipe.generator.kv_gb is None
+        return [
+            self._share(roles) if role == "rollout" and fills else self.needs[role].device_bytes + CONTEXT_BYTES
+            for role in roles
+        ]
 
     def _gpu_roles(self) -> Iterator[tuple[str, ...]]:
         """For each GPU, the roles of the processes on it."""
         found: dict[tuple[int, str], list[str]] = {}
         for place in self._places:
-            device = visible_devices(place, self.gpus.count) if place.slot is not None else ""
+            device = visible_devices(place, self.gpus.names) if place.slot is not None else ""
             if device:
                 role = "rollout" if place.role == "shard" else place.role
                 found.setdefault((place.host, device), []).append(role)

@@ -20,12 +20,14 @@ from ...comm.process_tree import children_of
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
 from ..config.run_folder import make_run_folder
-from ..placement import count_ranks
+from ..placement import RANKS_OF_HOSTS, count_ranks
 from .child import WATCHED, Child, block_signals, print_message
 from .supervisor import LAUNCHER, SHUTDOWN_S
 
 PATIENCE_S = 2 * SHUTDOWN_S
-"""Seconds from an interrupt until torchrun gets SIGTERM, and from there until it is killed."""
+"""Seconds from an interrupt until torchrun gets SIGQUIT, and from there until it is killed."""
+_END = signal.SIGQUIT
+"""Ends torchrun, which passes SIGTERM on to its ranks."""
 REFUSED = signal.SIGUSR2
 """Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
 _BARRIER_S, _POLL_S = 2.0, 0.5
@@ -39,41 +41,52 @@ class Hosts:
 
     nnodes: int = 1
     node_rank: int = 0
-    nproc_per_node: int = 0
-    """Ranks on each host; 0 divides the roles equally."""
+    nproc_per_node: tuple[int, ...] = ()
+    """Ranks on each host: one number for all, or one for each; without any the roles are divided equally."""
     master_addr: str = ""
     master_port: int = 29500
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> "Hosts":
         """From torchrun's options without their dashes. Raises `SettingError`."""
-        values: dict[str, int | str] = {}
+        values: dict[str, int | str | tuple[int, ...]] = {}
         for option, text in options.items():
             name = option.replace("-", "_")
-            if name != "master_addr" and not text.isdigit():
+            words = text.split(",") if name == "nproc_per_node" else [text]
+            if name != "master_addr" and not all(word.isdigit() for word in words):
                 raise SettingError(f"--{option}={text} is not a number")
-            values[name] = text if name == "master_addr" else int(text)
+            if name == "nproc_per_node":
+                values[name] = tuple(map(int, words))
+            else:
+                values[name] = text if name == "master_addr" else int(text)
         hosts = cls(**values)  # pyright: ignore[reportArgumentType]
         if hosts.nnodes > 1 and not hosts.master_addr:
             raise SettingError(f"--nnodes={hosts.nnodes} needs --master-addr, the address of the first host")
+        if len(hosts.nproc_per_node) > 1 and len(hosts.nproc_per_node) != hosts.nnodes:
+            raise SettingError(
+                f"--nproc-per-node={options['nproc-per-node']} has {len(hosts.nproc_per_node)} hosts, --nnodes={hosts.nnodes}"
+            )
         if hosts.node_rank >= hosts.nnodes:
             raise SettingError(
                 f"--node-rank={hosts.node_rank}: with --nnodes={hosts.nnodes} it is below {hosts.nnodes}"
             )
         return hosts
 
-    def ranks_per_host(self, recipe: Recipe) -> int:
+    def ranks(self, recipe: Recipe) -> list[int]:
         """Ranks on each host. Raises `SettingError` if the roles of the recipe do not fill the hosts."""
+        if len(self.nproc_per_node) > 1:
+            return list(self.nproc_per_node)
         wanted = count_ranks(recipe.roles, self.nnodes)
         if self.nproc_per_node or wanted % self.nnodes == 0:
-            return self.nproc_per_node or wanted // self.nnodes
+            return [*(self.nproc_per_node or [wanted // self.nnodes])] * self.nnodes
         raise SettingError(
-            f"roles: their sum is {wanted} ranks, which {self.nnodes} hosts (--nnodes) cannot share equally; change roles"
+            f"roles: their sum is {wanted} ranks, which {self.nnodes} hosts (--nnodes) cannot share equally; change roles, or"
+            " give each host its own number, such as --nproc-per-node 4,4,1"
         )
 
     def torchrun_options(self, recipe: Recipe) -> list[str]:
         """The options of torchrun on this host."""
-        ranks = ["--nproc-per-node", str(self.ranks_per_host(recipe))]
+        ranks = ["--nproc-per-node", str(self.ranks(recipe)[self.node_rank])]
         if self.nnodes == 1:
             return ["--standalone", *ranks]
         place = ["--nnodes", str(self.nnodes), "--node-rank", str(self.node_rank)]
@@ -89,11 +102,11 @@ class Torchrun:
         self._grace_s = SHUTDOWN_S + recipe.checkpoint.grace_s
         self._hosts = hosts
         self._logs = self._run_dir / "logs" / f"torchrun-{hosts.node_rank}"  # empty files, which it would leave in /tmp
-        options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "-m", "headrace.launch.run"]
+        options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "--signals-to-handle", _END.name]
         words = words or [str(self._run_dir / CONFIG_FILE)]
-        self._command = [sys.executable, "-m", "torch.distributed.run", *options, *words]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "headrace.launch.run", *words]
         self._deadline = float("inf")
-        self._kills = iter((signal.SIGTERM, signal.SIGKILL))
+        self._kills = iter((_END, signal.SIGKILL))
         self._has_ranks = False
         self._idle_since: float | None = None
         self.received = 0
@@ -106,11 +119,14 @@ class Torchrun:
         """
         block_signals()
         environment = {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if len(self._hosts.nproc_per_node) > 1:
+            environment[RANKS_OF_HOSTS] = ",".join(map(str, self._hosts.nproc_per_node))
         if self._hosts.nnodes > 1:
             # At its end it would log a traceback for each torchrun that ended before it.
             environment["LOGLEVEL"] = os.environ.get("LOGLEVEL", "CRITICAL")
         make_run_folder(self._run_dir)  # torchrun would make it readable for others
-        torchrun = Child("torchrun", self._command, environment=environment)
+        # A cluster's scheduler sends SIGTERM to all processes of a job, and torchrun would kill its ranks after 30 s.
+        torchrun = Child("torchrun", self._command, environment=environment, ignores_sigterm=True)
         while (code := torchrun.poll()) is None:
             received = signal.sigtimedwait(WATCHED, self._sleep_s())
             if received is not None and received.si_signo != signal.SIGCHLD:
@@ -161,7 +177,7 @@ class Torchrun:
         for pid in supervisors:
             os.kill(pid, number)
         if not supervisors:
-            torchrun.send(signal.SIGTERM)
+            torchrun.send(_END)
 
 
 def has_other_hosts() -> bool:

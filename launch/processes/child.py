@@ -26,11 +26,12 @@ class Child:
         console: bool = True,
         pass_fds: Sequence[int] = (),
         death_signal: signal.Signals = signal.SIGKILL,
+        ignores_sigterm: bool = False,
     ) -> None:
         """Start `command`. With `log`, stderr goes to that file. Without `console`, stdout follows it, or is discarded.
 
         The child gets a session of its own, so that a terminal's Ctrl-C reaches it once, through its parent. The kernel
-        sends it `death_signal` if the parent ends first.
+        sends it `death_signal` if the parent ends first. With `ignores_sigterm` a SIGTERM is lost on it, unless it sets a handler.
         """
         self.name = name
         self.log = log
@@ -38,6 +39,7 @@ class Child:
 
         def prepare() -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores_sigterm else signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
             end_with_parent(death_signal, parent)
 

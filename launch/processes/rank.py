@@ -17,7 +17,7 @@ from ...relay.checkpoints import CheckpointFolder
 from ..config.dry_run import print_plan
 from ..config.load import parse_recipe, read_recipe, save_recipe
 from ..config.run_folder import make_run_folder
-from ..placement import place_ranks, with_relays
+from ..placement import place_ranks, ranks_of_hosts, with_relays
 from ..report.summary import print_summary
 from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
@@ -34,14 +34,14 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
     is_known = False
     try:
         recipe = _read(recipe_file, overrides)
-        world_size, ranks_per_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        hosts = ranks_of_hosts()
         is_known = True  # the counts are the same on every host
-        recipe = with_relays(recipe, -(-world_size // ranks_per_host))
-        place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
+        recipe = with_relays(recipe, len(hosts))
+        place_ranks(recipe.roles, hosts, recipe.rollout.tp)
         is_first = os.environ["RANK"] == "0"
         if is_dry_run:
             if is_first:
-                print_plan(recipe, ranks_per_host)
+                print_plan(recipe, hosts)
             return 0
         does_launch = is_first and (LAUNCHER not in os.environ or has_other_hosts())
         if does_launch:

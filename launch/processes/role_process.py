@@ -2,8 +2,8 @@
 
     python -m headrace.launch.processes.role_process --role rollout --index 1 --run runs/demo
 
-SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order; the second
-ends the process at once. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
+SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order, and
+the supervisor has a deadline. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
 log. With `--failed TEXT` the process only
 reports to the hub, for the supervisor, that the process of this role died.
 """
@@ -73,10 +73,9 @@ class SignalReporter:
             self._report()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
-        self._report()
+        if not self.received:  # a scheduler sends SIGTERM to all processes of a job, and the supervisor sends it again
+            self.received = number
+            self._report()
 
     def _on_checkpoint_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.mailbox is not None:
@@ -198,8 +197,7 @@ def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code:
         write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
     except (OSError, HeadraceError) as lost:
         print(f"{error}; summary.json is not written: {lost}", flush=True)
-    num_ranks = count_ranks(recipe.roles)
-    for place in place_ranks(recipe.roles, num_ranks, num_ranks, recipe.rollout.tp):
+    for place in place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp):
         if place.role != "shard":  # a shard ends with its rollout
             mailbox.send(place.name, Stop("failed"))
 

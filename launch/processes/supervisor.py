@@ -14,13 +14,22 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import SEGMENT_FD, STREAMING_COPY_ENV, create_memfd
+from ...comm.environment import GPU_PROCESSES, SEGMENT_FD, STREAMING_COPY_ENV, VISIBLE_DEVICES, create_memfd
 from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-from ..placement import RESTARTABLE, Placement, check_staging, count_gpus, place_ranks, visible_devices
+from ..gpus import Gpus
+from ..placement import (
+    RESTARTABLE,
+    Placement,
+    check_staging,
+    place_ranks,
+    processes_on,
+    ranks_of_hosts,
+    visible_devices,
+)
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
 
 SHUTDOWN_S = 20.0
@@ -92,6 +101,8 @@ class Supervisor:
     has_other_hosts: bool = False
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
+    gpu_processes: int = 1
+    """The number of the run's processes on that GPU."""
     commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
@@ -143,7 +154,8 @@ class Supervisor:
         return [*self.commands.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
     def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": self.device if name == self.placement.name else ""}
+        environment = {VISIBLE_DEVICES: self.device if name == self.placement.name else ""}
+        environment[GPU_PROCESSES] = str(self.gpu_processes)
         pass_fds = ()
         if name == self.placement.name:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
@@ -231,7 +243,7 @@ class Supervisor:
             return
         for name, child in self.children.items():
             if name == "store" and not self.is_late:
-                child.send(signal.SIGTERM)
+                child.send(signal.SIGQUIT)
                 continue
             if not self.is_over():
                 print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
@@ -246,14 +258,16 @@ def supervise(recipe: Recipe) -> int:
     A run under the launcher that ended in order, for whatever reason, returns 0: torchrun knows only success and failure
     and would print a traceback. The launcher reads from the summary how the run ended.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    placements = place_ranks(recipe.roles, world_size, ranks_per_host, recipe.rollout.tp)
-    placement, num_gpus, staging = placements[rank], count_gpus(), recipe.relay.staging_device
-    check_staging(placements, placement.host, num_gpus, staging)
-    device = visible_devices(placement, num_gpus, staging)
-    supervisor = Supervisor(recipe, placement, world_size, hosts_store=rank == 0, device=device)
-    supervisor.has_other_hosts = world_size > ranks_per_host
+    hosts = ranks_of_hosts()
+    placements = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
+    placement, gpus = placements[int(os.environ["RANK"])], Gpus.of_this_host().names
+    if not gpus and os.environ.get("LOCAL_RANK") == "0":
+        print_message("no GPU is visible here; all processes of this host run on the CPU")
+    check_staging(recipe, placements, placement.host, gpus)
+    device = visible_devices(placement, gpus, recipe.relay.staging_device)
+    supervisor = Supervisor(recipe, placement, sum(hosts), hosts_store=os.environ["RANK"] == "0", device=device)
+    supervisor.gpu_processes = processes_on(placements, placement, gpus)
+    supervisor.has_other_hosts = len(hosts) > 1
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)

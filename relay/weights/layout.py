@@ -164,13 +164,6 @@ class Layout:
             )
 
 
-def host_buffer(num_bytes: int) -> np.ndarray:
-    """Zeroed host memory, uint8 [num_bytes], with all pages mapped, and pinned where there is a GPU."""
-    if torch.cuda.is_available():
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return np.full(num_bytes, 0, np.uint8)  # `np.zeros` maps no pages
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """The shard of a DTensor that this rank holds; any other tensor as it is."""
     # An isinstance check would load torch.distributed.tensor, which takes a second of each process's start.

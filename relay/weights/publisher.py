@@ -20,7 +20,8 @@ from ...comm.messages.weights import Offer, SlotReserved
 from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
 from .chain import chain_order
-from .layout import Layout, host_buffer
+from .layout import Layout
+from .pinned import host_buffer
 from .protocol import IDLE_S, SILENCE_S, send_idle
 from .push import LinkPush, PendingVersion, SharedMemoryPush, SlotUse, open_push
 from .shards import WeightShard

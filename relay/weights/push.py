@@ -24,7 +24,7 @@ from ...comm.waits import waiting
 from .byte_ranges import ranges_of
 from .chain import open_push_link
 from .delta import DeltaSource, Difference
-from .layout import host_buffer
+from .pinned import host_buffer
 from .protocol import MAX_PIECE_BYTES, SILENCE_S
 from .shards import WeightShard
 from .slots import READER_LOCK_S, VersionSlots
@@ -134,7 +134,7 @@ class SharedMemoryPush:
                 self.push(detached)
 
     def close(self) -> None:
-        self._slots.segment.close()
+        self._slots.close()
 
     def _request(self, request: ReserveSlot | ShardWritten) -> SlotReserved | PushResult:
         """The answer. A relay that takes several times as long as its work counts as frozen, long before the fleet says so."""

@@ -26,6 +26,7 @@ from ...comm.messages.weights import (
 )
 from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
+from ...comm.trace import failpoint
 from ...comm.waits import join_thread
 from .byte_ranges import ranges_of
 from .chain import Chain
@@ -124,6 +125,7 @@ class WeightServer:
         if incoming is None:
             refusal = "the slot was taken back"
         else:
+            failpoint("push", version=offer.version)
             self.version_store.advance(incoming, offer.part, _PUSH, ranges_of(offer).num_bytes)
             if not self.version_store.finish(incoming, offer.part, written.digest):
                 refusal = "digest mismatch"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from ...comm.errors import HeadraceError, WrongDigest
 from ...comm.shared_memory import Lock, Segment
+from .pinned import pin, unpin
 
 T = TypeVar("T")
 
@@ -70,7 +70,8 @@ class VersionSlots:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._pinned: set[int] = set()
+        self._mapped: dict[int, np.ndarray | None] = {}
+        """The slots that `pin` has mapped; None for those that are not pinned."""
 
     @property
     def fingerprint(self) -> int:
@@ -130,11 +131,18 @@ class VersionSlots:
             self._unlock(write)
 
     def pin(self, slot: int) -> None:
-        """Map a slot's pages, and pin them for copies from a GPU, once; where CUDA refuses, copies are only slower."""
-        buffer = self.segment.slot(slot)
-        if slot not in self._pinned and torch.cuda.is_available() and (runtime := torch.cuda.cudart()) is not None:
-            runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
-        self._pinned.add(slot)
+        """Map a slot's pages, and pin them for copies from a GPU, once."""
+        if slot not in self._mapped:
+            buffer = self.segment.slot(slot)
+            self._mapped[slot] = buffer if pin(buffer) else None
+
+    def close(self) -> None:
+        """Unpin the slots and close this opening of the segment."""
+        for buffer in self._mapped.values():
+            if buffer is not None:
+                unpin(buffer.ctypes.data)
+        self._mapped.clear()
+        self.segment.close()
 
     def _unlock(self, write: SlotWrite) -> None:
         if write.owns_lock:

@@ -11,6 +11,7 @@ from ...comm.errors import LinkBroken
 from ...comm.links.base import Link
 from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
+from ...comm.trace import failpoint
 from .byte_ranges import digest, ranges_of
 from .chunk_size import START_S, chunk_bytes
 from .protocol import (
@@ -94,6 +95,7 @@ def _receive_part(
             at += num_bytes
             if not version_store.advance(incoming, offer.part, upstream, at):
                 raise LinkBroken(f"version {offer.version} is no longer taken from {upstream}")
+            failpoint("receive", version=offer.version, num_bytes=at)
         elif kind is FrameKind.STRUCT:
             trailer = receive_struct(link, num_bytes, Trailer, SILENCE_S)
             if not trailer.digest:

@@ -1,5 +1,6 @@
 """Paged decode attention on CPU: in place on the page pool, and the reference that gathers."""
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 NO_POSITION = 1 << 40
 """Position of a key that no query may see."""
+_LOG2_E = 1 / math.log(2)
 
 
 class PoolAttention:
@@ -72,7 +74,8 @@ class PoolAttention:
             q = F.pad(q, (0, 0, 0, -rows % ROWS))
             if bias is not None and bias.shape[2] > 1:
                 bias = F.pad(bias, (0, 0, 0, -rows % ROWS))
-        out, lse = attend_pages(q, k, v, bias, rule.scale)
+        uses_products = q.dtype == torch.float32 and not self.is_exact
+        out, lse = (attend_by_products if uses_products else attend_pages)(q, k, v, bias, rule.scale)
         return out.transpose(1, 2)[:, :rows], lse.transpose(1, 2)[:, :rows]
 
     def _low_bias(self, rule: AttentionSpec, like: Tensor) -> Tensor:
@@ -149,6 +152,22 @@ class GatherAttention:
         sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
         q, k, v = query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
         return masked_attention(q, k, v, sees[:, None, None, :], rule)[:, :, 0]
+
+
+def attend_by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend_pages` in fp32 by two batched matrix products, which are faster than the fused kernel for few query rows.
+
+    The softmax takes powers of 2, which a CPU computes faster than those of e.
+    """
+    query, key, value = (x.flatten(0, 1) for x in (q * (scale * _LOG2_E), k, v))
+    scores = torch.bmm(query, key.transpose(1, 2)).unflatten(0, q.shape[:2])
+    if bias is not None:
+        scores.add_(bias)
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp2_()
+    total = weights.sum(-1, keepdim=True)
+    out = torch.bmm(weights.flatten(0, 1), value).unflatten(0, q.shape[:2]).div_(total)
+    return out, total.log2_().add_(peak).div_(_LOG2_E)[..., 0]
 
 
 def _merge(out: Tensor, lse: Tensor, parts: Tensor, sinks: Tensor | None) -> Tensor:

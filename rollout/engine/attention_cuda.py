@@ -4,9 +4,13 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ...comm.errors import SettingError
+from .to_device import to_device
 
 if TYPE_CHECKING:
     from ...trainer.policy.attention import AttentionSpec
@@ -36,8 +40,8 @@ class TableAttention:
         if self._generation != batch.generation:
             self._generation = batch.generation
             width = int(batch.num_pages.max())
-            self.table = torch.from_numpy(batch.table[:, :width]).to(batch.device, torch.int32).contiguous()
-        self.lengths = torch.from_numpy(batch.positions + 1).to(batch.device, torch.int32)
+            self.table = to_device(batch.table[:, :width].astype(np.int32), batch.device)
+        self.lengths = to_device((batch.positions + 1).astype(np.int32), batch.device)
         self.cache_rows = self.cache.cache_rows(batch.slots())
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: "AttentionSpec") -> Tensor:
@@ -71,8 +75,10 @@ class FlashAttention(TableAttention):
 
     def __init__(self, cache: "KVCache") -> None:
         super().__init__(cache)
-        from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports] - an extra
-
+        try:
+            from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports] - an extra
+        except ImportError as error:  # such as one that was built for another version of torch
+            raise SettingError(f"generator.attention: flash-attn cannot be loaded: {error}") from error
         self._kernel: Any = flash_attn_with_kvcache
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...trainer.policy.attention import AttentionSpec, PackedAttention, chunk_attention
 from ...trainer.policy.exact_attention import Run, TileAttention
+from .to_device import to_device
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -62,4 +63,4 @@ def _cache_rows(cache: "KVCache", parts: Sequence[tuple[Run, int]], device: torc
         positions = np.arange(first, run.stop)
         pages = np.array(run.pages, dtype=np.int64)[positions // cache.page_size]
         slots.append(pages * cache.page_size + positions % cache.page_size)
-    return cache.cache_rows(torch.from_numpy(np.concatenate(slots)).to(device))
+    return cache.cache_rows(to_device(np.concatenate(slots), device))

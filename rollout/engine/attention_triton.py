@@ -1,8 +1,8 @@
 """Paged decode attention as Triton kernels, for CUDA without another kernel library.
 
 A row's keys are cut at fixed positions into splits of SPLIT tokens, one program each, and a second kernel merges the splits
-in their order. So a row's bits do not depend on the other rows, and the launch does not depend on the lengths: it fits a
-CUDA graph. Any page size that is a multiple of BLOCK.
+in their order. So a row's bits do not depend on the other rows. The launch depends on the width of the page table alone, so
+it fits a CUDA graph, and no kernel is compiled for a width. Any page size that is a multiple of BLOCK.
 """
 
 # Kernels are written in Triton's language, and Triton is installed only where there is a GPU.
@@ -22,18 +22,18 @@ NO_WINDOW = 1 << 30
 """A window that hides nothing."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _split_kernel(
-    query, keys, values, table, lengths, out, lse, scale, softcap, window, table_stride, page_stride, head_stride,
+    query, keys, values, table, lengths, out, lse, scale, softcap, window, table_stride, page_stride, head_stride, num_splits,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr, PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's keys under the query heads of one KV head."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     oldest = length - window
     start = split * SPLIT
-    if start < length:
+    if (start < length) & (start + SPLIT > oldest):
         groups, dims, offsets = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROWS), tl.arange(0, BLOCK)
         heads = row * KV_HEADS * GROUP + head * GROUP + groups
         is_real = (groups[:, None] < GROUP) & (dims[None, :] < DIM)
@@ -41,7 +41,9 @@ def _split_kernel(
         peak = tl.full((GROUP_ROWS,), -1e30, tl.float32)
         total = tl.zeros((GROUP_ROWS,), tl.float32)
         mixed = tl.zeros((GROUP_ROWS, DIM_ROWS), tl.float32)
-        for first in range(0, SPLIT, BLOCK):
+        # Blocks in which the query sees no key would change nothing.
+        first_seen = tl.maximum(oldest - start, 0) // BLOCK * BLOCK
+        for first in range(first_seen, tl.minimum(length - start, SPLIT), BLOCK):
             positions = start + first + offsets
             sees = (positions < length) & (positions >= oldest)
             page = tl.load(table + row * table_stride + positions // PAGE, mask=sees, other=0).to(tl.int64)
@@ -60,35 +62,34 @@ def _split_kernel(
             v = tl.load(values + at, mask=mask, other=0.0)
             mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             peak = new_peak
-        place = heads * SPLITS + split
+        place = heads.to(tl.int64) * num_splits + split
         sum_or_one = tl.where(total > 0, total, 1.0)
         tl.store(out + place[:, None] * DIM + dims[None, :], mixed / sum_or_one[:, None], mask=is_real)
         tl.store(lse + place, tl.where(total > 0, peak + tl.log(sum_or_one), -1e30), mask=groups < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
-    parts, lse, lengths, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    parts, lse, lengths, sinks, out, window, num_splits, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one row and head, merged in order; a sink is a first split without a value."""
+    """The splits of one row and head that it sees, merged in order; a sink is a first split without a value."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     dims = tl.arange(0, DIM_ROWS)
-    first = (row * HEADS + head) * SPLITS
+    first = (row * HEADS + head).to(tl.int64) * num_splits
     peak, total = -1e30, 0.0
     if HAS_SINKS:
         peak, total = tl.load(sinks + head).to(tl.float32), 1.0
     mixed = tl.zeros((DIM_ROWS,), tl.float32)
-    for split in range(SPLITS):
-        if split * SPLIT < length:
-            part = tl.load(lse + first + split)
-            new_peak = tl.maximum(peak, part)
-            fade, weight = tl.exp(peak - new_peak), tl.exp(part - new_peak)
-            value = tl.load(parts + (first + split) * DIM + dims, mask=dims < DIM, other=0.0)
-            mixed = mixed * fade + value * weight
-            total = total * fade + weight
-            peak = new_peak
+    for split in range(tl.maximum(length - window, 0) // SPLIT, (length + SPLIT - 1) // SPLIT):
+        part = tl.load(lse + first + split)
+        new_peak = tl.maximum(peak, part)
+        fade, weight = tl.exp(peak - new_peak), tl.exp(part - new_peak)
+        value = tl.load(parts + (first + split) * DIM + dims, mask=dims < DIM, other=0.0)
+        mixed = mixed * fade + value * weight
+        total = total * fade + weight
+        peak = new_peak
     place = out + (row * HEADS + head) * DIM + dims
     tl.store(place, (mixed / total).to(out.dtype.element_ty), mask=dims < DIM)
 
@@ -109,15 +110,16 @@ def paged_decode(
     parts = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     group, dim_rows = heads // kv_heads, triton.next_power_of_2(dim)
+    window = NO_WINDOW if window is None else window
     _split_kernel[(rows, kv_heads, splits)](
-        query, keys, values, table, lengths, parts, lse, scale, softcap or 1.0, NO_WINDOW if window is None else window,
-        table.stride(0), keys.stride(0), keys.stride(1), GROUP=group,
+        query, keys, values, table, lengths, parts, lse, scale, softcap or 1.0, window,
+        table.stride(0), keys.stride(0), keys.stride(1), splits, GROUP=group,
         GROUP_ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_ROWS=max(16, dim_rows), PAGE=page,
-        KV_HEADS=kv_heads, SPLITS=splits, SPLIT=SPLIT, BLOCK=BLOCK, HAS_SOFTCAP=softcap is not None, num_warps=4,
+        KV_HEADS=kv_heads, SPLIT=SPLIT, BLOCK=BLOCK, HAS_SOFTCAP=softcap is not None, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)
     _merge_kernel[(rows, heads)](
-        parts, lse, lengths, lengths if sinks is None else sinks, out, HEADS=heads, DIM=dim, DIM_ROWS=max(16, dim_rows),
-        SPLITS=splits, SPLIT=SPLIT, HAS_SINKS=sinks is not None, num_warps=1,
+        parts, lse, lengths, lengths if sinks is None else sinks, out, window, splits, HEADS=heads, DIM=dim,
+        DIM_ROWS=max(16, dim_rows), SPLIT=SPLIT, HAS_SINKS=sinks is not None, num_warps=1,
     )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .sampling import SamplingBatch
+from .to_device import to_device
 
 if TYPE_CHECKING:
     from .kv_cache import PagePool
@@ -50,9 +51,9 @@ class DecodeBatch:
         for row, sequence in enumerate(sequences):
             self.table[row, : len(sequence.pages)] = sequence.pages
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
-        self.tokens = torch.from_numpy(np.array(newest, dtype=np.int64)).to(self.device)
+        self.tokens = to_device(np.array(newest, dtype=np.int64), self.device)
         num_drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-        self.num_drawn = torch.from_numpy(num_drawn).to(self.device)
+        self.num_drawn = to_device(num_drawn, self.device)
         self.sampling = SamplingBatch([s.params for s in sequences], [s.key for s in sequences], self.device)
         self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
 
@@ -79,4 +80,4 @@ class DecodeBatch:
         size = self.pool.page_size
         columns = np.minimum(self.positions // size, self.max_pages - 1)
         tails = self.table[np.arange(len(self.positions)), columns]
-        return torch.from_numpy(tails * size + self.positions % size).to(self.device, non_blocking=True)
+        return to_device(tails * size + self.positions % size, self.device)

@@ -8,10 +8,12 @@ graphs outlive a version.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .sampling import Sample, SamplingBatch, sample
+from .to_device import to_device
 
 if TYPE_CHECKING:
     from ...trainer.policy.attention import Attention
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from .attention_cuda import TableAttention
     from .batch import DecodeBatch
 
+_NARROWEST, _WIDER = 1024, 4
+"""Tokens of the narrowest graph's rows; how many times wider the next ones are."""
+
 
 class DecodeGraphs:
-    """Decode steps by number of rows, captured when first needed. Unused rows decode token 0 into page 0."""
+    """Decode steps by number of rows and pages of the longest, captured when first needed. Unused rows decode token 0 into page 0."""
 
     def __init__(
         self,
@@ -37,7 +42,10 @@ class DecodeGraphs:
         device = self._logits.device
         self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
         """Numbers of rows with a graph of their own."""
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        page_size = attention.cache.page_size
+        self._widths = [*_powers(_NARROWEST // page_size or 1, _WIDER, max_pages), max_pages]
+        """Pages of the longest row, likewise: a launch has a program for each part of the widest row's pages."""
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._tokens, self._positions, self._num_drawn, self._keys = (
             torch.zeros(max_running, dtype=torch.long, device=device) for _ in range(4)
         )
@@ -60,12 +68,13 @@ class DecodeGraphs:
             self._num_refills = batch.num_refills
             self._load(batch, size)
         elif batch.grown:
-            # Non-blocking: a plain copy to the device would wait for the step under way.
-            places = torch.tensor(batch.grown).to(batch.device, non_blocking=True)
+            places = to_device(np.array(batch.grown, dtype=np.int64), batch.device)
             self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
-        if size not in self._graphs:
-            self._capture(size)
-        self._graphs[size].replay()
+        num_pages = int(batch.num_pages.max())
+        width = next(width for width in self._widths if width >= num_pages)
+        if (size, width) not in self._graphs:
+            self._capture(size, width)
+        self._graphs[size, width].replay()
         return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone())
 
     def forget(self) -> None:
@@ -77,19 +86,19 @@ class DecodeGraphs:
         for tensor in (self._tokens, self._positions, self._num_drawn, self._table):
             tensor[rows:size].zero_()
         self._tokens[:rows] = batch.tokens
-        self._positions[:rows] = torch.from_numpy(batch.positions).to(batch.device)
+        self._positions[:rows] = to_device(batch.positions, batch.device)
         self._num_drawn[:rows] = batch.num_drawn
         self._keys[:rows] = batch.sampling.keys
         self._is_greedy[:rows] = batch.sampling.is_greedy
         self._scale[:rows] = 1.0 if batch.sampling.scale is None else batch.sampling.scale
-        self._table[:rows] = torch.from_numpy(batch.table).to(batch.device, torch.int32)
+        self._table[:rows] = to_device(batch.table.astype(np.int32), batch.device)
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, width: int) -> None:
         attention, positions = self._attention, self._positions[:size]
-        page = attention.cache.page_size
-        columns = (positions // page).clamp_(max=self._table.shape[1] - 1)
-        pages = self._table[:size].gather(1, columns[:, None])[:, 0].long()
-        attention.table, attention.lengths = self._table[:size], (positions + 1).int()
+        page, table = attention.cache.page_size, self._table[:size, :width]
+        columns = (positions // page).clamp_(max=width - 1)
+        pages = table.gather(1, columns[:, None])[:, 0].long()
+        attention.table, attention.lengths = table, (positions + 1).int()
         attention.cache_rows = attention.cache.cache_rows(pages * page + positions % page)
         hidden = self._forward(self._tokens[:size], positions, attention)
         rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
@@ -99,20 +108,30 @@ class DecodeGraphs:
         positions.add_(1)
         self._num_drawn[:size].add_(1)
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, width: int) -> None:
         state = (self._tokens, self._positions, self._num_drawn)
         before = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # The first run compiles and selects kernels, which must not be captured.
-            self._step(size)
+            self._step(size, width)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # One memory pool for all: only one graph runs at a time, and its results are copied out.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(size)
-        self._graphs[size] = graph
+        # By default an allocation in another thread, such as a transfer of weights, would spoil the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(size, width)
+        self._graphs[size, width] = graph
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
+
+
+def _powers(first: int, factor: int, end: int) -> list[int]:
+    """first, first * factor, ... below `end`."""
+    found: list[int] = []
+    while first < end:
+        found.append(first)
+        first *= factor
+    return found

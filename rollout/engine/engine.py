@@ -82,13 +82,14 @@ class Engine:
         self.seed = seed
         page_size = page_size or page_size_for(attention)
         num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
+        self.runner = Runner(policy, max_running, exact)
         plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
         self.pool = PagePool(plan.num_pages, page_size)
         shape = (plan.num_pages, num_kv_heads, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
-        self.runner = Runner(policy, self.cache, max_running, exact, attention)
+        self.runner.use(self.cache, attention)
         self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
@@ -117,6 +118,8 @@ class Engine:
 
         Do not mix it with `add_group`. When the caller stops early, the rest is cancelled.
         """
+        if isinstance(prompts, str):
+            raise SettingError("prompts are a list; put a single prompt into one")
         each = list(params) if isinstance(params, Many) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise SettingError(f"params: {len(each)} sampling parameters for {len(prompts)} prompts")
@@ -290,9 +293,7 @@ class Engine:
         return completions
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
-        strings = tuple(s for s in params.stops if isinstance(s, str))
-        self.text.check_stops(strings)
-        stop_ids = frozenset(s for s in params.stops if isinstance(s, int))
+        strings, stop_ids = self.text.split_stops(params.stops)
         if not params.ignore_eos:
             stop_ids |= self.policy.stop_ids
         limit = min(params.max_new_tokens, self.policy.context - len(prompt_ids))

@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ...comm.environment import GPU_PROCESSES
 from ...comm.errors import SettingError
 
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
+
+
+_CONTEXT_BYTES = 1 << 30
+"""Of a process on a GPU besides its tensors, at most."""
 
 
 class CachePlan(NamedTuple):
@@ -32,12 +37,16 @@ class AvailableMemory(NamedTuple):
 
 
 def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
-    """Of a GPU, `gpu_share` less the used memory. Of the host, the free memory; by default half of it, since other processes
-    start at the same time."""
+    """Of a GPU, `gpu_share` less the used memory; where processes of a run share it, at most an equal part less the memory
+    of this one, since the others may take theirs later. Of the host, the free memory; by default half of it, since other
+    processes start at the same time."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        left = max(0, int(gpu_share * total) - (total - free))
-        return AvailableMemory(left, left, f"generator.gpu_share={gpu_share:g} of the GPU")
+        num_processes = int(os.environ.get(GPU_PROCESSES, "1"))
+        own = int(gpu_share * total) // num_processes - torch.cuda.memory_reserved(device) - _CONTEXT_BYTES
+        left = max(0, min(int(gpu_share * total) - (total - free), own))
+        shared = f", shared by {num_processes} processes" if num_processes > 1 else ""
+        return AvailableMemory(left, left, f"generator.gpu_share={gpu_share:g} of the GPU{shared}")
     free = _free_on_host()
     return AvailableMemory(free, free // 2, "the free memory")
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,11 +11,12 @@ from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact_attention import Run
 from ...trainer.policy.exact_decoder import BLOCK
 from ...trainer.policy.model import Policy
-from .attention_backends import choose
+from .attention_backends import DecodeAttention, choose
 from .attention_cuda import TableAttention
 from .attention_prefill import ExactPrefillAttention, PrefillAttention
 from .cuda_graphs import DecodeGraphs
 from .sampling import Sample, sample
+from .to_device import to_device
 
 if TYPE_CHECKING:
     from ...trainer.policy.attention import Attention
@@ -26,13 +28,17 @@ if TYPE_CHECKING:
 class Runner:
     """Runs the policy for an engine: chunks of prompts into the cache, one token for every row of a batch.
 
-    `description` names the choices. The space for logits is kept, so that a step allocates little.
+    `description` names the choices. The space for logits is kept, so that a step allocates little. A runner takes memory of a
+    GPU, and the cache gets the rest: make the runner, then the cache, then call `use`.
     """
 
-    def __init__(self, policy: Policy, cache: "KVCache", max_running: int, exact: bool, attention: str) -> None:
+    cache: "KVCache"
+    attention: DecodeAttention
+
+    def __init__(self, policy: Policy, max_running: int, exact: bool) -> None:
         self.policy = policy
-        self.cache = cache
         self.exact = exact
+        self._max_running = max_running
         tp = policy.tensor_parallel.size
         if exact and tp > 1:
             raise SettingError(f"rollout.tp: exact mode runs on one rank only, not on {tp}")
@@ -40,17 +46,24 @@ class Runner:
             self.forward = policy.exact or policy.make_exact()
         else:
             self.forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
-        self.attention = choose(attention, policy, cache, exact)
         self.head = Head(policy, exact)
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
         self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
         self._graphs: DecodeGraphs | None = None
+
+    def use(self, cache: "KVCache", attention: str) -> None:
+        """Take the cache, and choose the back-end of decoding by its name in `generator.attention`."""
+        policy, tp = self.policy, self.policy.tensor_parallel.size
+        self.cache = cache
+        self.attention = choose(attention, policy, cache, self.exact)
         # Sums over ranks are not captured.
         if tp == 1 and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
             space = (self._logits, self._scratch)
             max_pages = -(-policy.context // cache.page_size)
-            self._graphs = DecodeGraphs(self._forward_newest, self.head, self.attention, space, max_pages, max_running)
-        forward = "exact" if exact else "module" if self.forward is policy else "lean"
+            self._graphs = DecodeGraphs(
+                self._forward_newest, self.head, self.attention, space, max_pages, self._max_running
+            )
+        forward = "exact" if self.exact else "module" if self.forward is policy else "lean"
         dtype, ranks = str(policy.dtype).removeprefix("torch."), f", tp {tp}" if tp > 1 else ""
         graphs = "" if self._graphs is None else ", CUDA graphs"
         self.description = (
@@ -83,14 +96,15 @@ class Runner:
         device = self.policy.device
         runs = [Run(c.start, c.stop, c.group.pages) for c in chunks]
         attention: Attention = (ExactPrefillAttention if self.exact else PrefillAttention)(self.cache, runs, device)
-        self.forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention)
+        token_ids, places = (to_device(np.array(values, dtype=np.int64), device) for values in (tokens, positions))
+        self.forward(token_ids, places, attention)
 
     def decode(self, batch: "DecodeBatch") -> Sample:
         """Draw the next token of every row."""
         if self._graphs is not None and self._graphs.can_run(batch):
             return self._graphs.decode(batch)
         self.attention.prepare(batch)
-        positions = torch.from_numpy(batch.positions).to(self.policy.device)
+        positions = to_device(batch.positions, self.policy.device)
         hidden = self._forward_newest(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
         drawn = sample(logits, batch.sampling, batch.num_drawn, self._scratch[: len(batch)])

@@ -5,6 +5,7 @@ of the cumulative distribution. So a trajectory does not depend on its batch, on
 interruptions.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ...comm.errors import SettingError
+from ...comm.recipe.generation import LEAST_TEMPERATURE
+from .to_device import to_device
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -46,13 +49,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = {
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "temperature must be 0 or more": self.temperature >= 0,
+            "max_new_tokens must be a whole number, at least 1": _is_count(self.max_new_tokens),
+            f"temperature must be 0, or at least {LEAST_TEMPERATURE:g} and finite": self.temperature == 0
+            or LEAST_TEMPERATURE <= self.temperature < math.inf,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must be 0 or more": self.top_k >= 0,
+            "top_k must be a whole number, 0 or more": self.top_k == 0 or _is_count(self.top_k),
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
-            "n must be at least 1": self.n >= 1,
-            "repetition_penalty must be above 0": self.repetition_penalty > 0,
+            "n must be a whole number, at least 1": _is_count(self.n),
+            "repetition_penalty must be above 0 and finite": 0 < self.repetition_penalty < math.inf,
+            "stop must be token ids or strings that are not empty": not isinstance(self.stop, bytes)
+            and all(isinstance(stop, str | int) and stop != "" for stop in self.stops),
         }
         for rule, is_kept in rules.items():
             if not is_kept:
@@ -66,6 +72,10 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether no token is filtered out."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0)
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and number >= 1
 
 
 def stream_key(seed: int, trajectory_id: int) -> int:
@@ -92,10 +102,10 @@ class SamplingBatch:
         self.device = device
 
         def column(values: Sequence[float]) -> Tensor:
-            return torch.from_numpy(np.array(values, dtype=np.float32)).to(device)
+            return to_device(np.array(values, dtype=np.float32), device)
 
-        self.keys = torch.from_numpy(np.array(keys, dtype=np.int64)).to(device)
-        self.is_greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        self.keys = to_device(np.array(keys, dtype=np.int64), device)
+        self.is_greedy = to_device(np.array([p.temperature == 0 for p in params], dtype=bool), device)
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
         scales = [1.0 if p.temperature == 0 else 1 / p.temperature for p in params]
@@ -106,7 +116,7 @@ class SamplingBatch:
             self.top_p = column([1 if f else p.top_p for f, p in zip(free, params, strict=True)])[:, None]
             self.min_p = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])[:, None]
             top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
-            self.top_k = torch.tensor([k or (1 << 30) for k in top_k], device=device)[:, None]
+            self.top_k = to_device(np.array([k or (1 << 30) for k in top_k], dtype=np.int64), device)[:, None]
         self.seen: Tensor | None = None
         self._has_penalty = any(p.repetition_penalty != 1 for p in params)
         if self._has_penalty:
@@ -148,7 +158,7 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     """One token per row, with its log-probability under the policy at the temperature of sampling.
 
     The log-probability is the one that the trainer computes for the token: before the repetition penalty and before filters.
-    Greedy rows report it at temperature 1. logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response
+    Greedy rows report it at temperature 1. A row whose logits are not finite gets the log-probability NaN. logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response
     of the token to draw; scratch: a tensor of the logits' shape.
     """
     scratch = torch.empty_like(logits) if scratch is None else scratch
@@ -160,7 +170,8 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
         cdf = torch.exp(drawn_by, out=scaled).cumsum_(-1)
         total = cdf[:, -1:]
         aim = torch.minimum(uniforms(rows.keys, positions)[:, None] * total, torch.nextafter(total, -total))
-        tokens = torch.searchsorted(cdf, aim, right=True)[:, 0]
+        # In a row that is not finite nothing is above the aim.
+        tokens = torch.searchsorted(cdf, aim, right=True)[:, 0].clamp_(max=cdf.shape[1] - 1)
         if rows.has_greedy:
             tokens = torch.where(rows.is_greedy, drawn_by.argmax(-1), tokens)
     else:

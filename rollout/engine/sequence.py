@@ -1,5 +1,6 @@
 """A trajectory in the engine, and its result."""
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +22,7 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop`, `length`, or `error`: the policy's logits are not finite, and the tokens are those before."""
     text: str = ""
     """The response as text, without special tokens, up to a stop string; empty if the policy has no tokenizer."""
 
@@ -75,7 +76,10 @@ class Sequence:
         return len(self.prompt_ids) + len(self.token_ids)
 
     def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token; sets `finish_reason` when it ends the trajectory."""
+        """Take a sampled token; sets `finish_reason` when it ends the trajectory. One of probability NaN is not taken."""
+        if math.isnan(logprob):
+            self.finish_reason = "error"
+            return
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...comm.errors import SettingError
 from ...trainer.policy.model import load_tokenizer
 
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 EXTRA_TOKENS = 8
-"""Tokens decoded beyond the length of a stop string: one character may be several tokens."""
+"""Tokens decoded beyond the bytes of a stop string; a token has at least one byte."""
 
 
 class Text:
@@ -29,22 +31,31 @@ class Text:
             return Text()
 
     def encode(self, prompt: list[int] | str) -> list[int]:
+        """The token ids of a prompt; raises SettingError for text without a tokenizer."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
             raise SettingError("prompts are text, but the policy has no tokenizer: give token ids")
         return self.tokenizer.encode(prompt)
 
-    def check_stops(self, strings: tuple[str, ...]) -> None:
-        """Raise SettingError for stop strings without a tokenizer to find them."""
+    def split_stops(self, stops: tuple[str | int, ...]) -> tuple[tuple[str, ...], frozenset[int]]:
+        """Stop strings and stop ids. A special token's text is its id, since decoded text leaves it out.
+
+        Raises SettingError for strings without a tokenizer to find them.
+        """
+        strings = [stop for stop in stops if isinstance(stop, str)]
         if strings and self.tokenizer is None:
             raise SettingError("sampling.stop has strings, but the policy has no tokenizer: give token ids")
+        special = set(self.tokenizer.all_special_tokens) if strings else set()
+        ids = {stop for stop in stops if isinstance(stop, int)}
+        ids |= {self.tokenizer.convert_tokens_to_ids(text) for text in strings if text in special}
+        return tuple(text for text in strings if text not in special), frozenset(ids)
 
     def has_ended(self, sequence: "Sequence") -> bool:
         """Whether the newest tokens of a response complete one of its stop strings."""
         if not sequence.stop_strings:
             return False
-        window = max(len(s) for s in sequence.stop_strings) + EXTRA_TOKENS
+        window = max(len(s.encode()) for s in sequence.stop_strings) + EXTRA_TOKENS
         tail = self.tokenizer.decode(sequence.token_ids[-window:], skip_special_tokens=True)
         return any(s in tail for s in sequence.stop_strings)
 
@@ -59,6 +70,8 @@ class Text:
 
 def check_prompt(prompt_ids: list[int], policy: "Policy") -> None:
     """Raise SettingError for a prompt that the policy cannot take."""
+    if not all(isinstance(token, int | np.integer) for token in prompt_ids):
+        raise SettingError("a prompt is text or a list of token ids, which are whole numbers")
     if not prompt_ids:
         raise SettingError("a prompt has no tokens: remove it from data.path")
     if len(prompt_ids) >= policy.context:

@@ -10,7 +10,8 @@ from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
-from ...relay.weights.layout import Layout, host_buffer
+from ...relay.weights.layout import Layout
+from ...relay.weights.pinned import host_buffer
 from ...relay.weights.reader import WeightReader
 from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams

@@ -61,7 +61,7 @@ def decode_rows(payload: np.ndarray) -> list[MovedRow]:
     at = _LENGTH_BYTES + length
     try:
         items = _decoder.decode(payload[_LENGTH_BYTES:at].tobytes())
-    except (msgspec.DecodeError, NotImplementedError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, NotImplementedError) as error:
         raise MessageRefused(f"malformed payload: {error}") from error
     return list(_moved_rows(items, payload, at + -at % _LENGTH_BYTES))
 

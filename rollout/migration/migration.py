@@ -28,7 +28,7 @@ from ...comm.messages.migration import (
     TransferRefused,
 )
 from ...comm.recipe import Recipe
-from ...comm.trace import Trace
+from ...comm.trace import Trace, failpoint
 from ...relay.repack import Report, can_fit
 from ..leases import HeldLeases, LeasedRow
 from .calibration import GeneratorProfile, TransferCostModel, calibrate
@@ -215,6 +215,7 @@ class Migration:
             link=transfer.link,
         )
         self._mailbox.send(to.name, offer)
+        failpoint("repack", rows=len(states))
         return True
 
     def _take_back(self, request_id: int, reason: str) -> None:

@@ -244,9 +244,10 @@ def test_the_store_ends_without_output_after_the_last_member_left(processes):
     assert processes.store.stderr.read() == member.stderr.read() == ""
 
 
-def test_the_store_does_not_wait_for_the_dead_and_ignores_ctrl_c(processes):
+def test_the_store_does_not_wait_for_the_dead_and_ignores_signals_to_all_processes(processes):
     member = processes.member("stay")
     processes.store.send_signal(signal.SIGINT)
+    processes.store.send_signal(signal.SIGTERM)
     hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
     hub.wait_for("rollout", 1, PATIENCE_S)
     member.kill()
@@ -255,8 +256,8 @@ def test_the_store_does_not_wait_for_the_dead_and_ignores_ctrl_c(processes):
     assert processes.store.wait(PATIENCE_S) == 0
 
 
-def test_a_store_ends_on_sigterm(processes):
-    processes.store.terminate()
+def test_a_store_ends_on_sigquit(processes):
+    processes.store.send_signal(signal.SIGQUIT)
     assert processes.store.wait(PATIENCE_S) == 0
 
 

@@ -1,18 +1,25 @@
 """Links over every back end: bytes, deadlines, dead and forged ends, and the limit of their speed."""
 
+import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from support.closing import at_end
 from support.in_memory import MemoryLink
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links.opening import ThrottledLink, open_link
+from headrace.comm.links.process_group import open_group
 from headrace.comm.links.seal import Seal
+from headrace.comm.links.staged import StagedLink
 from headrace.comm.store import StoreServer, clone_store, connect_store
 from headrace.comm.waits import waiting
 
@@ -93,6 +100,81 @@ def test_a_neighbour_that_closes_is_noticed(pair):
     with pytest.raises(LinkBroken):
         pair[1].receive(np.zeros(8, np.uint8), PATIENCE_S)
     pair[0].close()
+
+
+class StuckGroup:
+    """A group of NCCL whose other end is dead: a broadcast starts, or blocks, and never ends."""
+
+    def __init__(self, blocks: bool) -> None:
+        self.freed = threading.Event()
+        self.blocks = blocks
+        self.num_broadcasts = self.num_aborts = 0
+
+    def broadcast(self, tensors, options):
+        self.num_broadcasts += 1
+        if self.blocks:
+            self.freed.wait(PATIENCE_S)
+        return SimpleNamespace(is_completed=lambda: False)
+
+    def abort(self):
+        self.num_aborts += 1
+
+
+@pytest.fixture
+def control_pair(store, request):
+    ends = open_pair("tcp", store.address, request.node.name)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("direction", ["send", "receive"])
+def test_over_nccl_the_socket_tells_of_a_dead_neighbour_long_before_the_deadline(control_pair, direction):
+    group = StuckGroup(blocks=False)
+    link = StagedLink("nccl", cast(Any, group), 0, torch.device("cpu"), control_pair[0])
+    control_pair[1].close()
+    with pytest.raises(LinkBroken, match="closed by the other end"):
+        getattr(link, direction)(np.zeros(100_000, np.uint8), 3600)
+    assert group.num_broadcasts == group.num_aborts == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("blocks", [True, False])
+def test_an_end_that_dies_while_nccl_connects_breaks_the_link_though_nccl_waits_for_ever(control_pair, blocks):
+    group = StuckGroup(blocks)
+    link = StagedLink("nccl", cast(Any, group), 1, torch.device("cpu"), control_pair[0])
+    control_pair[1].close()
+    with pytest.raises(LinkBroken):
+        link.connect(3600)
+    group.freed.set()
+
+
+def test_a_staged_link_is_connected_before_its_first_bytes_have_a_deadline(store):
+    ends = open_pair("staged", store.address, "connected")
+    groups: list[Any] = [end._group for end in ends if isinstance(end, StagedLink)]
+    assert [group._get_sequence_number_for_group() for group in groups] == [1, 1]
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("set_by_user", ["1", None])
+def test_a_group_of_nccl_is_made_so_that_an_error_breaks_the_link_and_not_the_process(store, monkeypatch, set_by_user):
+    seen = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *_):
+            seen.append(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+
+    if set_by_user is None:
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", set_by_user)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    open_group("nccl", connect_store(store.address, PATIENCE_S), "made", 0, PATIENCE_S, "127.0.0.1")
+    assert seen == ["2"] and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == set_by_user
 
 
 @pytest.mark.parametrize("backend", ["tcp", "staged"])

@@ -28,7 +28,7 @@ algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_est
 algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty algorithm.router_aux_coef
 optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
 optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
-critic.lr critic.clip_value
+critic.lr critic.clip_value critic.warmup_steps
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms

@@ -55,7 +55,7 @@ def test_half_a_billion_parameters_train_on_one_gpu_of_24_gb_with_room(dry_run):
         (LARGE, ("roles.rollout=1", "--gpus=2x80"), "for actor, which need .*: set more roles.actor"),
         (
             SMALL,
-            ("--gpus=1x24",),
+            ("generator.kv_gb=20", "--gpus=1x24"),
             "for actor and rollout, which need .*: set a larger rollout.tp or another generator.gpu_s",
         ),
         (
@@ -80,3 +80,9 @@ def test_offload_moves_weights_gradients_and_moments_to_the_host(dry_run):
 def test_gpus_that_are_not_a_count_and_a_size_are_refused(dry_run, option):
     code, text = dry_run(SMALL, option)
     assert code == 2 and "--gpus=COUNTxGB" in text
+
+
+def test_rollouts_that_share_a_gpu_take_equal_parts_of_it(dry_run):
+    code, text = dry_run(SMALL, *LONG, "roles.rollout=3", "--gpus=2x80")
+    assert code == 0 and "1 GPU: rollout 34.0 + rollout 34.0 = 68.0 of 80.0 GB" in text
+    assert "+ rollout 34.0 =" in next(line for line in text.splitlines() if "1 GPU: actor" in line)

@@ -5,36 +5,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import RoleSettings
-from headrace.launch.placement import check_staging, count_ranks, place_ranks, visible_devices
+from headrace.comm.recipe import Recipe, RoleSettings
+from headrace.launch.config.load import read_recipe
+from headrace.launch.placement import (
+    check_staging,
+    count_ranks,
+    equal_hosts,
+    place_ranks,
+    processes_on,
+    visible_devices,
+)
+
+EIGHT = tuple("01234567")
+"""The GPUs of a host."""
+
+
+def with_staging(device: str | None, link: str = "auto") -> Recipe:
+    """A recipe whose relays stage weights on this device."""
+    return read_recipe(None, [f"relay.staging_device={device or 'null'}", f"comm.link={link}"])
 
 
 def test_on_one_host_an_actor_is_first_and_the_relay_last():
-    names = [
-        place.name for place in place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
-    ]
+    names = [place.name for place in place_ranks(RoleSettings(actor=1, relay=1, rollout=2), equal_hosts(4, 4))]
     assert names == ["actor-0", "rollout-0", "rollout-1", "relay-0"]
 
 
 def test_relays_are_spread_one_per_host_first():
-    places = place_ranks(RoleSettings(actor=4, relay=3, rollout=9), world_size=16, ranks_per_host=8)
+    places = place_ranks(RoleSettings(actor=4, relay=3, rollout=9), equal_hosts(16, 8))
     assert [(place.index, place.host) for place in places if place.role == "relay"] == [(2, 0), (0, 0), (1, 1)]
 
 
 def test_of_nine_ranks_on_eight_gpus_the_relay_has_no_gpu():
-    places = place_ranks(RoleSettings(actor=4, relay=1, rollout=4), world_size=9, ranks_per_host=9)
-    assert [visible_devices(place, 8) for place in places] == [*"01234567", ""]
+    places = place_ranks(RoleSettings(actor=4, relay=1, rollout=4), equal_hosts(9, 9))
+    assert [visible_devices(place, EIGHT) for place in places] == [*"01234567", ""]
 
 
 def test_fewer_gpus_than_ranks_are_shared_and_no_gpu_hides_all():
-    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=4, ranks_per_host=4)
-    assert [visible_devices(place, 1) for place in places] == ["0", "0", "0", ""]
-    assert [visible_devices(place, 0) for place in places] == [""] * 4
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=2), equal_hosts(4, 4))
+    assert [visible_devices(place, EIGHT[:1]) for place in places] == ["0", "0", "0", ""]
+    assert [visible_devices(place, EIGHT[:0]) for place in places] == [""] * 4
 
 
 def test_a_wrong_number_of_ranks_names_both_settings():
     with pytest.raises(SettingError, match=r"roles\.rollout = 4.*started 3 ranks.*--nproc-per-node 4"):
-        place_ranks(RoleSettings(actor=1, relay=1, rollout=2), world_size=3, ranks_per_host=3)
+        place_ranks(RoleSettings(actor=1, relay=1, rollout=2), equal_hosts(3, 3))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 8))
@@ -42,7 +56,7 @@ def test_every_rank_has_one_role_and_every_process_one_rank(
     actors: int, relays: int, rollouts: int, ranks_per_host: int
 ):
     roles = RoleSettings(actor=actors, relay=relays, rollout=rollouts)
-    places = place_ranks(roles, actors + relays + rollouts, ranks_per_host)
+    places = place_ranks(roles, equal_hosts(actors + relays + rollouts, ranks_per_host))
     for role, count in (("actor", actors), ("relay", relays), ("rollout", rollouts)):
         assert sorted(place.index for place in places if place.role == role) == list(range(count))
     assert places[0].name == "actor-0"
@@ -50,26 +64,55 @@ def test_every_rank_has_one_role_and_every_process_one_rank(
 
 
 def test_a_relay_gets_its_staging_device_unless_an_actor_has_it():
-    places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1), 4, 4)
+    places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1), equal_hosts(4, 4))
     relay = next(place for place in places if place.role == "relay")
-    assert visible_devices(relay, 4, "3") == "3"
-    assert visible_devices(relay, 4, "cpu") == visible_devices(relay, 4, None) == ""
+    assert visible_devices(relay, EIGHT[:4], "3") == "3"
+    assert visible_devices(relay, EIGHT[:4], "cpu") == visible_devices(relay, EIGHT[:4], None) == ""
     for allowed in ("2", "3", "cpu", None):
-        check_staging(places, 0, 4, allowed)
+        check_staging(with_staging(allowed), places, 0, EIGHT[:4])
     with pytest.raises(SettingError, match=r"relay\.staging_device=1 is the GPU of actor-1"):
-        check_staging(places, 0, 4, "1")
+        check_staging(with_staging("1"), places, 0, EIGHT[:4])
     for wrong in ("4", "gpu"):
         with pytest.raises(SettingError, match=rf"relay\.staging_device={wrong} is neither cpu nor one of the 4 GPUs"):
-            check_staging(places, 0, 4, wrong)
+            check_staging(with_staging(wrong), places, 0, EIGHT[:4])
+
+
+@pytest.mark.parametrize("device", ["2", "3"])
+def test_over_nccl_a_staging_device_is_no_worker_s_gpu(device):
+    places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1, reference=1), equal_hosts(5, 5))
+    check_staging(with_staging(device), places, 0, EIGHT)
+    worker = {"2": "rollout-0", "3": "reference-0"}[device]
+    with pytest.raises(SettingError, match=rf"relay\.staging_device={device} is the GPU of {worker}"):
+        check_staging(with_staging(device, "nccl"), places, 0, EIGHT)
+    check_staging(with_staging("4", "nccl"), places, 0, EIGHT)
+
+
+def test_ranks_get_the_gpus_of_the_job_and_staging_is_a_place_among_them():
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1), equal_hosts(3, 3))
+    job = ("6", "GPU-1f", "4")
+    assert [visible_devices(place, job, "2") for place in places] == ["6", "GPU-1f", "4"]
+
+
+def test_a_rank_counts_the_ranks_on_its_gpu():
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=4, task=1), equal_hosts(7, 7))
+    assert [processes_on(places, place, EIGHT[:2]) for place in places] == [3, 2, 3, 2, 3, 1, 1]
+    assert {processes_on(places, place, ()) for place in places} == {1}
 
 
 def test_references_and_tasks_come_after_the_rollouts_and_a_task_has_no_gpu():
-    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), world_size=6, ranks_per_host=6)
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, reference=2, task=1), equal_hosts(6, 6))
     assert [p.name for p in places] == ["actor-0", "rollout-0", "reference-0", "reference-1", "task-0", "relay-0"]
-    assert [visible_devices(place, 4) for place in places] == ["0", "1", "2", "3", "", ""]
+    assert [visible_devices(place, EIGHT[:4]) for place in places] == ["0", "1", "2", "3", "", ""]
 
 
 def test_without_a_number_each_host_has_one_relay():
-    places = place_ranks(RoleSettings(actor=1, rollout=5), world_size=9, ranks_per_host=3)
+    places = place_ranks(RoleSettings(actor=1, rollout=5), equal_hosts(9, 3))
     assert [(place.host, place.index) for place in places if place.role == "relay"] == [(0, 0), (1, 1), (2, 2)]
     assert count_ranks(RoleSettings(actor=1, rollout=5), num_hosts=3) == 9
+
+
+def test_hosts_with_one_rank_each_are_the_relays_of_larger_hosts():
+    places = place_ranks(RoleSettings(actor=3, relay=2, rollout=5), [4, 4, 1, 1])
+    assert [(place.name, place.host) for place in places if place.role == "relay"] == [("relay-0", 2), ("relay-1", 3)]
+    assert [place.name for place in places[:4]] == ["actor-0", "actor-1", "actor-2", "rollout-0"]
+    assert [place.slot for place in places] == [0, 1, 2, 3, 0, 1, 2, 3, None, None]

@@ -165,7 +165,7 @@ def test_a_signal_reaches_each_role_once_and_the_store_last(supervisor):
     running.process.send_signal(signal.SIGTERM)
     assert running.end() == (0, "")
     signals = [line for line in running.events() if "signal" in line]
-    assert signals == [f"actor-0 signal {signal.SIGINT.value}", f"store signal {signal.SIGTERM.value}"]
+    assert signals == [f"actor-0 signal {signal.SIGINT.value}", f"store signal {signal.SIGQUIT.value}"]
 
 
 def test_a_child_that_ignores_signals_is_killed_by_name_after_the_deadline(supervisor):

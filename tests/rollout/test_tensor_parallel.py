@@ -20,7 +20,7 @@ from headrace.comm.recipe import RoleSettings
 from headrace.launch.config.checks import check_recipe, check_tp
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.model_files import ModelFiles
-from headrace.launch.placement import place_ranks
+from headrace.launch.placement import equal_hosts, place_ranks
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.generators import builtin
 from headrace.rollout.tensor_parallel.calls import Add, Call, Cancel, ImportSequence, decode, encode
@@ -158,11 +158,11 @@ def test_a_whole_system_runs_with_a_replica_of_two_ranks(tmp_path: Path):
 
 
 def test_ranks_are_assigned_replica_by_replica():
-    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=6), world_size=8, ranks_per_host=8, tp=3)
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=6), equal_hosts(8, 8), tp=3)
     names = ["actor-0", "rollout-0", "shard-0", "shard-1", "rollout-1", "shard-2", "shard-3", "relay-0"]
     assert [place.name for place in places] == names
     with pytest.raises(SettingError, match=r"rollout\.tp=2: the ranks of rollout-0 would be on two hosts"):
-        place_ranks(RoleSettings(actor=1, relay=2, rollout=4), world_size=7, ranks_per_host=3, tp=2)
+        place_ranks(RoleSettings(actor=1, relay=2, rollout=4), equal_hosts(7, 3), tp=2)
     with pytest.raises(SettingError, match=r"roles\.rollout=3 is not a multiple of rollout\.tp=2"):
         check_recipe(read_recipe(None, ["roles.rollout=3", "rollout.tp=2"]))
 

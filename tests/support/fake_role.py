@@ -28,7 +28,7 @@ def main() -> int:
             stream.write(f"{name} {event}\n")
 
     signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, lambda received, _frame: signals.append(received))
     if arguments.failed is not None:
         note(f"reported {arguments.failed}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.policies import tiny_policy
 
+from headrace.comm.process_tree import children_of
 from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
@@ -118,6 +119,11 @@ def assert_account_adds_up(job: Job) -> dict[str, Any]:
     assert account["leased"] == sum(account[name] for name in ends)
     assert account_dict(replay(job.dir / "journal.jsonl")) == account
     return account
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Process ids of everything that a process has started, and of what those have."""
+    return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
 
 
 def child_of(run: Job, name: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.job import DEADLINE_S, MakeJob, assert_account_adds_up, child_of
+from support.job import DEADLINE_S, MakeJob, assert_account_adds_up, child_of, descendants_of
 from support.policies import needs_stories
 from transformers import AutoModelForCausalLM
 
@@ -150,6 +150,19 @@ def test_an_interrupted_run_writes_a_checkpoint_from_which_it_continues(job: Mak
     output = run.run(**{"run.resume": "auto", "run.steps": steps + 1})
     assert f"continues after step {steps}" in output
     assert [m["step"] for m in run.metrics()] == list(range(steps + 1))
+
+
+def test_a_scheduler_may_send_sigterm_to_every_process_of_the_run(job: MakeJob):
+    run = job(run__steps=1000).start()
+    run.wait_for_step(2)
+    assert run.process is not None
+    for pid in [run.process.pid, *descendants_of(run.process.pid)]:
+        os.kill(pid, signal.SIGTERM)
+    code, output = run.end()
+    assert code == 128 + signal.SIGTERM and "Traceback" not in output, output + run.logs()
+    steps = run.summary()["steps"]
+    assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{steps}"
+    assert_account_adds_up(run)
 
 
 def test_the_signal_for_a_checkpoint_writes_one_and_the_run_continues(job: MakeJob):

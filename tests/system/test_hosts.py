@@ -59,12 +59,13 @@ class HostsJob:
     def hosts(self):
         return self.cluster.hosts
 
-    def start(self, **environment: str) -> "HostsJob":
-        """Start the launchers, the last host's first: the order does not matter."""
+    def start(self, ranks: str = "", **environment: str) -> "HostsJob":
+        """Start the launchers, the last host's first: the order does not matter. `ranks` is --nproc-per-node."""
         command = [sys.executable, "-m", "headrace.launch.run", str(self.folder / "recipe.yaml"), *self.words]
         address = self.hosts[0].address
         for rank, host in reversed(list(enumerate(self.hosts))):
             words = ["--nnodes", str(len(self.hosts)), "--node-rank", str(rank), "--master-addr", address]
+            words += ["--nproc-per-node", ranks] if ranks else []
             self.launchers.insert(0, host.start([*command, *words], self.folder / f"out{rank}", **environment))
         return self
 
@@ -122,6 +123,13 @@ def test_two_hosts_train_together_and_end_together(hosts_job):
         if isinstance(event, Published | Received):
             digests.setdefault(event.version, set()).add(event.digest)
     assert len(digests) >= 2 and all(len(found) == 1 for found in digests.values())
+
+
+def test_a_host_with_one_rank_is_the_relay_of_a_larger_one(hosts_job):
+    job = hosts_job(2, roles__relay=1, roles__rollout=2).start(ranks="3,1")
+    assert job.end() == [0, 0], job.logs()
+    job.assert_account(4 * 16)
+    assert job.summary()["hosts"] == {"host0": ["actor-0", "rollout-0", "rollout-1"], "host1": ["hub", "relay-0"]}
 
 
 def test_wrong_counts_are_one_line_on_each_host_under_torchrun(hosts_job):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...comm.recipe import Recipe
@@ -57,6 +58,11 @@ class Actor:
         """The version in training: the number of steps so far."""
         return self.state.step
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the step in progress updates the critic alone."""
+        return self.critic is not None and self.version < self.recipe.critic.warmup_steps
+
     def lr(self) -> float:
         """Learning rate of the step in progress."""
         return learning_rate(self.recipe.optimizer, self.version, self.recipe.run.steps)
@@ -88,7 +94,7 @@ class Actor:
             self._end_pass()
         stats.reduce(self.group)
         metrics = {
-            "actor/grad_norm": sum(update.grad_norm for update in self.updates) / len(self.updates),
+            "actor/grad_norm": sum(update.grad_norm for update in self.updates) / max(len(self.updates), 1),
             "actor/lr": self.lr(),
             "actor/skipped_updates": float(sum(not update.is_applied for update in self.updates)),
         }
@@ -128,7 +134,8 @@ class Actor:
     def _backward(self, batch: PackedBatch, stats: StepStats) -> Tensor:
         """Add the gradient of a micro-batch; returns its log-probs [R]."""
         router_coef = self.recipe.algorithm.router_aux_coef
-        with recorded_routers(self.policy, is_needed=router_coef > 0) as router_logits:
+        is_frozen, routers = self.is_frozen, recorded_routers(self.policy, is_needed=router_coef > 0)
+        with torch.set_grad_enabled(not is_frozen), routers as router_logits:
             logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         terms = policy_loss(logprobs, entropy, batch, self.recipe)
         loss = terms.loss
@@ -136,7 +143,10 @@ class Actor:
             router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
             loss = loss + router_coef * terms.weight * router_loss
             stats.add_router_loss(router_loss.detach() * terms.weight)
-        loss.backward()
+        if is_frozen:
+            self.group.reshard(self.policy)
+        else:
+            loss.backward()
         self._loss += float(loss.detach())
         self._weight += float(terms.weight)
         logprobs = logprobs.detach()
@@ -159,18 +169,22 @@ class Actor:
 
     def _update(self) -> None:
         """Update the weights by the mean gradient since the last update."""
+        if not self.is_frozen:
+            self._update_policy()
+        self._loss = self._weight = 0.0
+        if self.critic is not None:
+            self.critic.update(self.version)
+
+    def _update_policy(self) -> None:
         if self._keeps_proximal and not self.updates and self.recipe.batch.updates_per_version > 1:
             self.start.keep()
         loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
-        self._loss = self._weight = 0.0
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
         update = self.updater.update(self.group.size / max(weight, 1.0), self.lr(), is_finite=math.isfinite(loss))
         if not update.is_applied and self.group.is_lead:
             cause = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {update.grad_norm}"
             print(f"step {self.version + 1}: an update of the weights is skipped: {cause}", flush=True)
         self.updates.append(update)
-        if self.critic is not None:
-            self.critic.update(self.version)
 
 
 def _add_column(batch: Batch, name: str, columns: Sequence[np.ndarray]) -> None:

@@ -1,6 +1,7 @@
 """The engine against transformers and against itself: batching, preemption, stops, weights, moves, errors."""
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,46 @@ def test_stop_tokens_and_strings_end_a_response(llama):
     assert by_text.text == free.text[: free.text.index(wanted)] and by_text.finish_reason == "stop"
 
 
+def test_a_stop_string_of_characters_that_are_several_tokens_each_ends_a_response(stories260k):
+    engine = Engine(stories260k)
+    smiles = engine.text.encode("\U0001f642" * 3)
+    assert len(smiles) >= 12, "this tokenizer writes the character in bytes"
+    sequence = engine._sequence([1], SamplingParams(max_new_tokens=100, stop="\U0001f642" * 3), 0, 0)
+    sequence.token_ids = [*engine.text.encode("Once upon a time"), *smiles][:-1]
+    assert not engine.text.has_ended(sequence)
+    sequence.token_ids.append(smiles[-1])
+    assert engine.text.has_ended(sequence)
+
+
+def test_the_text_of_a_special_token_stops_a_response_as_its_id_does(llama):
+    engine = Engine(llama)
+    special = engine.text.tokenizer.eos_token
+    params = [SamplingParams(max_new_tokens=60, ignore_eos=True, stop=stop) for stop in ((special,), ())]
+    stopped, free = engine.generate([[5, 6, 7]] * 2, [replace(p, seed=3) for p in params])
+    sequence = engine._sequence([1], params[0], 0, 0)
+    assert sequence.stop_ids == {engine.text.tokenizer.eos_token_id} and sequence.stop_strings == ()
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+
+
+def test_a_policy_with_logits_that_are_not_finite_ends_its_responses_as_errors(tmp_path):
+    engine = Engine(load_policy(tiny_policy(tmp_path)))
+    with torch.no_grad():
+        engine.policy.head.weight[3] = float("nan")
+    engine.weights_changed()
+    for temperature in (0.0, 1.0):
+        done = engine.generate([[5, 6, 7], [8]], SamplingParams(max_new_tokens=9, temperature=temperature))
+        assert [(c.finish_reason, c.token_ids) for c in done] == [("error", [])] * 2
+    engine.check()
+
+
+def test_prompts_of_the_wrong_kind_are_refused(llama):
+    engine = Engine(llama)
+    with pytest.raises(SettingError, match="prompts are a list"):
+        engine.generate("Once")
+    with pytest.raises(SettingError, match="whole numbers"):
+        engine.generate([[5.0, 6.0]])  # pyright: ignore[reportArgumentType]
+
+
 def test_ignore_eos_runs_to_the_limit_or_the_end_of_the_context(llama):
     engine = Engine(llama)
     prompt = random_prompts(1, 1)[0] * 250
@@ -238,7 +279,7 @@ def test_an_error_names_the_setting_to_change(llama, tmp_path):
         engine.generate([[5, 128]])
     with pytest.raises(SettingError, match="no tokens"):
         engine.generate([[]])
-    with pytest.raises(SettingError, match=r"sampling\.temperature must be 0 or more"):
+    with pytest.raises(SettingError, match=r"sampling\.temperature must be 0, or at least 1e-05"):
         SamplingParams(temperature=-1)
     with pytest.raises(SettingError, match=r"generator\.kv_gb: 1e-06 GB does not hold one sequence"):
         Engine(llama, kv_gb=1e-6)

@@ -54,3 +54,16 @@ def test_a_packed_half_precision_forward_is_near_the_cpu_s(tmp_path):
         expected = reference.logits(reference.forward_packed(tokens, lengths)).log_softmax(-1)
         found = policy.logits(policy.forward_packed(tokens.cuda(), lengths)).log_softmax(-1)
     assert (found.cpu() - expected).abs().mean() < 0.1
+
+
+def test_a_steady_captured_step_never_waits_for_the_gpu(tmp_path):
+    engine = Engine(tiny_policy(tmp_path), max_running=8)
+    engine.add_group([5, 6, 7], SamplingParams(max_new_tokens=200, ignore_eos=True), range(8))
+    for _ in range(3):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(80):  # rows gain a page meanwhile
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,7 +1,9 @@
 """Sampling: counter-based random numbers, frequencies, filters, greedy rows."""
 
+import pytest
 import torch
 
+from headrace.comm.errors import SettingError
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, stream_key, uniforms
 
 
@@ -83,3 +85,38 @@ def test_a_token_without_probability_is_never_drawn():
     logits[0, 500:520] = 0
     _, tokens, _ = drawn(logits, SamplingParams(), 5_000)
     assert tokens.min() == 500 and tokens.max() == 519
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_logits_are_not_finite_spoils_no_other_row(wrong, temperature):
+    torch.manual_seed(0)
+    logits, params, keys = torch.randn(3, 50), SamplingParams(temperature=temperature), [1, 2, 3]
+    expected = sample(logits.clone(), SamplingBatch([params] * 3, keys), torch.zeros(3, dtype=torch.long))
+    logits[1] = wrong
+    found = sample(logits, SamplingBatch([params] * 3, keys), torch.zeros(3, dtype=torch.long))
+    assert found.logprobs.isnan().tolist() == [False, True, False]
+    assert found.tokens[1] < 50
+    for row in (0, 2):
+        assert (found.tokens[row], found.logprobs[row]) == (expected.tokens[row], expected.logprobs[row])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 2.5),
+        ("n", 1.5),
+        ("top_k", 0.5),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("temperature", 1e-40),
+        ("repetition_penalty", float("inf")),
+        ("stop", ""),
+        ("stop", b"x"),
+        ("stop", ("a", "")),
+        ("stop", (2.0,)),
+    ],
+)
+def test_a_parameter_that_cannot_be_meant_is_refused_by_name(name, value):
+    with pytest.raises(SettingError, match=rf"sampling\.{name} must be"):
+        SamplingParams(**{name: value})

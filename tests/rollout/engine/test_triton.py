@@ -14,9 +14,20 @@ pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or 
 
 
 @pytest.fixture
-def paged_decode():
+def paged_decode(monkeypatch):
     from headrace.rollout.engine.attention_triton import paged_decode
 
+    if DEVICE == "cpu":
+        from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+
+        patch = interpreter._patch_lang_tensor
+
+        def patch_with_bounds(tensor, scope):
+            """The interpreter's loops take bounds that NumPy 2.4 and later do not make numbers of."""
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_bounds)
     return paged_decode
 
 
@@ -60,6 +71,21 @@ def test_a_row_has_the_same_bits_alone_and_in_the_batch(paged_decode):
         one = slice(row, row + 1)
         alone = paged_decode(*on_device(query[one], keys, values, table[one], sizes[one]), 0.3)
         assert torch.equal(alone[0], together[row])
+
+
+def test_a_wider_table_changes_no_bit(paged_decode):
+    query, keys, values, table, sizes, _ = a_cache([1, 33, 64, 600], 64, 4, 2, 16)
+    wide = torch.cat((table, torch.zeros(4, 30, dtype=torch.int32)), 1)
+    for window in (None, 40):
+        found = [paged_decode(*on_device(query, keys, values, t, sizes), 0.3, window) for t in (table, wide)]
+        assert torch.equal(found[0], found[1])
+
+
+def test_keys_before_the_window_are_not_read(paged_decode):
+    query, keys, values, table, sizes, _ = a_cache([2000], 64, 4, 2, 16)
+    expected = paged_decode(*on_device(query, keys, values, table, sizes), 0.3, 40)
+    table[0, : (2000 - 40) // 64] = 10**6  # pages that do not exist
+    assert torch.equal(paged_decode(*on_device(query, keys, values, table, sizes), 0.3, 40), expected)
 
 
 def test_a_sink_takes_its_share_of_every_row(paged_decode):

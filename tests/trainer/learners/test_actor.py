@@ -197,7 +197,7 @@ class PpoByHand:
         hidden = self.backbone(torch.tensor([prompt + response])).last_hidden_state[0]
         return self.head(hidden[len(prompt) - 1 : -1])[:, 0]
 
-    def step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batches: Sequence[Batch], *, has_policy_updates: bool = True) -> None:
         rows = []
         for batch in batches:
             for row in batch.row_batch.rows():
@@ -214,7 +214,8 @@ class PpoByHand:
         mean, std = joined.mean(), np.sqrt(joined.var(ddof=1) + 1e-8)
         parts = [rows[:6], rows[6:]]
         for part in parts * 2:
-            step_by_hand(self.policy, self.optimizer, lambda part=part: self.policy_loss(part, mean, std))
+            if has_policy_updates:
+                step_by_hand(self.policy, self.optimizer, lambda part=part: self.policy_loss(part, mean, std))
             step_by_hand(self.critic, self.critic_optimizer, lambda part=part: self.value_loss(part))
 
     def policy_loss(self, part, mean: float, std: float) -> torch.Tensor:
@@ -234,11 +235,12 @@ class PpoByHand:
         return torch.cat(losses).mean()
 
 
-def test_ppo_with_a_critic_is_as_by_hand(policy_dir):
-    actor, hand = actor_of(recipe_of(policy_dir, **GAE)), PpoByHand(policy_dir)
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_ppo_with_a_critic_is_as_by_hand(policy_dir, warmup_steps):
+    actor, hand = actor_of(recipe_of(policy_dir, critic__warmup_steps=warmup_steps, **GAE)), PpoByHand(policy_dir)
     for step in range(3):
         train(actor, groups_of(step))
-        hand.step(groups_of(step))
+        hand.step(groups_of(step), has_policy_updates=step >= warmup_steps)
     assert_close(actor, hand.policy, 1e-5)
     assert actor.critic is not None
     for name, weight in hand.backbone.named_parameters():
@@ -246,6 +248,17 @@ def test_ppo_with_a_critic_is_as_by_hand(policy_dir):
         assert (ours.double() - weight).abs().max() < 1e-5, name
     assert (actor.critic.model.head.weight.double() - hand.head.weight).abs().max() < 1e-5
     assert hand.head.weight.abs().max() > 1e-3
+
+
+def test_a_warm_up_of_the_critic_leaves_weights_and_moments_of_the_policy(policy_dir):
+    actor = actor_of(recipe_of(policy_dir, critic__warmup_steps=1, **GAE))
+    before = {name: weight.detach().clone() for name, weight in actor.policy.weights().items()}
+    metrics = train(actor, groups_of(0))
+    assert all(torch.equal(weight, before[name]) for name, weight in actor.policy.weights().items())
+    assert not actor.updater.optimizer.state
+    assert metrics["actor/grad_norm"] == metrics["actor/skipped_updates"] == 0 < metrics["critic/grad_norm"]
+    train(actor, groups_of(1))
+    assert not all(torch.equal(weight, before[name]) for name, weight in actor.policy.weights().items())
 
 
 def test_the_critics_metrics_are_those_of_its_values_before_the_updates(policy_dir):
@@ -273,7 +286,11 @@ if group.is_lead:
 """
 
 
-@pytest.mark.parametrize("settings", [GAE, DECOUPLED | {"batch__updates_per_version": 4}], ids=["gae", "updates"])
+@pytest.mark.parametrize(
+    "settings",
+    [GAE, GAE | {"critic__warmup_steps": 1}, DECOUPLED | {"batch__updates_per_version": 4}],
+    ids=["gae", "warmup", "updates"],
+)
 def test_two_ranks_update_like_one(policy_dir, tmp_path, settings):
     on_two_ranks(tmp_path, TWO_RANKS, policy_dir, tmp_path / "weights", repr(settings))
     actor = actor_of(recipe_of(policy_dir, **settings))

@@ -64,6 +64,15 @@ def test_narrow_attention_and_its_gradient_are_those_of_the_formula(num_heads, n
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [30.0, 3000.0])
+def test_narrow_attention_takes_scores_beyond_the_powers_of_2_that_a_float_holds(scale):
+    tensors, spec = inputs(4, 2, 8), AttentionSpec(scale)
+    expected = with_gradient(by_formula(*tensors, LENGTHS, LENGTHS, spec), tensors)
+    found = with_gradient(NarrowAttention(LENGTHS)(*tensors, spec.scale, None), tensors)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale**2)
+
+
 @pytest.mark.parametrize("head_dim", [8, 16])
 @pytest.mark.parametrize("window", [None, 20])
 def test_packed_attention_is_that_of_the_formula_with_every_kernel_of_a_cpu(head_dim, window):

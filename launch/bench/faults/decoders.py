@@ -1,0 +1,249 @@
+"""Readers of bytes that another process, a user or an earlier run wrote: valid input for each, and its one type of error."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ....comm.errors import LinkBroken, MessageRefused, SettingError
+from ....comm.links.seal import Seal
+from ....comm.messages import (
+    GroupId,
+    Lease,
+    LeaseGrant,
+    RowDone,
+    RowId,
+    Stop,
+    TrainBatch,
+    WeightsPulled,
+    decode,
+    encode,
+)
+from ....comm.messages.queue import GroupRef
+from ....comm.messages.weights import Offer
+from ....comm.recipe import Recipe
+from ....comm.signing import MessageSigner, sign_entry, verify_entry
+from ....comm.storage import protocol as storage
+from ....comm.storage.codec import receive_frame as receive_storage_frame
+from ....comm.storage.codec import send_frame as send_storage_frame
+from ....relay.checkpoints import MANIFEST, CheckpointFolder
+from ....relay.dataset import JsonLines, checked_prompts
+from ....relay.journal import events as ev
+from ....relay.journal.journal import JournalError, replay
+from ....relay.queue.batch import Batch
+from ....relay.weights import protocol as weights
+from ....rollout.engine.sampling import SamplingParams
+from ....rollout.engine.sequence import SequenceState
+from ....rollout.leases import LeasedRow
+from ....rollout.migration.codec import MovedRow, decode_rows, encode_rows
+from ....trainer.step_log import StepLog, StepReplay
+from ...config.load import read_recipe, recipe_yaml
+from ...resume import choose_checkpoint
+
+_SECRET = b"secret"
+_GROUP = GroupId(0, 3)
+_REF = GroupRef(_GROUP, [0, 1], [1, 1], [["relay-0#1"], ["relay-0#1"]], [4, 4], [7, 8], [0.5, 0.25])
+_BATCH = TrainBatch(step=2, first=0, total=1, groups=[_REF], metrics={"queue/size": 1.0})
+_MESSAGES = (
+    Stop("done"),
+    LeaseGrant(7, 4, [Lease(_GROUP, 1, [0, 1], msgspec.Raw(b'{"prompt":"sort 12","answer":null}'))]),
+    RowDone(_GROUP.row(0), 1, 4, ["relay-0#1"], 7, 0.5),
+    WeightsPulled(4, "ab"),
+    _BATCH,
+)
+_OFFER = Offer(7, 256, 99, 1, 2, ((0, 64), (128, 256)))
+
+
+class BytesLink:
+    """The receiving end of a link on which these bytes arrive, and the sending end of one that keeps what is sent."""
+
+    backend = "memory"
+
+    def __init__(self, data: bytes = b"", seal: Seal | None = None) -> None:
+        self.data = bytearray(data)
+        self.seal = seal
+        self._at = 0
+
+    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Keep the bytes."""
+        self.data += buffer.tobytes()
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Fill the buffer; raises `LinkBroken` where the bytes end."""
+        end = self._at + buffer.nbytes
+        if end > len(self.data):
+            raise LinkBroken("the other end has closed")
+        buffer[:] = np.frombuffer(self.data[self._at : end], np.uint8)
+        self._at = end
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """One reader: `read` takes bytes, and raises one of `errors` for those that it refuses."""
+
+    name: str
+    seeds: Sequence[bytes]
+    read: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+
+
+def all_decoders(folder: Path) -> list[Decoder]:
+    """Every reader; those of files use `folder`."""
+    return [*_of_messages(), *_of_links(), *_of_files(folder)]
+
+
+def _of_messages() -> list[Decoder]:
+    signer = MessageSigner(_SECRET)
+    envelopes = [signer.sign("rollout-0", "hub", number, message) for number, message in enumerate(_MESSAGES)]
+    entry = sign_entry(_SECRET, "fleet/member/relay-0", b'{"name":"relay-0","role":"relay"}')
+    refused = (MessageRefused,)
+    return [
+        Decoder("messages", [encode(message) for message in _MESSAGES], decode, refused),
+        Decoder("envelopes", envelopes, lambda data: signer.verify("hub", data), refused),
+        Decoder("entries", [entry], lambda data: verify_entry(_SECRET, "fleet/member/relay-0", data), refused),
+        Decoder("moved-rows", [_moved_rows()], lambda data: decode_rows(np.frombuffer(data, np.uint8)), refused),
+    ]
+
+
+def _moved_rows() -> bytes:
+    params = SamplingParams(max_new_tokens=8)
+    state = SequenceState(_GROUP.row(0).number, 5, params, [1, 2, 3], [4, 5], [-0.5, -0.25])
+    rows = [MovedRow(LeasedRow(RowId(0, 3, 0), 1, 4, {"prompt": "sort 12"}), state)]
+    return b"".join(piece.tobytes() for piece in encode_rows(rows))
+
+
+def _of_links() -> list[Decoder]:
+    columns = (storage.Column("reward", "<f4", (1,), 0, 4, 17),)
+    requests = (
+        storage.Reserve([64, 8]),
+        storage.Commit(["0.3.0@1"], [storage.Block(1, 0, columns)], with_bytes=True),
+        storage.Locate(["0.3.0@1"], ["reward"], with_bytes=False),
+        storage.Drop(["0.3.0@1"]),
+        storage.ListRows(),
+    )
+    answers = (
+        storage.Reserved([0], [1]),
+        storage.Located([[storage.Block(1, 0, columns)]]),
+        storage.Listing({"0.3.0@1": 0}, [("reward",)]),
+        storage.NotFound("0.3.0@1"),
+        storage.Refused("full", is_full=True),
+    )
+    hellos = (storage.Hello("host", "/proc/1/fd/3", b"magic"),)
+    attachments = (storage.Attach("rollout-0", 2),)
+
+    def reads(decoder: msgspec.msgpack.Decoder[Any]) -> Callable[[bytes], object]:
+        return lambda data: receive_storage_frame(BytesLink(data), decoder, 1.0)
+
+    def sealed(data: bytes) -> object:
+        return receive_storage_frame(BytesLink(data, Seal(_SECRET, 1)), storage.REQUESTS, 1.0)
+
+    errors = (MessageRefused, LinkBroken)
+    version_frames = [_sent(weights.send_frame, frame) for frame in (_OFFER, weights.Accept(64), weights.Trailer("ab"))]
+    return [
+        Decoder("unit-requests", _storage_frames(requests), reads(storage.REQUESTS), errors),
+        Decoder("unit-answers", _storage_frames(answers), reads(storage.ANSWERS), errors),
+        Decoder("unit-hellos", _storage_frames(hellos), reads(storage.HELLOS), errors),
+        Decoder("unit-attachments", _storage_frames(attachments), reads(storage.ATTACHMENTS), errors),
+        Decoder("sealed-frames", _storage_frames(requests, Seal(_SECRET, 0)), sealed, errors),
+        Decoder(
+            "version-frames",
+            version_frames,
+            lambda data: weights.receive_frame(BytesLink(data), Offer, 1.0),
+            (LinkBroken,),
+        ),
+    ]
+
+
+def _storage_frames(messages: Sequence[msgspec.Struct], seal: Seal | None = None) -> list[bytes]:
+    frames: list[bytes] = []
+    for message in messages:
+        link = BytesLink(seal=seal)
+        send_storage_frame(link, message, 1.0)
+        frames.append(bytes(link.data))
+    return frames
+
+
+def _sent(send: Callable[[Any, Any, float], None], frame: object) -> bytes:
+    link = BytesLink()
+    send(link, frame, 1.0)
+    return bytes(link.data)
+
+
+def _of_files(folder: Path) -> list[Decoder]:
+    journal, data, recipe = (folder / name for name in ("journal.jsonl", "data.jsonl", "recipe.yaml"))
+    prompts = b'{"prompt":"sort 12:","answer":"#12"}\n{"prompt":[{"role":"user","content":"hi"}]}\n'
+    setting = (SettingError,)
+
+    def read_journal(content: bytes) -> object:
+        journal.write_bytes(content)
+        return replay(journal)
+
+    def read_data(content: bytes) -> object:
+        data.write_bytes(content)
+        return list(checked_prompts(JsonLines(data), "data.jsonl"))
+
+    def read_recipe_file(content: bytes) -> object:
+        recipe.write_bytes(content)
+        return read_recipe(recipe)
+
+    return [
+        Decoder("journal", [_journal()], read_journal, (JournalError,)),
+        Decoder("data", [prompts], read_data, setting),
+        Decoder("recipe", [recipe_yaml(Recipe()).encode()], read_recipe_file, setting),
+        _saved_rows(folder / "saved"),
+        _manifest(folder / "resumed"),
+    ]
+
+
+def _journal() -> bytes:
+    rows = [_GROUP.row(0), _GROUP.row(1)]
+    events = [
+        ev.Opened(epoch=1, samples_per_prompt=2),
+        ev.Published(version=0, digest="ab", relay="relay-0"),
+        ev.Received(version=0, digest="ab", holder="rollout-0"),
+        ev.Leased(group=_GROUP, samples=[0, 1], attempt=1, version=0, holder="rollout-0"),
+        *(ev.RowReady(row=row, units=["relay-0#1"], version=0, num_tokens=7, reward=0.5) for row in rows),
+        ev.Handed(step=0, groups=[_GROUP]),
+        ev.Trained(step=0),
+        ev.Checkpointed(step=1, path="run/checkpoints/step_1"),
+        ev.Ended(reason="finished"),
+    ]
+    return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+
+
+def _saved_rows(run_dir: Path) -> Decoder:
+    """A step of `rows/`, for a replay."""
+    log = StepLog(run_dir)
+    refs = _BATCH.rows()
+    log.add(Batch(_BATCH, [refs], {ref.key: {"reward": np.ones(1, np.float32)} for ref in refs}))
+    log.write(0)
+    path = run_dir / "rows" / "step_0.safetensors"
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return list(StepReplay(run_dir, 0).batches())
+
+    return Decoder("saved-rows", [path.read_bytes()], read, (SettingError,))
+
+
+def _manifest(run_dir: Path) -> Decoder:
+    """The manifest of the only checkpoint of a run that is resumed."""
+    checkpoints = CheckpointFolder(run_dir)
+    state = checkpoints.begin(1) / "dcp"
+    state.mkdir()
+    (state / "state").write_bytes(b"abc")
+    checkpoints.seal(1, 0.5)
+    (run_dir / "journal.jsonl").write_bytes(_journal())
+    path = checkpoints.path(1) / MANIFEST
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return choose_checkpoint(run_dir)
+
+    return Decoder("manifest", [path.read_bytes()], read, (SettingError,))

@@ -1,0 +1,144 @@
+"""The run that faults strike: a small policy of random weights, two rollouts, checkpoints, moves between rollouts.
+
+It needs nothing but this package. It is started again with `run.resume=auto` whenever it has ended.
+"""
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ....comm.trace import FAILPOINTS
+from ....comm.waits import waiting
+from ...processes.child import Child
+from ...recipes import sort_digits
+from ...recipes.tiny_policy import build_policy
+from .journal_tail import JournalTail
+from .processes import find, processes_of, send
+
+ENDLESS = 1_000_000
+START_S, END_S = 240.0, 180.0
+"""Longest time of a start up to the first step, and of an end."""
+_WARM_UP_STEPS = 40
+_NUM_ROWS = 512
+_REWARD = '''
+def reward(completions, **_):
+    """The share of even digits."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
+'''
+_SETTINGS = {
+    "run.steps": ENDLESS,
+    "roles.rollout": 2,
+    "batch.prompts_per_step": 4,
+    "batch.samples_per_prompt": 4,
+    "sampling.max_new_tokens": 40,
+    "generator.max_running": 32,
+    "checkpoint.every": 4,
+    "checkpoint.keep": 2,
+    "repack.period_s": 0.02,
+    "repack.batch_bound": 32,
+    "comm.chunk_bytes": 1 << 18,
+    "comm.interface": "127.0.0.1",
+}
+
+
+class FaultyJob:
+    """One run in a folder of its own. `temporary` is the folder that its processes have for temporary files."""
+
+    def __init__(self, home: Path, num_relays: int = 1) -> None:
+        self.home = home
+        self.dir = home / "run"
+        self.temporary = home / "tmp"
+        self.failpoints = home / "failpoints"
+        self.tail = JournalTail(self.dir / "journal.jsonl")
+        self.num_starts = 0
+        self._num_relays = num_relays
+        self._launcher: Child | None = None
+
+    def make(self, seed: int) -> None:
+        """Make the policy, the data and the reward function."""
+        self.temporary.mkdir()
+
+        def example(random: Random) -> tuple[str, str]:
+            prompt = sort_digits.draw_prompt(random)
+            return prompt, sort_digits.demonstrate(prompt, random)
+
+        build_policy(self.home / "policy", sort_digits.CHARACTERS, example, seed=seed, num_steps=_WARM_UP_STEPS)
+        sort_digits.write_data(self.home / "prompts.jsonl", _NUM_ROWS, seed)
+        (self.home / "reward.py").write_text(_REWARD, encoding="utf-8")
+
+    def start(self) -> None:
+        """Start the run, or resume it, and wait for its next step. Raises `WaitTimeout`."""
+        settings: dict[str, Any] = {
+            **_SETTINGS,
+            "run.dir": self.dir,
+            "run.resume": "auto" if self.num_starts else "never",
+            "roles.relay": self._num_relays,
+            "model.path": self.home / "policy",
+            "data.path": self.home / "prompts.jsonl",
+            "reward.path": f"{self.home / 'reward.py'}:reward",
+        }
+        words = [sys.executable, "-m", "headrace.launch.run", *(f"{key}={value}" for key, value in settings.items())]
+        environment = {FAILPOINTS: str(self.failpoints), "TMPDIR": str(self.temporary)}
+        log = self.home / "console.log"
+        self.num_starts += 1
+        self._launcher = Child(
+            "run", words, environment=environment, log=log, console=False, death_signal=signal.SIGTERM
+        )
+        self.tail.read()
+        self.tail.units.clear()  # the units of a resumed run have the names of the first ones again
+        before = self.tail.steps
+
+        def has_trained() -> bool:
+            self.tail.remember_units(self.tail.read())
+            return self.tail.steps > before or not self.is_running()
+
+        with waiting("the run", "its first step", START_S) as wait:
+            wait.until(has_trained, 0.1)
+
+    def is_running(self) -> bool:
+        return self._launcher is not None and self._launcher.poll() is None
+
+    def is_complete(self) -> bool:
+        """Whether every role has a process."""
+        names = {process.name for process in processes_of(self.failpoints).values()}
+        relays = {f"relay-{index}" for index in range(self._num_relays)}
+        return names >= {"hub", "actor-0", "rollout-0", "rollout-1", *relays}
+
+    def interrupt(self) -> None:
+        """End the run in order."""
+        if self.is_running():
+            assert self._launcher is not None
+            self._launcher.send(signal.SIGINT)
+            self.wait_for_end()
+
+    def wait_for_end(self) -> None:
+        """Wait until the launcher has ended. Raises `WaitTimeout`."""
+        with waiting("the run", "its end", END_S) as wait:
+            wait.until(lambda: not self.is_running(), 0.05)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of the last end, None without one."""
+        path = self.dir / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def console_tail(self) -> str:
+        """The last lines of the console."""
+        return self._launcher.log_tail(8) if self._launcher is not None else ""
+
+    def pids(self, name: str) -> list[int]:
+        """The process ids of a target, see `processes.find`."""
+        return find(self.failpoints, name)
+
+    def kill(self) -> list[str]:
+        """Kill all processes that are left; returns their names."""
+        left = processes_of(self.failpoints)
+        send(left, signal.SIGKILL)
+        return sorted(process.name for process in left.values())
+
+    def remove(self) -> None:
+        """Remove the run's files."""
+        shutil.rmtree(self.home, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""The journal of a run in progress, read as it grows, and the times of recovery after a fault, by its events."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from ....relay.journal import events as ev
+
+
+class JournalTail:
+    """Reads the events that a journal gained since the last call. A resumed run cuts its journal: it is read again then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.units: set[str] = set()
+        """Storage units of the ready rows so far."""
+        self.steps = 0
+        """Optimizer steps so far; those that a resumed run repeats count again."""
+
+    def read(self) -> list[ev.Event]:
+        """The new events; a line that is still being written waits for the next call."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                lines = file.read().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        events: list[ev.Event] = []
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            self._offset += len(line)
+            try:
+                events.append(ev.decode_event(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # the audit at the end names it
+        self.steps += sum(isinstance(event, ev.Trained) for event in events)
+        return events
+
+    def remember_units(self, events: Iterable[ev.Event]) -> None:
+        """Note the units of ready rows, so that a later unit is known as new."""
+        self.units |= {unit for event in events if isinstance(event, ev.RowReady) for unit in event.units}
+
+
+def recovery_times(target: str, since: float, events: Iterable[ev.Event], units: Iterable[str]) -> dict[str, float]:
+    """Seconds from a fault of `target` at `since` (wall clock) until what its role does is done again, by name.
+
+    A dead rollout's leases are back (`failover`) and its next process has weights (`restart`); rows are ready in a unit
+    that is not one of `units`; the hub is open; the trainer has trained a step. `step` is the next step of any run.
+    """
+    known, times = set(units), dict[str, float]()
+    role = target.removeprefix("host of ").removeprefix("supervisor of ").partition("-")[0]
+    for event in events:
+        seconds = event.t - since
+        if seconds < 0:
+            continue
+        match event:
+            case ev.Returned(reason=reason) if role == "rollout" and "incarnation" in reason:
+                times.setdefault("rollout-failover", seconds)
+            case ev.Received(holder=holder) if holder == target:
+                times.setdefault("rollout-restart", seconds)
+            case ev.RowReady(units=found) if role == "relay" and not known.issuperset(found):
+                times.setdefault("relay-restart", seconds)
+            case ev.Opened() if role == "hub":
+                times.setdefault("hub-restart", seconds)
+            case ev.Trained():
+                times.setdefault(f"{role}-next-step", seconds)
+            case _:
+                pass
+    return times
+
+
+def is_back(target: str, times: Mapping[str, float]) -> bool:
+    """Whether the next process of a killed target does its work, by the times of recovery so far."""
+    role = target.partition("-")[0]
+    return ("actor-next-step" if role == "actor" else f"{role}-restart") in times

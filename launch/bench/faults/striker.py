@@ -1,0 +1,170 @@
+"""Strikes a run: one fault after the other, each with a verdict and the times of recovery.
+
+A target whose role is in `placement.RESTARTABLE` costs the run nothing but time: it trains on. The death of any other process
+ends the run with all of its processes, as the documentation says, and the run is resumed. A frozen process costs only time.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ....comm.errors import WaitTimeout
+from ....comm.waits import waiting
+from ...placement import RESTARTABLE
+from ...processes.child import print_message
+from .checks import problems_of_end, problems_of_journal, shared_memory_names
+from .failpoints import Hit, held_at
+from .flatness import Flatness
+from .job import FaultyJob
+from .journal_tail import is_back, recovery_times
+from .processes import send
+
+GOES_ON_S = 120.0
+"""Seconds in which a run trains again after a fault; processes import torch meanwhile."""
+_FAILPOINT_S = 60.0
+_STEPS_AFTER = 2
+
+MOMENTS: Mapping[str, Callable[[Hit], bool] | None] = {
+    "any": None,
+    "generating": lambda hit: hit.point == "generate",
+    "pushing": lambda hit: hit.point == "push",
+    "pulling": lambda hit: hit.point == "pull",
+    "repacking": lambda hit: hit.point == "repack",
+    "checkpointing": lambda hit: hit.point == "seal",
+    "forwarding": lambda hit: hit.point == "receive" and int(str(hit.facts["num_bytes"])) > 3 << 17,
+}
+"""The moments at which a fault may strike. `forwarding` is the second part of a version on its way to another relay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """SIGKILL of the targets at a moment, or SIGSTOP for `frozen_s` seconds if that is above 0."""
+
+    targets: tuple[str, ...]
+    moment: str = "any"
+    frozen_s: float = 0.0
+
+    def __str__(self) -> str:
+        what = f"freeze {self.frozen_s:g} s" if self.frozen_s else "kill"
+        return f"{what} {' and '.join(self.targets)}, {self.moment}"
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the run ends with this fault, as documented."""
+        return not self.frozen_s and any(name.partition("-")[0] not in RESTARTABLE for name in self.targets)
+
+
+@dataclass(slots=True)
+class Strike:
+    """A fault that struck: whether it was seen to, what did not hold, and the seconds of recovery."""
+
+    fault: Fault
+    has_struck: bool = True
+    problems: list[str] = field(default_factory=list)
+    recovery: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Striker:
+    """Strikes one job and keeps all verdicts."""
+
+    job: FaultyJob
+    flatness: Flatness
+    strikes: list[Strike] = field(default_factory=list)
+    shared_memory: set[str] = field(default_factory=shared_memory_names)
+
+    def strike(self, fault: Fault) -> Strike:
+        """Let one fault strike the run, which is started first if it does not run; prints the verdict."""
+        strike = Strike(fault)
+        self.strikes.append(strike)
+        try:
+            self._make_ready()
+            self._strike(strike)
+        except WaitTimeout as error:
+            first_line = str(error).partition("\n")[0]
+            strike.problems.append(f"{first_line}{self.job.console_tail()}")
+            self.job.kill()
+            self.job.wait_for_end()
+        times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in strike.recovery.items())
+        verdict = "; ".join(strike.problems) or ("holds" if strike.has_struck else "did not come about")
+        note = "; ends the run, as documented" if fault.ends_the_run else ""
+        print_message(f"{fault}: {verdict}{note} ({times})")
+        return strike
+
+    def _make_ready(self) -> None:
+        if not self.job.is_running():
+            self.job.start()
+        with waiting("the run", "all of its processes", GOES_ON_S) as wait:
+            wait.until(self.job.is_complete, 0.2)
+
+    def _strike(self, strike: Strike) -> None:
+        fault, tail = strike.fault, self.job.tail
+        tail.remember_units(tail.read())
+        units = set(tail.units)
+        moment = MOMENTS[fault.moment]
+        if moment is None:
+            since = self._hit(fault)
+        else:
+            with held_at(self.job.failpoints, moment, _FAILPOINT_S) as hit:
+                if hit is None:
+                    strike.has_struck = False
+                    return
+                since = self._hit(fault)
+        if fault.frozen_s:
+            since = self._thaw(fault, since)
+        if fault.ends_the_run:
+            self.job.wait_for_end()
+            strike.problems += problems_of_end(self.job, self.shared_memory)
+            self.job.start()
+            return
+        self._watch(strike, since, units)
+        strike.problems += problems_of_journal(self.job.dir)
+
+    def _hit(self, fault: Fault) -> float:
+        """Signal the targets; returns when, on the wall clock."""
+        pids = [pid for name in fault.targets for pid in self.job.pids(name)]
+        since = time.time()
+        if not send(pids, signal.SIGSTOP if fault.frozen_s else signal.SIGKILL):
+            raise WaitTimeout(f"{' and '.join(fault.targets)} is not there")
+        return since
+
+    def _thaw(self, fault: Fault, since: float) -> float:
+        """Wait for the end of a freeze and let the targets continue; returns when."""
+        while (left := since + fault.frozen_s - time.time()) > 0:
+            self.flatness.sample()
+            time.sleep(min(left, 0.5))
+        send([pid for name in fault.targets for pid in self.job.pids(name)], signal.SIGCONT)
+        return time.time()
+
+    def _watch(self, strike: Strike, since: float, units: set[str]) -> None:
+        """Wait until the run trains again and the killed processes do what they did; notes the times of recovery."""
+        job, fault, seen = self.job, strike.fault, list(self.job.tail.read())
+        before = job.tail.steps
+
+        def goes_on() -> bool:
+            self.flatness.sample()
+            if not job.is_running():
+                raise WaitTimeout("the run has ended")
+            seen.extend(job.tail.read())
+            found = [recovery_times(target, since, seen, units) for target in fault.targets]
+            strike.recovery.update(
+                {name: max(each.get(name, 0.0) for each in found) for each in found for name in each}
+            )
+            are_back = fault.frozen_s or all(map(is_back, fault.targets, found))
+            return bool(are_back) and job.tail.steps >= before + _STEPS_AFTER
+
+        with waiting("the run", f"its next steps after {fault}", GOES_ON_S) as wait:
+            wait.until(goes_on, 0.1)
+        job.tail.remember_units(seen)
+
+    def finish(self) -> list[str]:
+        """End the run in order; returns what does not hold then."""
+        self.job.interrupt()
+        problems = list(problems_of_end(self.job, self.shared_memory))
+        summary = self.job.summary()
+        if summary is None or summary["status"] != "interrupted":
+            problems.append(f"the run did not end in order: {summary}{self.job.console_tail()}")
+        for problem in problems:
+            print_message(f"at the end: {problem}")
+        return problems

@@ -1,0 +1,88 @@
+"""The GPUs that a run may use: those of its job, by a program that stands for nvidia-smi, and by the driver's files."""
+
+import os
+
+import pytest
+
+from headrace.launch import gpus
+from headrace.launch.gpus import Gpus
+from headrace.launch.run import main
+
+UUIDS = [f"GPU-{n}a7f0c11-0000-4000-8000-000000000000" for n in range(8)]
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A host with some GPUs, by what its nvidia-smi prints (None: it has none) and by its folder of device files."""
+
+    def build(listing: str | None, job: str | None = None, num_files: int = 0) -> Gpus:
+        monkeypatch.setattr(gpus, "_PLACES", ())
+        monkeypatch.setattr(gpus, "_DRIVER", tmp_path)
+        for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(num_files))):
+            (tmp_path / name).touch()
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        if listing is not None:
+            program = folder / "nvidia-smi"
+            program.write_text(f"#!/bin/sh\ncat <<END\n{listing}\nEND\n")
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if job is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", job)
+        return Gpus.of_this_host()
+
+    return build
+
+
+def listing_of(*mebibytes: int | str) -> str:
+    return "\n".join(f"{n}, {UUIDS[n]}, {size}" for n, size in enumerate(mebibytes))
+
+
+def test_without_a_job_s_list_all_gpus_of_the_host_count_and_the_smallest_bounds_the_memory(host):
+    assert host(listing_of(81559, 40960)) == Gpus(("0", "1"), 40960 * (1 << 20) / 1e9)
+
+
+def test_a_job_s_list_alone_counts_in_its_order(host):
+    found = host(listing_of(81559, 81559, 40960, 81559), job="3,1")
+    assert found == Gpus(("3", "1"), 81559 * (1 << 20) / 1e9)
+
+
+@pytest.mark.parametrize("job", [f" {UUIDS[2]} ", "GPU-2a7f"])
+def test_a_job_may_name_its_gpus_by_uuid_or_by_its_beginning(host, job):
+    assert host(listing_of(81559, 81559, 40960), job) == Gpus((job.strip(),), 40960 * (1 << 20) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("job", "names"), [("", ()), ("-1", ()), ("1,-1,0", ("1",)), ("0,7", ("0",)), ("NoDevFiles", ())]
+)
+def test_as_for_cuda_the_list_ends_at_the_first_entry_that_is_no_gpu(host, job, names):
+    assert host(listing_of(81559, 81559), job).names == names
+
+
+def test_without_nvidia_smi_the_driver_s_files_count(host):
+    assert host(None, num_files=3) == Gpus(("0", "1", "2"))
+
+
+def test_without_nvidia_smi_a_job_s_list_is_believed(host):
+    assert host(None, job="4,5").names == ("4", "5")
+
+
+def test_a_host_without_a_driver_has_no_gpu(host):
+    assert host(None) == Gpus()
+
+
+def test_memory_that_nvidia_smi_does_not_know_is_unknown(host):
+    assert host(listing_of("[N/A]")) == Gpus(("0",), 0.0)
+
+
+def test_a_dry_run_places_roles_on_the_job_s_gpus(host, capsys):
+    host(listing_of(*[81559] * 8), job="4,5")
+    assert main(["roles.rollout=2", "--dry-run"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("rank")]
+    assert [" ".join(line[4:]) for line in lines] == [
+        "actor-0 GPU 4",
+        "rollout-0 GPU 5",
+        "rollout-1 GPU 4",
+        "relay-0 + hub CPU",
+    ]

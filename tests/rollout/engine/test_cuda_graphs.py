@@ -1,0 +1,52 @@
+"""The captured decode step, by graphs that stand for CUDA's: the same tokens as steps one by one."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.fake_cuda import use_graphs
+from support.policies import random_prompts, tiny_policy
+
+from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.engine import cuda_graphs
+from headrace.rollout.engine.to_device import to_device
+
+
+@pytest.fixture(params=["llama", "mistral"])
+def path(request, tmp_path):
+    return tiny_policy(tmp_path, request.param, max_position_embeddings=512)
+
+
+def test_captured_steps_draw_what_single_steps_draw_over_rows_and_widths_that_change(path, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_NARROWEST", 32)
+    monkeypatch.setattr(cuda_graphs, "_WIDER", 2)
+    prompts = random_prompts(14, longest=60)
+    params = [SamplingParams(max_new_tokens=5 + 13 * (i % 6), n=2, temperature=i % 3) for i in range(14)]
+    expected = [c.token_ids for c in Engine(path, max_running=11, page_size=16).generate(prompts, params)]
+    engine = Engine(path, max_running=11, page_size=16)
+    decode, cuda = use_graphs(engine, monkeypatch)
+    assert [c.token_ids for c in engine.generate(prompts, params)] == expected
+    graphs = decode._graphs
+    assert {width for _, width in graphs} == {4, 8}, (
+        "not 16 and 32: a step takes the narrowest that holds its longest row"
+    )
+    assert len(cuda.captures) == len(graphs)
+    assert all(options == {"pool": "pool", "capture_error_mode": "thread_local"} for options in cuda.captures)
+    engine.check()
+
+
+def test_a_launch_is_as_wide_as_the_rows_and_not_as_the_context(tmp_path, monkeypatch):
+    path = tiny_policy(tmp_path, max_position_embeddings=100_000)
+    engine = Engine(path, max_running=4, kv_gb=0.2)
+    decode, _ = use_graphs(engine, monkeypatch)
+    assert decode._widths == [16, 64, 256, 1024, 1563]
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
+    assert [*decode._graphs] == [(1, 16)]
+
+
+def test_values_for_a_gpu_are_pinned_and_do_not_wait_for_its_steps(monkeypatch):
+    pinned = SimpleNamespace(to=lambda *args, **options: (args, options))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned)
+    assert to_device(np.arange(3), "cuda") == (("cuda",), {"non_blocking": True})
+    assert to_device(np.arange(3), "cpu").tolist() == [0, 1, 2]

@@ -1,0 +1,155 @@
+"""The batch scripts of launch/slurm, run by a Slurm of this machine."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.job import DEADLINE_S, Job
+from support.policies import tiny_policy
+from support.slurm import ClusterRefused, SlurmCluster, free_ports, obstacle
+
+from headrace.launch.audit import main as audit
+
+pytestmark = [
+    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
+    pytest.mark.xdist_group("slurm"),
+]
+
+SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
+ON_A_LAPTOP = ("--cpus-per-task=1", "--gpus-per-node=0", "--time=60")
+
+
+class SlurmJob(Job):
+    """A job of a cluster that runs a recipe by one of the scripts."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, **settings: object) -> None:
+        super().__init__(folder, **settings)
+        tiny_policy(folder, "llama")
+        (folder / "recipe.yaml").write_text("{}\n")
+        self.cluster = cluster
+        self.number = ""
+
+    def submit(self, script: str, *options: str, **environment: str) -> "SlurmJob":
+        settings = " ".join(f"{key}={value}" for key, value in self.settings.items() if key != "run.dir")
+        own = {"PYTHON": sys.executable, "RECIPE": str(self.folder / "recipe.yaml"), "RUN_DIR": str(self.dir)}
+        words = [*ON_A_LAPTOP, f"--output={self.folder / 'job.log'}", *options]
+        self.number = self.cluster.submit(SCRIPTS / script, *words, SETTINGS=settings, **own, **environment)
+        return self
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.2)
+
+    def wait_for_state(self, state: str) -> None:
+        self.until(lambda: self.cluster.state_of(self.number) == state)
+
+    def run_now(self) -> None:
+        """Start a job that was queued again: Slurm would hold it back for two minutes."""
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+    def output(self) -> str:
+        log = self.folder / "job.log"
+        return (log.read_text() if log.exists() else "no job.log\n") + self.logs()
+
+    def has_no_process(self) -> bool:
+        return not self.cluster.processes()
+
+
+def job_network() -> dict[str, str]:
+    """The nodes' names are no addresses here."""
+    return {"FIRST_NODE": "127.0.0.1", "PORT": str(free_ports(1)[0])}
+
+
+@pytest.fixture
+def cluster():
+    try:
+        made = SlurmCluster(num_nodes=3)
+    except ClusterRefused as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+def test_a_run_on_one_node_ends_with_its_jobs_success(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path).submit("single_node.sbatch")
+    job.wait_for_state("COMPLETED")
+    assert job.summary()["status"] == "finished"
+    assert audit([str(job.dir)]) == 0
+    job.until(job.has_no_process)
+
+
+@pytest.mark.slow
+def test_a_job_writes_a_checkpoint_on_sigusr1_and_leaves_another_and_no_process_when_it_is_cancelled(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, **{"run.steps": 5000}).submit("single_node.sbatch")
+    job.until(lambda: len(job.metrics()) > 2)
+    latest = job.dir / "checkpoints" / "latest"
+    cluster.run("scancel", "--signal=USR1", job.number)
+    job.until(latest.exists)
+    first = latest.read_text()
+    job.until(lambda: len(job.metrics()) > int(first.removeprefix("step_")) + 2)
+    cluster.run("scancel", job.number)
+    job.until(job.has_no_process)
+    job.wait_for_state("CANCELLED")
+    assert job.summary()["status"] == "interrupted"
+    assert latest.read_text() not in ("", first)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_up_is_queued_again_and_resumes(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, **{"run.steps": 30}).submit("single_node.sbatch")
+    job.until(lambda: len(job.metrics()) > 2)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1 does before the time limit
+    job.wait_for_state("PENDING")
+    steps = len(job.metrics())
+    job.run_now()
+    job.wait_for_state("COMPLETED")
+    assert job.summary()["status"] == "finished" and len(job.metrics()) == 30
+    assert 2 < steps < 30 and f"step {steps}" in job.output()
+    assert audit([str(job.dir)]) == 0
+
+
+@pytest.mark.slow
+def test_a_preempted_job_resumes_when_the_node_is_free_again(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, **{"run.steps": 60}).submit("single_node.sbatch")
+    job.until(lambda: len(job.metrics()) > 2)
+    words = ("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+    other = cluster.run("sbatch", "--parsable", *words)
+    job.until(lambda: cluster.state_of(other) == "COMPLETED")
+    job.wait_for_state("PENDING")
+    assert job.summary()["status"] == "interrupted" and len(job.metrics()) < 60
+    job.run_now()
+    job.wait_for_state("COMPLETED")
+    assert job.summary()["status"] == "finished" and len(job.metrics()) == 60
+    assert audit([str(job.dir)]) == 0
+
+
+@pytest.mark.slow
+def test_three_nodes_train_together(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, **{"roles.rollout": 5}).submit("multi_node.sbatch", "--nodes=3", **job_network())
+    job.wait_for_state("COMPLETED")
+    assert job.summary()["status"] == "finished"
+    assert audit([str(job.dir)]) == 0
+
+
+@pytest.mark.slow
+def test_a_node_without_a_gpu_is_the_relay_of_a_heterogeneous_job(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, **{"roles.relay": 1, "roles.rollout": 3})
+    job.submit("gpu_and_cpu.sbatch", GPU_RANKS="2", **job_network())
+    job.wait_for_state("COMPLETED")
+    assert job.summary()["status"] == "finished", job.output()
+    assert "(on host" not in job.output() and audit([str(job.dir)]) == 0
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_does_not_stop_the_run(cluster, tmp_path):
+    settings = {"roles.rollout": 5, "run.steps": 60}
+    job = SlurmJob(cluster, tmp_path, **settings).submit("multi_node.sbatch", "--nodes=3", **job_network())
+    job.until(lambda: len(job.metrics()) > 2)
+    cluster.kill_node("n3")
+    job.until(lambda: job.cluster.state_of(job.number) != "RUNNING")
+    assert job.summary()["status"] == "finished" and len(job.metrics()) == 60, job.output()
+    assert audit([str(job.dir)]) == 0
