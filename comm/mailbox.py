@@ -29,7 +29,7 @@ from .waits import join_thread
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 10.0
-UNCONFIRMED_S = 10.0
+UNCONFIRMED_S = 15.0
 """Longest wait of a process that leaves for a hub that does not confirm its last messages."""
 _IDLE_S = 60.0
 _CONFIRM_S, _LOOK_S = 0.1, 0.3

@@ -42,7 +42,18 @@ def assert_only_the_hub_started_again(run: Job, output: str, times: int, steps: 
     assert audit.main([str(run.dir)]) == 0
 
 
-def test_a_hub_that_is_killed_continues_in_place_and_the_run_is_replayed(job: MakeJob):
+def test_a_hub_that_is_killed_continues_in_place(job: MakeJob):
+    run = job(run__steps=30).start()
+    for kind in (Leased, Ending):
+        kill_hub_after(run, kind)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert_only_the_hub_started_again(run, output, 2, 30)
+    assert run.summary()["export"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_hub_was_killed_at_many_moments_is_replayed(job: MakeJob):
     run = job(run__steps=100, checkpoint__every=20).start()
     run.wait_for_step(0)
     moments = (Leased, Published, Checkpointed, Ending)
@@ -51,7 +62,6 @@ def test_a_hub_that_is_killed_continues_in_place_and_the_run_is_replayed(job: Ma
     code, output = run.end()
     assert code == 0, output + run.logs()
     assert_only_the_hub_started_again(run, output, len(moments), 100)
-    assert run.summary()["export"]
     output = run.run(**{"run.mode": "replay"})
     assert "100 steps replayed, 0 of them differ" in output
 
@@ -82,13 +92,12 @@ def test_a_hub_that_is_frozen_continues_when_it_wakes_up(job: MakeJob, frozen_s:
 
 @pytest.mark.slow
 def test_a_hub_that_fails_in_the_same_place_again_and_again_ends_the_run_with_the_cause(job: MakeJob):
-    run = job(queue__sampler="rewards.py:Broken")
-    (run.folder / "rewards.py").write_text(
-        (run.folder / "rewards.py").read_text()
-        + "\n\nclass Broken:\n    def sample(self, ready, budget):\n        raise ValueError('nothing fits')\n"
+    run = job()
+    sampler = run.folder / "sampler.py"
+    sampler.write_text(
+        "class Broken:\n    def sample(self, ready, budget):\n        raise ValueError('nothing fits')\n"
     )
-    run.settings["queue.sampler"] = f"{run.folder / 'rewards.py'}:Broken"
-    code, output = run.start().end()
+    code, output = run.start(**{"queue.sampler": f"{sampler}:Broken"}).end()
     assert code == 1, output
     assert "ValueError: nothing fits" in run.summary()["error"]
     assert [event for _, event in read_events(run.dir / "journal.jsonl") if isinstance(event, HubRestarted)]
