@@ -42,7 +42,7 @@ class Restart(Scene):
         return MemoryFleet.join_network(self.network, role, index)
 
     def restart(self) -> None:
-        """What the hub before has sent until now has arrived, and is forgotten here."""
+        """Start the next hub. The messages of the one before have arrived, and are forgotten here."""
         self.journal.close()
         for name in self.boxes:
             self.heard(name)
