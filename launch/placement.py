@@ -14,14 +14,21 @@ from msgspec.structs import astuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RoleSettings
 
-RESTARTABLE = frozenset({"hub", "relay", "rollout", "shard", "reference", "task"})
+RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
 """Roles whose processes are started again when they die; the death of any other ends the run.
 
-The hub continues where its journal ends. A relay's weights survive in its supervisor's memory. Its rows survive in another relay, or are generated again.
+The hub continues where its journal ends. A relay's weights survive in its supervisor's memory; its rows survive in another
+relay, or are generated again.
 """
 
 RANKS_OF_HOSTS = "HEADRACE_RANKS_OF_HOSTS"
 """Set by a launcher that was given a number of ranks for each host: these numbers, with commas."""
+
+
+def is_restartable(role: str, recipe: Recipe) -> bool:
+    """Whether a process of a role is started again. The project's own trainer continues from its checkpoint and saved rows."""
+    is_own = ":" not in recipe.trainer.engine
+    return role in RESTARTABLE and (role != "actor" or (is_own and recipe.run.save_rows))
 
 
 @dataclass(frozen=True, slots=True)

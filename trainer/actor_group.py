@@ -3,6 +3,7 @@
 Only rank 0 talks to the hub. It broadcasts the metadata of each batch, and each rank fetches its own rows.
 """
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..comm.fleet import Fleet, StoreFleet
+from ..comm.errors import PeerGone
+from ..comm.fleet import Fleet, Member, StoreFleet, member_name
 from ..comm.links.host import bind_process_groups
+from ..comm.links.meeting import meet
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
@@ -26,6 +29,7 @@ from .memory import PolicySizes, wants_checkpointing
 if TYPE_CHECKING:
     from .policy.model import Policy
 
+_WATCH_S = 0.2
 _SLACK_S = 60.0  # a rank waits while rank 0 waits for the hub, so its bound is longer
 
 
@@ -41,6 +45,7 @@ class ActorGroup:
         self._deadline_s = deadline_s
         self._settings = settings or TrainerSettings()
         self._is_connected = False
+        self._is_closed = threading.Event()
 
     @staticmethod
     def join(
@@ -51,10 +56,26 @@ class ActorGroup:
         if size > 1:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
             bind_process_groups(fleet.address)
+            members, meeting = meet(fleet, [member_name("actor", rank) for rank in range(size)], deadline_s)
+            group.start_watch(fleet, members)
             client = connect_store(fleet.store_address, deadline_s)
-            store = PrefixStore(f"actor/{fleet.incarnation}", client)  # pyright: ignore[reportArgumentType]
-            group.connect(store)
+            group.connect(PrefixStore(meeting, client))  # pyright: ignore[reportArgumentType]
         return group
+
+    def start_watch(self, fleet: Fleet, members: Sequence[Member]) -> None:
+        """Start the thread that ends this process when another rank has started again, until `close`: they restart together.
+
+        A rank that is silent is waited for; it may be frozen.
+        """
+
+        def watch() -> None:
+            while not self._is_closed.wait(_WATCH_S):
+                present = {member.name: member.incarnation for member in fleet.members("actor")}
+                for member in members:
+                    if present.get(member.name, 0) > member.incarnation and not self._is_closed.is_set():
+                        raise PeerGone(f"{member.name} has started again, and the other ranks follow it")
+
+        threading.Thread(target=watch, name="actor watch", daemon=True).start()
 
     def connect(self, store: Store) -> None:
         """Open the process group on this store; a collective."""
@@ -123,6 +144,7 @@ class ActorGroup:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def close(self) -> None:
+        self._is_closed.set()
         if self._is_connected:
             dist.destroy_process_group()
             self._is_connected = False

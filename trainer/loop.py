@@ -16,7 +16,6 @@ from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, Training
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
-from ..relay.checkpoints import CheckpointFolder
 from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream, RunStopped
@@ -24,6 +23,7 @@ from ..relay.queue.tasks import REFERENCE
 from .checkpoint import CheckpointWriter
 from .learners.base import open_learner
 from .metrics import MetricsLog, Value, console_line
+from .recovery import request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
 from .step_stats import StepStats
 
@@ -34,15 +34,20 @@ class Trainer:
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
+        self.incarnation = fleet.incarnation
+        self.mailbox = fleet.open_mailbox(fleet.name)
+        num_trained = -1
+        if fleet.me.index == 0 and fleet.incarnation > 1:
+            num_trained = request_restart(self.mailbox, fleet.incarnation, recipe.comm.deadline_s)
         self.storage = ReplicatedRows(fleet)
         self.learner = open_learner(fleet, recipe)
         self.group = self.learner.group
-        if recipe.run.resume == "auto" and (step := CheckpointFolder(self.run_dir).latest()) is not None:
-            self.learner.restore(CheckpointFolder(self.run_dir).path(step))
+        is_resumed = recipe.run.resume == "auto"
+        self.first_step = restore_newest(self.learner, self.run_dir, num_trained, is_resumed=is_resumed)
+        """The step that the run continues with; those between the checkpoint and this one are trained again."""
         self.step_log = self._open_step_log()
         self.clock = Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
-        self.mailbox = fleet.open_mailbox(fleet.name)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoints = CheckpointWriter(
             self.run_dir,
@@ -62,7 +67,7 @@ class Trainer:
             self.mailbox,
             self.storage,
             tasks,
-            steps=range(self.learner.version, recipe.run.steps),
+            steps=range(self.first_step, recipe.run.steps),
             max_tokens=recipe.optimizer.micro_tokens,
             thread_team=self.group.clone_for_thread(),
             caller_team=self.group,
@@ -77,19 +82,37 @@ class Trainer:
 
     def run(self) -> None:
         """Publish the first version, then train until the last step or until the hub ends the run."""
+        if not self.catch_up():
+            self.finish(is_behind=True)
+            return
         self.stream.start()
         self.publish()
         try:
             while (step := self.learner.version) < self.recipe.run.steps:
                 self.train_step(step)
-                every = self.recipe.checkpoint.every
-                if self.checkpoint_after >= self.checkpoints.newest or (every and (step + 1) % every == 0):
-                    self.checkpoint()
-                self.checkpoints.check()
+                self.checkpoint_if_due()
         except RunStopped:
             self.learner.discard()
             self.checkpoint_after = self.learner.version
         self.finish()
+
+    def catch_up(self) -> bool:
+        """Train the steps after the checkpoint again that the run has trained already; False if the run ends meanwhile."""
+        restored, started = self.learner.version, self.clock.now()
+        while (step := self.learner.version) < self.first_step:
+            if self.group.all_reduce_max([float(self.group.is_lead and stops(self.mailbox))])[0]:
+                return False
+            self.trace.enter("train again", step=step)
+            step_started = self.clock.now()
+            stats, self.metrics = train_again(self.learner, self.run_dir, step)
+            if self.recorder is not None and step >= self.recorder.next_step:
+                self.recorder.step(step, self.clock.now() - step_started, 0.0, stats, self.metrics)
+            self.checkpoint_if_due()
+        if self.incarnation > 1 and self.group.is_lead:
+            seconds, num = self.clock.now() - started, self.first_step - restored
+            text = f"actor-0 continues after step {self.first_step}: {num} steps were trained again in {seconds:.1f} s"
+            print(text, flush=True)
+        return True
 
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
@@ -109,15 +132,22 @@ class Trainer:
                 self.step_log.add(batch)
             self.trace.enter("train", step=step)
             self.learner.accumulate(batch, stats)
+        if self.step_log is not None:
+            self.step_log.write(step)  # before the hub hears of the step: its rows are dropped then
         metrics: dict[str, Value] = {**self.learner.step(stats), **stats.metrics(step)}
         if self.recorder is not None:
-            self.mailbox.send("hub", StepTrained(step))
+            self.mailbox.send("hub", StepTrained(step, self.incarnation))
         metrics |= self.publish()
-        if self.step_log is not None:
-            self.step_log.write(step)
         self.metrics = metrics | fleet_metrics
         if self.recorder is not None:
             self.recorder.step(step, self.clock.now() - started, self.waited_s, stats, self.metrics)
+
+    def checkpoint_if_due(self) -> None:
+        """Begin a checkpoint every `checkpoint.every` steps and where the hub asks for one."""
+        every = self.recipe.checkpoint.every
+        if self.checkpoint_after >= self.checkpoints.newest or (every and self.learner.version % every == 0):
+            self.checkpoint()
+        self.checkpoints.check()
 
     def checkpoint(self) -> None:
         """Copy the state of training, which a thread writes while training goes on."""
@@ -146,14 +176,17 @@ class Trainer:
         self.learner.publish()
         return {"weights/push_s": self.clock.now() - started, "weights/bytes": self.learner.num_bytes}
 
-    def finish(self) -> None:
-        """Export the last weights, send the hub the facts for the summary, and close everything."""
+    def finish(self, *, is_behind: bool = False) -> None:
+        """Export the last weights, send the hub the facts for the summary, and close everything.
+
+        is_behind: the weights are those of an earlier step than the run's last, so they are not written.
+        """
         self.stream.close()
         is_due = self.recipe.checkpoint.every or self.checkpoint_after >= self.checkpoints.newest
-        if is_due and self.learner.version > self.checkpoints.newest:
+        if is_due and self.learner.version > self.checkpoints.newest and not is_behind:
             self.checkpoint()
         self.checkpoints.close()
-        export = self.learner.export()
+        export = "" if is_behind else self.learner.export()
         self.learner.close()
         self.trace.close()
         self.storage.close()
@@ -167,9 +200,11 @@ class RunRecorder:
 
     def __init__(self, trainer: Trainer) -> None:
         self.mailbox = trainer.mailbox
-        self.log = MetricsLog(trainer.run_dir, trainer.learner.version, trainer.clock, trainer.recipe.comm.deadline_s)
+        self.log = MetricsLog(trainer.run_dir, trainer.first_step, trainer.clock, trainer.recipe.comm.deadline_s)
         self.num_steps = trainer.recipe.run.steps
         self.clock = trainer.clock
+        self.next_step: int = 1 + (self.log.kept[-1]["step"] if self.log.kept else -1)
+        """The first step that has no line in the log."""
         self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
         self.num_tokens = 0
 

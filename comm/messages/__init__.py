@@ -21,6 +21,7 @@ from .queue import (
     TrainBatch,
 )
 from .run import (
+    ActorFailed,
     BusyReport,
     CheckpointRequested,
     CheckpointWritten,
@@ -28,8 +29,10 @@ from .run import (
     DeclaredDead,
     Failed,
     Interrupted,
+    RestartPoint,
     StepTrained,
     Stop,
+    TrainerStarted,
     TrainingDone,
 )
 from .weights import (

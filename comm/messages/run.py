@@ -3,10 +3,31 @@
 from .base import Message
 
 
+class TrainerStarted(Message, frozen=True):
+    """To the hub: rank 0 of the trainer runs again, as this incarnation. Repeated until `RestartPoint` answers it."""
+
+    incarnation: int
+
+
+class RestartPoint(Message, frozen=True):
+    """The hub's answer to `TrainerStarted`: the run has trained `step` optimizer steps."""
+
+    incarnation: int
+    step: int
+
+
+class ActorFailed(Message, frozen=True):
+    """To the hub: a rank of the trainer met this error; its supervisor starts it again."""
+
+    error: str
+
+
 class StepTrained(Message, frozen=True):
     """To the hub: the trainer has applied optimizer step `step` to the groups that it got for the step."""
 
     step: int
+    incarnation: int = 1
+    """That of rank 0; an earlier one than the hub knows is ignored."""
 
 
 class CheckpointWritten(Message, frozen=True):

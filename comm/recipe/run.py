@@ -21,7 +21,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     mode: Literal["train", "replay"] = "train"
     """`replay` repeats the training of the finished run in `run.dir` from its saved rows, and compares every step."""
     save_rows: bool = True
-    """Save the rows of each step under `rows/`, for `run.mode=replay`."""
+    """Save the rows of each step under `rows/`, for `run.mode=replay` and for a trainer that starts again after its death."""
     resume: Literal["never", "auto"] = "never"
     """`never` refuses a run folder with a journal; `auto` continues from its newest checkpoint if there is one."""
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, SettingError, StoreGone
+from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, SettingError, StoreGone, WaitTimeout
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.checks import check_files
 from ..config.load import parse_recipe
-from ..placement import RESTARTABLE, count_ranks, place_ranks
+from ..placement import count_ranks, is_restartable, place_ranks
 from .agent import has_other_hosts
 from .secret import read_secret
 from .supervisor import SUMMARY_FILE
@@ -179,8 +179,14 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
-    if role not in RESTARTABLE:
-        report(mailbox, recipe, role, f"{type(error).__name__}: {error}", exit_code=1)
+    text = f"{type(error).__name__}: {error}"
+    is_stuck = role == "actor" and isinstance(error, WaitTimeout)  # another process is at fault
+    if is_stuck or not is_restartable(role, recipe):
+        report(mailbox, recipe, role, text, exit_code=1)
+    elif role == "actor":
+        from ...comm.messages import ActorFailed
+
+        mailbox.send("hub", ActorFailed(text))
     return 1
 
 

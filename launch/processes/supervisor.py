@@ -22,9 +22,9 @@ from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
 from ..gpus import Gpus
 from ..placement import (
-    RESTARTABLE,
     Placement,
     check_staging,
+    is_restartable,
     place_ranks,
     processes_on,
     ranks_of_hosts,
@@ -62,6 +62,7 @@ def classify_exit(
     restarts: Sequence[float],
     now: float,
     *,
+    is_restartable: bool,
     is_ending: bool,
     store_is_elsewhere: bool = False,
 ) -> ExitKind:
@@ -73,7 +74,7 @@ def classify_exit(
         return ExitKind.DONE
     if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and not store_is_elsewhere):
         return ExitKind.FAILED_REPORTED
-    if role in RESTARTABLE and code != 2:
+    if is_restartable and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
     if code in (1, 2) and role != "store":
@@ -168,10 +169,15 @@ class Supervisor:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
         now = time.monotonic()
-        is_expected = role in RESTARTABLE or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
+        can_restart = is_restartable(role, self.recipe)
+        is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
         if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
-        state = {"is_ending": self._is_ending, "store_is_elsewhere": self.placement.host > 0}
+        state = {
+            "is_restartable": can_restart,
+            "is_ending": self._is_ending,
+            "store_is_elsewhere": self.placement.host > 0,
+        }
         restarts = self.restarts.setdefault(child.name, [])
         kind = classify_exit(role, code, restarts, now, **state)
         if kind is ExitKind.RESTART:

@@ -29,6 +29,8 @@ class HubContext:
         self.journal = journal
         self.relays: set[str] = set()
         self.is_leasing = True
+        self.failure = ""
+        """Why the run has to end; empty while it may go on."""
 
     def commit(self, event: ev.Event) -> None:
         """Write an event to the journal, then apply it."""

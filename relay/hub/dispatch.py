@@ -3,7 +3,7 @@
 An answer can be repeated from the state alone, so the loss of an answer or of the hub costs nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...comm.messages import (
@@ -19,9 +19,9 @@ from ...comm.messages import (
 from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
 from ..journal import events as ev
-from ..journal.records import RowStatus, TaskRecord
+from ..journal.records import Group, RowStatus, TaskRecord
 from ..queue.batch import TRAIN
-from ..queue.controller import Controller, Task, group_ref_of
+from ..queue.controller import Controller, Task, candidate_of, group_ref_of
 from ..queue.samplers import TokenBalanced
 from .context import Handler, HubContext
 from .telemetry import FleetStats, Snapshot
@@ -81,14 +81,18 @@ class Dispatcher(Handler):
         return None
 
     def _train(self, request: RequestRows) -> TrainBatch | None:
-        """Groups of the step in progress beyond those received, for one update; None for a request of the next step."""
-        state = self.state
+        """Groups of the step in progress beyond those received, for one update; None for a request of the next step.
+
+        A trainer that starts again gets the groups in the same order and in equal answers, where all of them were ready.
+        """
+        state, max_tokens = self.state, _MICRO_BATCHES_PER_RANK * request.max_tokens
         if request.step != state.step:
             return None
-        for group in self.admission.select_groups(state, _MICRO_BATCHES_PER_RANK * request.max_tokens):
+        for group in self.admission.select_groups(state, max_tokens):
             self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
         end = next((end for end in self.admission.update_ends if end > request.received), 0)
-        given = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
+        handed = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
+        given = _first_groups(handed, max_tokens)
         if not given:
             return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
@@ -166,7 +170,7 @@ class Dispatcher(Handler):
             self.context.mailbox.send(relay, DropRows(keys))
 
     def _on_step_trained(self, sender: str, message: StepTrained) -> None:
-        if message.step != self.state.step:
+        if message.step != self.state.step or message.incarnation < self.state.trainer_incarnation:
             return
         groups = [self.state.groups[group_id] for group_id in self.state.in_training]
         self.context.drop_rows(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
@@ -175,3 +179,15 @@ class Dispatcher(Handler):
         if self._reported is not None:
             self.fleet_stats.finish_step(self._reported)
             self._reported = None
+
+
+def _first_groups(groups: Iterable[Group], max_tokens: int) -> list[Group]:
+    """The groups up to the one that reaches `max_tokens`, as `Admission.select_groups` chooses them."""
+    first: list[Group] = []
+    num_tokens = 0
+    for group in groups:
+        first.append(group)
+        num_tokens += candidate_of(group).num_tokens
+        if num_tokens >= max_tokens:
+            break
+    return first

@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping
 
 from ...comm.disk import describe_full, is_full, say
 from ...comm.mailbox import Mailbox
-from ...comm.messages import BusyReport, CheckpointWritten, LoadReport, VersionReady, WeightsPulled
+from ...comm.messages import (
+    ActorFailed,
+    BusyReport,
+    CheckpointWritten,
+    LoadReport,
+    RestartPoint,
+    TrainerStarted,
+    VersionReady,
+    WeightsPulled,
+)
 from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
 from ...comm.signing import Envelope
@@ -26,6 +35,9 @@ from .leases import Leases
 from .repacking import Repacking
 from .results import Results
 from .telemetry import FleetStats
+
+MAX_RESTARTS_IN_STEP = 3
+"""Restarts of the trainer without a trained step between them; with one more its fault counts as a lasting one."""
 
 
 class Hub:
@@ -46,6 +58,7 @@ class Hub:
         self.context = HubContext(mailbox, state, journal)
         self.mailbox, self.state = mailbox, state
         self.fleet_stats = FleetStats()
+        self._actor_error = ""
         self.results = Results(self.context, queue)
         self.leases = Leases(self.context, pool, admission)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
@@ -56,6 +69,8 @@ class Hub:
             VersionReady: self._on_version_ready,
             WeightsPulled: self._on_pulled,
             CheckpointWritten: self._on_checkpoint,
+            ActorFailed: self._on_actor_failed,
+            TrainerStarted: self._on_trainer_started,
             LoadReport: self._on_load,
             BusyReport: self.fleet_stats.add,
         }
@@ -115,3 +130,19 @@ class Hub:
             if not is_full(error):
                 raise
             say(describe_full(folder.root / "latest"))
+
+    def _on_actor_failed(self, sender: str, message: ActorFailed) -> None:
+        """The first error counts: the other ranks fail because of it."""
+        self._actor_error = self._actor_error or f"{process_of(sender)}: {message.error}"
+
+    def _on_trainer_started(self, sender: str, message: TrainerStarted) -> None:
+        """The trainer continues after the last step that the journal has; batches that it held for other tasks come back."""
+        state, error = self.state, self._actor_error
+        if message.incarnation > state.trainer_incarnation:
+            self.on_process_death(sender, f"incarnation {message.incarnation - 1} is gone")
+            self.context.commit(ev.TrainerRestarted(incarnation=message.incarnation, error=error))
+            self._actor_error = ""
+            if state.restarts_in_step > MAX_RESTARTS_IN_STEP:
+                reason = f"the trainer died {state.restarts_in_step} times before step {state.step + 1} was trained"
+                self.context.failure = f"{reason}: {error}" if error else reason
+        self.mailbox.send(sender, RestartPoint(message.incarnation, state.step))

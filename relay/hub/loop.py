@@ -78,8 +78,8 @@ class HubLoop:
 
     def step(self) -> RunEnd | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
-        if full := self.hub.context.journal.full:
-            return RunEnd("failed", full, 1)
+        if failure := self.hub.context.journal.full or self.hub.context.failure:
+            return RunEnd("failed", failure, 1)
         if (ending := self.hub.state.ending) is not None:  # the hub before began to end the run
             return RunEnd.of(ending)
         envelope = self.hub.mailbox.receive(WATCH_S)
@@ -114,6 +114,7 @@ class HubLoop:
         need are dropped.
         """
         state, living = self.hub.state, {member.name: member for member in self.fleet.members() if member.is_alive}
+        self.hub.context.relays |= {relay.name for relay in self.fleet.alive_members("relay")}
         stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
         present = {storage_id_of(relay.name, relay.incarnation) for relay in self.fleet.alive_members("relay")}
         for unit in sorted(stored - present):

@@ -172,6 +172,7 @@ class Shutdown:
             "moves_refused": dict(self.hub.repacking.refusals),
             "regenerated": state.regenerated,
             "hub_restarts": state.hub_restarts,
+            "trainer_restarts": state.trainer_restarts,
             "version": state.version,
             "digest": state.digest,
             "tokens_per_s": 0.0,

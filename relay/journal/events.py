@@ -155,6 +155,13 @@ class Trained(Event, frozen=True, kw_only=True):
     step: int
 
 
+class TrainerRestarted(Event, frozen=True, kw_only=True):
+    """The trainer's next incarnation continues after the steps trained so far; `error` ended the one before, if it could tell."""
+
+    incarnation: int
+    error: str = ""
+
+
 class Published(Event, frozen=True, kw_only=True):
     """`version` is complete on a relay, with this digest."""
 

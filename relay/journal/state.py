@@ -40,6 +40,7 @@ class HubState:
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
     `incarnations` are those of the holders of leases, when they got their last one. `checkpoint_after` is the step in training
     when a checkpoint was asked for last.
+    `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
     epoch: int = 0
@@ -55,6 +56,9 @@ class HubState:
     regenerated: int = 0
     checkpoint_after: int = -1
     ending: ev.Ending | None = None
+    trainer_incarnation: int = 1
+    trainer_restarts: int = 0
+    restarts_in_step: int = 0
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
@@ -122,6 +126,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     state.in_training.clear()
     for by_incarnation in (state.lost_storage_ids, state.incarnations, state.grants):
         by_incarnation.clear()  # the incarnations of a resumed run count from 1 again
+    state.trainer_incarnation, state.restarts_in_step = 1, 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
             record.close(number, consumed=(), missing=batch.attempts)
@@ -304,6 +309,16 @@ def _(event: ev.Trained, state: HubState) -> None:
         state.versions_per_trajectory.update(row.num_versions for row in rows)
     state.in_training.clear()
     state.step += 1
+    state.restarts_in_step = 0
+
+
+@apply.register
+def _(event: ev.TrainerRestarted, state: HubState) -> None:
+    """What was handed out stays handed out: the next incarnation gets it again."""
+    assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
+    state.trainer_incarnation = event.incarnation
+    state.trainer_restarts += 1
+    state.restarts_in_step += 1
 
 
 @apply.register

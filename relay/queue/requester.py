@@ -1,5 +1,6 @@
 """A stream's conversation with the hub: it requests rows, acknowledges them, and reports missing rows."""
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,8 @@ class RowRequester:
         self._mailbox = mailbox
         self._tasks = list(tasks)
         self._max_tokens = max_tokens
-        self._request_id = 0
+        # Answers to an earlier incarnation of this process may still arrive.
+        self._request_ids = itertools.count(time.monotonic_ns())
         self._open_batches: set[int] = set()
         self._is_closing = threading.Event()
 
@@ -38,9 +40,9 @@ class RowRequester:
 
     def request(self, step: int, received: int) -> RowBatch | TrainBatch | Stop:
         """The next rows, or the hub's `Stop`: `step` is in training, with `received` groups so far."""
-        self._request_id += 1
+        request_id = next(self._request_ids)
         open_batches = tuple(sorted(self._open_batches))
-        request = RequestRows(self._request_id, self._tasks, step, received, open_batches, self._max_tokens)
+        request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens)
         sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline
         while not self.is_closing:
             if time.monotonic() - sent_at >= REPEAT_S:
@@ -50,7 +52,7 @@ class RowRequester:
             match envelope.message if envelope else None:
                 case Stop() as stop:
                     return stop
-                case RowBatch() | TrainBatch() as answer if answer.request_id == self._request_id:
+                case RowBatch() | TrainBatch() as answer if answer.request_id == request_id:
                     if isinstance(answer, RowBatch):
                         self._open_batches.add(answer.batch_id)
                     return answer

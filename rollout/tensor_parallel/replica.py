@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ...comm.errors import PeerGone
 from ...comm.fleet import Fleet, Member
+from ...comm.links.meeting import meet
 from ...comm.waits import waiting
 from ...trainer.policy.tensor_parallel import TensorParallel
 from .calls import Call, decode, encode
@@ -50,7 +51,7 @@ class TensorParallelGroup:
             return TensorParallelGroup(None, [fleet.name])
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         fleet.announce(device=gpu)
-        members, meeting = _meet(fleet, tp, deadline_s)
+        members, meeting = meet(fleet, _names(fleet.me, tp), deadline_s, having="device")
         names, is_over = [member.name for member in members], threading.Event()
         watch = threading.Thread(target=_watch, args=(fleet, members, is_over), name="replica watch", daemon=True)
         watch.start()
@@ -109,30 +110,11 @@ class TensorParallelGroup:
         return tensor.numpy().tobytes()
 
 
-def _meet(fleet: Fleet, tp: int, deadline_s: float) -> tuple[list[Member], str]:
-    """The members of this replica, by rank, and the name of their meeting on the store.
-
-    A meeting is one of incarnations. The rollout announces it once it sees shards without an earlier meeting. A shard joins
-    the announced meeting that lists its own incarnation, and announces that meeting too.
-    """
-    own, is_lead = fleet.me.index, fleet.me.role == "rollout"
-    replica = own if is_lead else own // (tp - 1)
-
-    def announced() -> tuple[list[Member], str] | None:
-        shards = fleet.members("shard")
-        wanted = range(replica * (tp - 1), (replica + 1) * (tp - 1))
-        found = [m for m in fleet.members("rollout") if m.index == replica] + [m for m in shards if m.index in wanted]
-        if len(found) != tp or not all(m.is_alive and "device" in m.info for m in found):
-            return None
-        meeting = f"rollout-{replica}/" + ".".join(str(m.incarnation) for m in found)
-        if is_lead:
-            return None if any("meeting" in m.info for m in found[1:]) else (found, meeting)
-        return (found, meeting) if found[0].info.get("meeting") == meeting else None
-
-    with waiting(f"the other {tp - 1} ranks of rollout {replica}", "joining", deadline_s) as wait:
-        found, meeting = wait.until(announced, interval_s=0.02)
-    fleet.announce(meeting=meeting)
-    return found, meeting
+def _names(me: Member, tp: int) -> list[str]:
+    """The processes of this rank's replica, by rank."""
+    others = tp - 1
+    replica = me.index if me.role == "rollout" else me.index // others
+    return [f"rollout-{replica}", *(f"shard-{replica * others + rank}" for rank in range(others))]
 
 
 def _watch(fleet: Fleet, members: Sequence[Member], is_over: threading.Event) -> None:

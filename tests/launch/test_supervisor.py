@@ -14,6 +14,8 @@ import pytest
 
 from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
+from headrace.launch.config.load import read_recipe
+from headrace.launch.placement import is_restartable
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 
 T = TypeVar("T")
@@ -114,17 +116,17 @@ def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(super
     ]
 
 
-def test_the_death_of_an_actor_is_reported_to_the_hub_and_ends_the_run(supervisor):
-    running = supervisor("actor-0", {"actor-0": ["die"]})
-    code, errors = running.end()
-    assert (code, running.events("actor-0 reported")) == (1, ["actor-0 reported actor-0 was ended by SIGKILL"])
-    assert "actor-0 was ended by SIGKILL; the run ends" in errors
-
-
 def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
-    running = supervisor("actor-0", {"actor-0": ["crash"]})
+    running = supervisor("relay-0", {"hub": ["crash"], "relay-0": ["wait"]}, shutdown_s=2.0)
     assert running.end()[0] == 1
-    assert not running.events("actor-0 reported")
+    assert not running.events("hub reported")
+
+
+@pytest.mark.parametrize("setting", ["run.save_rows=false", "trainer.engine=mine.py:main"])
+def test_a_trainer_that_cannot_train_its_steps_again_is_not_started_again(setting: str):
+    assert is_restartable("actor", read_recipe(None, []))
+    assert not is_restartable("actor", read_recipe(None, [setting]))
+    assert is_restartable("rollout", read_recipe(None, [setting]))
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(supervisor):
@@ -187,19 +189,23 @@ def test_no_child_outlives_a_killed_supervisor(supervisor):
 def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
     now = 1000.0
     recent = [now - 1.0] * MAX_RESTARTS
-    assert classify_exit("rollout", -9, recent, now, is_ending=False) is ExitKind.FAILED_UNREPORTED
-    assert classify_exit("rollout", -9, recent, now + RESTART_WINDOW_S, is_ending=False) is ExitKind.RESTART
+    state = {"is_restartable": True, "is_ending": False}
+    assert classify_exit("rollout", -9, recent, now, **state) is ExitKind.FAILED_UNREPORTED
+    assert classify_exit("rollout", -9, recent, now + RESTART_WINDOW_S, **state) is ExitKind.RESTART
 
 
-def test_the_death_of_the_trainer_or_the_store_ends_the_run():
+def test_the_death_of_a_process_that_is_not_started_again_ends_the_run():
     for role in ("actor", "store"):
-        assert classify_exit(role, -9, [], 0.0, is_ending=False) is ExitKind.FAILED_UNREPORTED
-    assert classify_exit("rollout", -9, [], 0.0, is_ending=True) is ExitKind.FAILED_REPORTED
+        state = {"is_restartable": False, "is_ending": False}
+        assert classify_exit(role, -9, [], 0.0, **state) is ExitKind.FAILED_UNREPORTED
+    assert classify_exit("rollout", -9, [], 0.0, is_restartable=True, is_ending=True) is ExitKind.FAILED_REPORTED
 
 
 def test_a_role_that_lost_a_store_on_another_host_is_started_again_and_one_that_finds_none_is_not():
-    state = {"is_ending": False, "store_is_elsewhere": True}
+    state = {"is_restartable": True, "is_ending": False, "store_is_elsewhere": True}
     assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **state) is ExitKind.RESTART
     assert classify_exit("rollout", STORE_GONE_EXIT, [], 0.0, **state) is ExitKind.FAILED_REPORTED
-    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, is_ending=False) is ExitKind.FAILED_REPORTED
-    assert classify_exit("actor", STORE_LOST_EXIT, [], 0.0, **state) is not ExitKind.RESTART
+    here = state | {"store_is_elsewhere": False}
+    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **here) is ExitKind.FAILED_REPORTED
+    unable = state | {"is_restartable": False}
+    assert classify_exit("hub", STORE_LOST_EXIT, [], 0.0, **unable) is not ExitKind.RESTART

@@ -69,11 +69,11 @@ class System:
         self.threads[fleet.name].start()
         return fleet
 
-    def start_all(self, num_rollouts: int = 2) -> "System":
+    def start_all(self, num_rollouts: int = 2, actor: Callable[[Any, Any], None] = trainer_loop.run) -> "System":
         self.start("hub", hub_loop.run)
         self.start("relay", relay_loop.run)
         self.rollouts = [self.start("rollout", rollout_loop.run, index) for index in range(num_rollouts)]
-        self.start("actor", trainer_loop.run)
+        self.start("actor", actor)
         return self
 
     def wait(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from headrace.comm.messages import (
     RowsNotFound,
     StepTrained,
     TrainBatch,
+    TrainerStarted,
     VersionReady,
 )
 from headrace.comm.messages.base import process_of
@@ -288,7 +289,10 @@ class World(RuleBasedStateMachine):
             if isinstance(message, DropRows):
                 self.units[relay].drop(message.keys)
 
-    @rule(what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "run"]), number=st.integers(0, 1))
+    @rule(
+        what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "run", "trainer"]),
+        number=st.integers(0, 1),
+    )
     def disaster(self, what: str, number: int) -> None:
         match what:
             case "rollout":
@@ -297,6 +301,8 @@ class World(RuleBasedStateMachine):
                 self.freezes(ROLLOUTS[number])
             case "relay":
                 self.relay_dies(RELAYS[number])
+            case "trainer":
+                self.trainer_dies()
             case _:
                 self.run_is_resumed()
 
@@ -310,6 +316,14 @@ class World(RuleBasedStateMachine):
     @rule(num_events=st.integers(0, 4), num_repeated=st.integers(0, 5))
     def hub_is_killed_soon(self, num_events: int, num_repeated: int) -> None:
         self.journal.left, self.num_repeated = num_events, num_repeated
+
+    def trainer_dies(self) -> None:
+        """The next incarnation trains the step from its beginning; a step that the last one reports too late does not count."""
+        incarnation = self.hub.state.trainer_incarnation
+        self.begin_step()
+        self.say("actor-0", TrainerStarted(incarnation + 1))
+        self.say("actor-0", StepTrained(self.hub.state.step, incarnation))
+        list(self.heard("actor-0"))
 
     def run_is_resumed(self) -> None:
         """The run is resumed: the next hub knows the journal, the storage units are empty, and the trainer begins the step again."""
@@ -400,8 +414,8 @@ class World(RuleBasedStateMachine):
             step = self.hub.state.step
             self.trained.update(reference.group.row(sample) for reference in self.batch for sample in reference.samples)
             self.begin_step()
-            self.say("actor-0", StepTrained(step))
-            self.say("actor-0", StepTrained(step))
+            for _ in range(2):
+                self.say("actor-0", StepTrained(step, self.hub.state.trainer_incarnation))
 
     @rule(first=rollouts, second=rollouts, num_groups=st.integers(1, 2), are_read=st.booleans())
     def all_goes_well(self, first: str, second: str, num_groups: int, are_read: bool) -> None:

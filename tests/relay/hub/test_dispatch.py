@@ -8,17 +8,22 @@ from support.hub_scene import Scene
 
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import (
+    ActorFailed,
     ColumnsAdded,
     DropRows,
     LeaseGrant,
     RequestRows,
+    RestartPoint,
     RowBatch,
     RowDone,
     RowId,
     StepTrained,
     TrainBatch,
+    TrainerStarted,
 )
+from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
+from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
 from headrace.relay.journal.journal import replay
 from headrace.relay.queue.tasks import pipeline
 
@@ -189,3 +194,74 @@ def test_a_task_that_is_not_possible_is_refused_with_its_setting(name, needs, yi
     task = TaskSettings(name=name, function="f.py:f", needs=needs, yields=yields)
     with pytest.raises(SettingError, match=rf"queue\.tasks: .*{problem}"):
         pipeline(QueueSettings(tasks=(task,)), AlgorithmSettings(kl_coef=0.1))
+
+
+def test_a_trainer_that_starts_again_gets_the_groups_of_its_step_in_the_same_answers(scene: MakeScene):
+    s = scene(per_step=3)
+    ready(s, num_groups=3)
+
+    def answers() -> list[list[GroupRef]]:
+        """A group has 10 tokens, and an answer takes 8 micro-batches of 2."""
+        found: list[TrainBatch] = []
+        for _ in range(2):
+            received = sum(len(batch.groups) for batch in found)
+            s.say("actor-0", RequestRows(received + 1, ["train"], 0, received, max_tokens=2))
+            found += [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
+        return [batch.groups for batch in found]
+
+    first = answers()
+    for _ in range(2):  # the question is repeated
+        s.say("actor-0", TrainerStarted(2))
+    assert s.heard("actor-0") == [RestartPoint(2, 0), RestartPoint(2, 0)]
+    assert s.hub.state.trainer_restarts == 1
+    assert answers() == first and [len(groups) for groups in first] == [2, 1]
+    assert replay(s.path) == s.hub.state
+
+
+def test_a_step_of_an_earlier_incarnation_of_the_trainer_does_not_count(scene: MakeScene):
+    s = scene()
+    ready(s)
+    train(s)
+    s.say("actor-0", TrainerStarted(2))
+    s.say("actor-0", StepTrained(0, incarnation=1))
+    assert s.hub.state.step == 0
+    s.say("actor-0", StepTrained(0, incarnation=2))
+    assert s.hub.state.step == 1
+    s.heard("actor-0")
+    s.say("actor-0", TrainerStarted(3))
+    assert s.heard("actor-0") == [RestartPoint(3, 1)]
+
+
+def test_the_batches_that_a_dead_trainer_held_for_other_tasks_go_out_again(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    ready(s)
+    first = take(s, "actor-0")
+    s.say("actor-0", TrainerStarted(2))
+    s.heard("actor-0")
+    second = take(s, "actor-0", request_id=2)
+    assert first is not None and second is not None and rows_of(second) == rows_of(first)
+    assert s.hub.state.tasks["reference"].returned == len(rows_of(first))
+
+
+def test_a_trainer_that_dies_again_and_again_in_one_step_ends_the_run_with_the_first_error_of_its_last_death(
+    scene: MakeScene,
+):
+    s = scene()
+    for incarnation in range(2, 3 + MAX_RESTARTS_IN_STEP):
+        assert not s.hub.context.failure
+        s.say("actor-1/worker", ActorFailed(f"RuntimeError: fault {incarnation}"))
+        s.say("actor-0/worker", ActorFailed("PeerGone: actor-1 is gone"))
+        s.say("actor-0", TrainerStarted(incarnation))
+    assert s.hub.context.failure == (
+        "the trainer died 4 times before step 1 was trained: actor-1: RuntimeError: fault 5"
+    )
+
+
+def test_restarts_of_the_trainer_in_different_steps_do_not_end_the_run(scene: MakeScene):
+    s = scene()
+    for step in range(2 * MAX_RESTARTS_IN_STEP):
+        s.say("actor-0", TrainerStarted(step + 2))
+        ready(s)
+        train(s)
+        s.say("actor-0", StepTrained(step, incarnation=step + 2))
+    assert s.hub.state.trainer_restarts == 2 * MAX_RESTARTS_IN_STEP and not s.hub.context.failure

@@ -172,3 +172,14 @@ class AnyLegalHistory(RuleBasedStateMachine):
 
 
 TestAnyLegalHistory = AnyLegalHistory.TestCase
+
+
+def test_a_trainer_that_starts_again_has_the_groups_of_its_step_and_no_earlier_incarnation_follows_it():
+    state = fold(leased(), ready(0), ready(1), ev.Handed(step=0, groups=[GROUP]), ev.TrainerRestarted(incarnation=2))
+    assert (state.in_training, state.trainer_restarts, state.restarts_in_step) == ([GROUP], 1, 1)
+    with pytest.raises(AssertionError):
+        apply(ev.TrainerRestarted(incarnation=2), state)
+    apply(ev.Trained(step=0), state)
+    assert (state.account.trained, state.trainer_restarts, state.restarts_in_step) == (2, 1, 0)
+    apply(ev.Opened(epoch=2, samples_per_prompt=2), state)
+    apply(ev.TrainerRestarted(incarnation=2), state)

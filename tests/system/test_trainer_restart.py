@@ -1,0 +1,178 @@
+"""A trainer that dies continues in place: its run ends with the weights of a run that nothing disturbed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.job import Job, MakeJob, assert_account_adds_up, child_of
+from support.system import System
+
+from headrace.comm.fleet import Fleet
+from headrace.comm.recipe import Recipe
+from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
+from headrace.relay.journal.events import Event, Handed, Published, RowReady, Trained, TrainerRestarted
+from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.trainer import loop as trainer_loop
+
+EXACT: dict[str, object] = {
+    "run.schedule": "sync",
+    "generator.exact": True,
+    "run.steps": 4,
+    "checkpoint.every": 3,
+    "optimizer.lr": 1e-3,
+}
+REWARD = (
+    "def reward(prompts, completions, completion_ids, **rest):\n    return [sum(ids) % 7 for ids in completion_ids]\n"
+)
+SLOW_REWARD = """
+import time
+def reward(prompts, completions, completion_ids, **columns):
+    time.sleep(0.1 * len(completions))
+    return [sum(ids) % 7 for ids in completion_ids]
+"""
+STEP = 2
+
+
+class Died(Exception):
+    """The end of a trainer in the middle of its work."""
+
+
+def dying(method: str, version: int) -> Callable[[Fleet, Recipe], None]:
+    """A trainer that dies in the first call of one of its methods at a version of its weights."""
+
+    def main(fleet: Fleet, recipe: Recipe) -> None:
+        trainer = trainer_loop.Trainer(fleet, recipe)
+        work = getattr(trainer, method)
+
+        def die(*args: object) -> object:
+            if trainer.learner.version == version:
+                raise Died
+            return work(*args)
+
+        setattr(trainer, method, die)
+        with pytest.raises(Died):
+            trainer.run()
+        trainer.stream.close()
+        trainer.learner.close()
+        trainer.storage.close()
+        trainer.mailbox.close()
+
+    return main
+
+
+def start(folder: Path, actor: Callable[[Fleet, Recipe], None]) -> System:
+    folder.mkdir(exist_ok=True)
+    (folder / "sums.py").write_text(REWARD)
+    system = System(folder, **EXACT | {"reward.path": f"{folder / 'sums.py'}:reward"})
+    system.start_all(actor=actor)
+    return system
+
+
+def end(system: System) -> dict[str, torch.Tensor]:
+    """The weights that the run exports; its account holds."""
+    summary = system.wait()
+    assert (summary["status"], summary["steps"]) == ("finished", 4)
+    account = account_dict(replay(system.dir / "journal.jsonl"))
+    assert (account["trained"], account["holds"]) == (16, True)
+    steps = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [0, 1, 2, 3] and all(step["actor/grad_norm"] > 0 for step in steps)
+    return load_file(Path(summary["export"]) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return end(start(tmp_path_factory.mktemp("undisturbed"), trainer_loop.run))
+
+
+@pytest.mark.parametrize(
+    ("method", "version"),
+    [
+        ("train_step", STEP),
+        ("next_batch", STEP),
+        ("publish", STEP),  # the hub knows of the step, the relays do not have its weights
+        ("checkpoint_if_due", STEP),
+        ("checkpoint", 3),
+        ("train_step", 3),  # after the checkpoint
+        ("finish", 4),
+    ],
+)
+def test_a_trainer_that_dies_ends_with_the_weights_of_an_undisturbed_run(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], method: str, version: int
+):
+    system = start(tmp_path, dying(method, version))
+    system.until(lambda: not system.threads["actor-0"].is_alive())
+    system.start("actor", trainer_loop.run)
+    weights = end(system)
+    assert weights.keys() == undisturbed.keys()
+    assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+    published = [event.version for event in system.events() if isinstance(event, Published)]
+    assert published == sorted(set(published)) == list(range(5)), "each version comes out once, in order"
+
+
+def test_a_trainer_that_dies_in_the_same_step_again_and_again_ends_the_run(tmp_path: Path):
+    system = start(tmp_path, dying("train_step", STEP))
+    for _ in range(MAX_RESTARTS_IN_STEP):
+        system.until(lambda: not system.threads["actor-0"].is_alive())
+        system.start("actor", dying("train_step", STEP))
+    system.until(lambda: not system.threads["actor-0"].is_alive())
+    system.start("actor", trainer_loop.run)
+    summary = system.wait()
+    assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+    assert "the trainer died 4 times before step 3 was trained" in summary["error"]
+
+
+def events_of(run: Job) -> list[Event]:
+    path = run.dir / "journal.jsonl"
+    return [event for _, event in read_events(path)] if path.exists() else []
+
+
+def is_training(run: Job) -> bool:
+    return any(isinstance(event, Handed) and event.step >= STEP for event in events_of(run))
+
+
+def is_publishing(run: Job) -> bool:
+    events = events_of(run)
+    return any(isinstance(event, Trained) and event.step == STEP for event in events)
+
+
+def is_checkpointing(run: Job) -> bool:
+    return (run.dir / "checkpoints" / "step_3").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_due", "num_ranks", "victim"),
+    [
+        (is_training, 1, "actor-0"),
+        (is_publishing, 1, "actor-0"),
+        (is_checkpointing, 1, "actor-0"),
+        (is_training, 2, "actor-0"),
+        (is_checkpointing, 2, "actor-1"),
+    ],
+)
+def test_rollouts_generate_while_a_killed_trainer_starts_again(
+    job: MakeJob, is_due: Callable[[Job], bool], num_ranks: int, victim: str
+):
+    run = job(run__steps=8, roles__actor=num_ranks, checkpoint__every=3, queue__capacity=400)
+    (run.folder / "rewards.py").write_text(SLOW_REWARD)
+    run.start()
+    while not is_due(run):
+        time.sleep(0.002)
+    killed_at = time.time()
+    os.kill(child_of(run, victim), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert f"{victim} was ended by SIGKILL and is started again" in output
+    assert "rollout-0 " not in output and "rollout-1 " not in output, "no other process starts again"
+    assert assert_account_adds_up(run)["trained"] == 8 * 16
+    events = events_of(run)
+    (restarted,) = [event for event in events if isinstance(event, TrainerRestarted)]
+    meanwhile = [e for e in events if isinstance(e, RowReady) and killed_at + 0.5 < e.t < restarted.t]
+    assert meanwhile, "rollouts fill the queue"
+    assert "8 steps replayed, 0 of them differ" in run.run(**{"run.mode": "replay"})
