@@ -38,8 +38,7 @@ class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
-    `incarnations` are those of the holders of leases, when they got their last one. `checkpoint_after` is the step in training
-    when a checkpoint was asked for last.
+    `incarnations` are those of the lease holders; `checkpoint_after` is the step when a checkpoint was asked for last.
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
@@ -123,9 +122,8 @@ def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.run_id = event.epoch, event.samples_per_prompt, event.run_id
     state.hub_restarts, state.checkpoint_after, state.ending, state.ended = 0, -1, None, ""
-    state.in_training.clear()
-    for by_incarnation in (state.lost_storage_ids, state.incarnations, state.grants):
-        by_incarnation.clear()  # the incarnations of a resumed run count from 1 again
+    for forgotten in (state.in_training, state.lost_storage_ids, state.incarnations, state.grants):
+        forgotten.clear()  # the incarnations of a resumed run count from 1 again
     state.trainer_incarnation, state.restarts_in_step = 1, 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):

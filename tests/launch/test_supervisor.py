@@ -117,8 +117,8 @@ def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(super
 
 
 def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
-    running = supervisor("relay-0", {"hub": ["crash"], "relay-0": ["wait"]}, shutdown_s=2.0)
-    assert running.end()[0] == 1
+    running = supervisor("relay-0", {"hub": ["mistake"], "relay-0": ["wait"]}, shutdown_s=2.0)
+    assert running.end()[0] == 2
     assert not running.events("hub reported")
 
 
