@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,28 +30,48 @@ class LeasedRow:
     """(tokens of prompt and response so far, new version) at each change of the weights."""
     claim_id: int = 0
     """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
+    num_kept: int = 0
+    """Tokens of the response that an earlier holder drew before it died."""
 
     def token_versions(self) -> list[int]:
-        """The version that drew each token of the response."""
+        """The version that drew each token of the finished response."""
         done = self.completion
-        if done is None:
-            return []
-        versions = [self.version] * len(done.token_ids)
-        for num_tokens, version in self.switches:
-            first = num_tokens - len(done.prompt_ids)
-            versions[first:] = [version] * (len(versions) - first)
+        return [] if done is None else self.first_versions(len(done.prompt_ids), len(done.token_ids))
+
+    def first_versions(self, num_prompt: int, num_tokens: int) -> list[int]:
+        """The version that drew each of the first `num_tokens` tokens of the response to a prompt of `num_prompt` tokens."""
+        versions = [self.version] * num_tokens
+        for position, version in self.switches:
+            first = position - num_prompt
+            versions[first:] = [version] * (num_tokens - first)
         return versions
+
+    def keep(self, num_prompt: int, versions: Sequence[int]) -> None:
+        """Continue another holder's response: `versions` drew its first tokens, and this row's version draws the next."""
+        pairs = zip((None, *versions), (*versions, self.version), strict=True)
+        starts = [(num_prompt + at, new) for at, (old, new) in enumerate(pairs) if old != new]
+        self.version, self.switches, self.num_kept = starts[0][1], starts[1:], len(versions)
 
 
 class HeldLeases:
     """Requests groups, one request at a time, and keeps the rows held; `held` is by `RowId.number`."""
 
-    def __init__(self, mailbox: Mailbox, incarnation: int, samples_per_prompt: int, pacing: RolloutPacing) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        incarnation: int,
+        samples_per_prompt: int,
+        pacing: RolloutPacing,
+        *,
+        can_continue: bool = False,
+    ) -> None:
+        """`can_continue`: this rollout continues trajectories that another began."""
         self.held: dict[int, LeasedRow] = {}
         self._mailbox = mailbox
         self._samples_per_prompt = samples_per_prompt
         self._pacing = pacing
         self._taken = 0
+        self.can_continue = can_continue
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._request = LeaseRequest(incarnation << 32, -1, 0)
         self._answered = self._request.request_id
@@ -75,7 +96,7 @@ class HeldLeases:
         if self._pacing.share is not None:
             groups = min(groups, self._pacing.share - self._taken)
         if groups > 0:
-            self._request = LeaseRequest(self._request.request_id + 1, version, groups)
+            self._request = LeaseRequest(self._request.request_id + 1, version, groups, self.can_continue)
             self._is_asking = True
             self._send()
 
@@ -85,16 +106,26 @@ class HeldLeases:
         A grant for another version goes back to the hub, unless it answers the present request: then only the weights have
         changed since.
         """
-        if grant.request_id <= self._answered:
+        if self.is_answered(grant):
             return []  # a second answer to a repeated request
         self._answered = grant.request_id
         self._is_asking = self._is_asking and grant.request_id != self._request.request_id
         is_present = grant.request_id == self._request.request_id
         if grant.version != version and not is_present and not self._pacing.updates_mid_trajectory:
-            self._mailbox.send("hub", LeaseReturn([x.group for x in grant.leases], [x.attempt for x in grant.leases]))
+            self._return(grant)
             return []
         self._taken += len(grant.leases)
         return [(lease, self._hold(lease, version)) for lease in grant.leases]
+
+    def is_answered(self, grant: LeaseGrant) -> bool:
+        """Whether this request has had an answer before."""
+        return grant.request_id <= self._answered
+
+    def refuse(self, grant: LeaseGrant, *, is_gone: bool) -> None:
+        """Return a whole grant, as the answer to its request; `is_gone`: no process has its version any more."""
+        self._answered = grant.request_id
+        self._is_asking = self._is_asking and grant.request_id != self._request.request_id
+        self._return(grant, is_gone=is_gone)
 
     def held_rows(self, *moving: LeasedRow) -> HeldRows:
         """The message that names every row held, and those `moving` that no other rollout has claimed."""
@@ -114,6 +145,10 @@ class HeldLeases:
                 fresh.append(LeasedRow(row_id, lease.attempt, version, row))
         self.held |= {held.row_id.number: held for held in fresh}
         return fresh
+
+    def _return(self, grant: LeaseGrant, *, is_gone: bool = False) -> None:
+        groups, attempts = [lease.group for lease in grant.leases], [lease.attempt for lease in grant.leases]
+        self._mailbox.send("hub", LeaseReturn(groups, attempts, is_gone))
 
     def _send(self) -> None:
         self._asked_at = time.monotonic()

@@ -4,6 +4,7 @@ Consumes leases and weight versions. It waits only when it holds nothing: for th
 the hub wake it. One version generates a trajectory from its first token to its last, unless the schedule is `partial`.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +19,18 @@ from ..comm.signing import Envelope
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
+from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
 from .migration.migration import Migration, MoveDeadlines
 from .pacing import RolloutPacing
+from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
 from .rewards.pool import ScoreRequest
 from .row_writer import FinishedRow, RowWriter
+
+_log = logging.getLogger(__name__)
 
 IDLE_S = 0.01
 
@@ -50,8 +55,12 @@ class Rollout:
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
-        self.leases = HeldLeases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self._pacing)
+        streams = generator.can_stream and recipe.rollout.stream_tokens > 0
+        self.leases = HeldLeases(
+            self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self._pacing, can_continue=streams
+        )
         self._storage = ReplicatedRows(fleet)
+        self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._clock = Clock(recipe.emulated.speed)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
@@ -81,11 +90,15 @@ class Rollout:
         self._request_leases(self._update_weights())
         self._generate()
         self._submit_scored()
+        if self.leases.can_continue and (rows := self._partial_rows.due()):
+            self._row_writer.submit(rows)
         self._report()
 
     def close(self) -> None:
-        """Write the scored rows, report the unfinished ones to the hub, close the connections."""
+        """Write the scored rows and what there is of the others, report those to the hub, close the connections."""
         self._submit_scored()
+        if self.leases.can_continue and (rows := self._partial_rows.all()):
+            self._row_writer.submit(rows)
         self._row_writer.close()
         self._rewards.close()
         held = self.leases.held_rows(*self.migration.held())
@@ -98,13 +111,38 @@ class Rollout:
     def handle(self, envelope: Envelope) -> None:
         match envelope.message:
             case LeaseGrant() as grant:
-                self._update_weights()  # a version may have come out since the last turn
-                for lease, fresh in self.leases.take(grant, self.generator.weights.version):
-                    self._start_group(lease, fresh)
+                self._take_leases(grant)
             case Stop():
                 self._is_stopped = True
             case message:
                 self.migration.handle(envelope.sender, message)
+
+    def _take_leases(self, grant: LeaseGrant) -> None:
+        """Start the groups of a grant, on the newest version if nothing runs; begun ones continue on their own."""
+        is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.updates_mid_trajectory
+        if is_begun and not self.leases.is_answered(grant) and not self._has_version(grant):
+            return
+        if not is_begun:
+            self._update_weights()  # a version may have come out since the last turn
+        for lease, fresh in self.leases.take(grant, self.generator.weights.version):
+            self._start_group(lease, fresh)
+
+    def _has_version(self, grant: LeaseGrant) -> bool:
+        """Switch to the version of a grant if nothing runs; without that version the grant goes back to the hub."""
+        if self.generator.weights.version == grant.version:
+            return True
+        is_gone = False
+        if self.generator.idle and not self.migration.is_under_way:
+            try:
+                self._take_weights(grant.version)
+            except VersionNotAvailable as error:
+                _log.warning("%s", error)
+                self._take_weights()
+                is_gone = True
+            else:
+                return True
+        self.leases.refuse(grant, is_gone=is_gone)
+        return False
 
     def _wait_for_weights(self) -> None:
         weights = self.generator.weights
@@ -126,11 +164,11 @@ class Rollout:
         self._take_weights()
         return False
 
-    def _take_weights(self) -> None:
-        """Switch to the newest version; unfinished trajectories continue under it."""
+    def _take_weights(self, version: int | None = None) -> None:
+        """Switch to the newest version, or to an older one; unfinished trajectories continue under it."""
         started = self._clock.now()
         self._trace.enter("pull")
-        receipt = self.generator.take_weights(self._recipe.comm.deadline_s)
+        receipt = self.generator.take_weights(self._recipe.comm.deadline_s, version)
         for live in self.generator.unfinished():
             self.leases.held[live.trajectory_id].switches.append((live.num_tokens, receipt.version))
         self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
@@ -148,7 +186,13 @@ class Rollout:
             return
         tokens = self.generator.prompt_ids(fresh[0].row)
         if len(tokens) < self.generator.context:
-            self.generator.add_group(tokens, self._params, [held.row_id.number for held in fresh])
+            begun = self._partial_rows.begun(lease, fresh, self._params)
+            if begun:
+                self.generator.import_sequences(begun)
+            continued = {state.trajectory_id for state in begun}
+            numbers = [held.row_id.number for held in fresh if held.row_id.number not in continued]
+            if numbers:
+                self.generator.add_group(tokens, self._params, numbers)
             return
         problem = (
             f"prompt {lease.group.prompt} has {len(tokens)} tokens,"
@@ -179,7 +223,7 @@ class Rollout:
             if held is None:
                 continue  # another rollout got the lease before it finished
             held.completion = completion
-            self._totals.tokens += len(completion.token_ids)
+            self._totals.tokens += len(completion.token_ids) - held.num_kept
             request = ScoreRequest(held, held.row, completion.text, completion.token_ids)
             if completion.finish_reason == "error":
                 request.failure = "the policy's logits are not finite"

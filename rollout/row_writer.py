@@ -12,6 +12,7 @@ from ..comm.mailbox import Mailbox
 from ..comm.messages import RowDone
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
+from .partial_rows import StreamedRow, write_streamed
 
 if TYPE_CHECKING:
     from .leases import LeasedRow
@@ -49,7 +50,7 @@ class RowWriter:
         self._mailbox = mailbox
         self._storage = storage
         self._deadline_s = deadline_s
-        self._rows: queue.Queue[FinishedRow] = queue.Queue()
+        self._rows: queue.Queue[FinishedRow | list[StreamedRow]] = queue.Queue()
         self._is_closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="row writer", daemon=True)
@@ -57,8 +58,8 @@ class RowWriter:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, row: FinishedRow) -> None:
-        """Queue a trajectory. Raises the error that ended the thread, if one did."""
+    def submit(self, row: FinishedRow | list[StreamedRow]) -> None:
+        """Queue a trajectory, or the first tokens of some. Raises the error that ended the thread, if one did."""
         if self._error is not None:
             raise self._error
         self._rows.put(row)
@@ -76,7 +77,11 @@ class RowWriter:
         try:
             while not (self._is_closing and self._rows.empty()):
                 with suppress(queue.Empty):
-                    self._write(self._rows.get(timeout=POLL_S))
+                    item = self._rows.get(timeout=POLL_S)
+                    if isinstance(item, FinishedRow):
+                        self._write(item)
+                    elif (report := write_streamed(item, self._storage)) is not None:
+                        self._mailbox.send("hub", report)
         except Exception as error:  # noqa: BLE001 - `submit` or `close` raises it in the loop
             self._error = error
 
@@ -91,5 +96,6 @@ class RowWriter:
             reward=row.reward,
             num_versions=len(set(versions)) or 1,
             failure=row.failure,
+            num_kept=held.num_kept,
         )
         self._mailbox.send("hub", message)

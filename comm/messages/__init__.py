@@ -9,7 +9,7 @@ Start reading at `base.py` (the base class and ids), then `leases.py`.
 from . import migration
 from .base import GroupId, Message, RowId
 from .codec import decode, encode
-from .leases import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, LoadReport, RowDone
+from .leases import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, LoadReport, RowDone, RowsStreamed
 from .queue import (
     ColumnsAdded,
     DropRows,

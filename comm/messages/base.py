@@ -5,6 +5,7 @@ import re
 import msgspec
 
 _EPOCH_BITS, _PROMPT_BITS, _SAMPLE_BITS = 15, 36, 12
+_PARTIAL = "/partial"
 MAX_SAMPLES = 1 << _SAMPLE_BITS
 """Most samples of one group."""
 
@@ -49,15 +50,24 @@ class RowId(msgspec.Struct, frozen=True, order=True):
         """The key of its bytes in a storage unit; it names the attempt, so that no attempt overwrites another's bytes."""
         return f"{self}@{attempt}"
 
+    def partial_key(self, attempt: int) -> str:
+        """The key of its first tokens in a storage unit, while this attempt is generated."""
+        return f"{self}@{attempt}{_PARTIAL}"
+
     @staticmethod
     def of_key(key: str) -> "tuple[RowId, int]":
-        """The row and the attempt that a key of a storage unit names."""
-        name, _, attempt = key.partition("@")
+        """The row and the attempt that a key of a storage unit names, be it of the whole row or of its first tokens."""
+        name, _, attempt = key.removesuffix(_PARTIAL).partition("@")
         epoch, prompt, sample = map(int, name.split("."))
         return RowId(epoch, prompt, sample), int(attempt)
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
+
+
+def is_partial(key: str) -> bool:
+    """Whether a row of a storage unit is the beginning of a trajectory."""
+    return key.endswith(_PARTIAL)
 
 
 def trajectory_group(number: int) -> int:

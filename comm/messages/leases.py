@@ -11,6 +11,8 @@ class LeaseRequest(Message, frozen=True):
     request_id: int
     version: int
     num_groups: int
+    can_continue: bool = False
+    """It continues trajectories that another rollout began, and takes an older version for them while it is idle."""
 
     @property
     def incarnation(self) -> int:
@@ -18,13 +20,25 @@ class LeaseRequest(Message, frozen=True):
         return self.request_id >> 32
 
 
+class PartialRef(msgspec.Struct, frozen=True):
+    """A sample that an earlier holder has begun: its first tokens have this key in each of `storage_ids`."""
+
+    sample: int
+    key: str
+    storage_ids: list[str]
+
+
 class Lease(msgspec.Struct, frozen=True):
-    """One group leased to a rollout: the data set's row as JSON, the samples to draw, and the number of this attempt."""
+    """One group leased to a rollout: the data set's row as JSON, the samples to draw, and the number of this attempt.
+
+    The samples in `partials` are continued, the others start at the prompt.
+    """
 
     group: GroupId
     attempt: int
     samples: list[int]
     row: msgspec.Raw
+    partials: tuple[PartialRef, ...] = ()
 
 
 class LeaseGrant(Message, frozen=True):
@@ -36,14 +50,31 @@ class LeaseGrant(Message, frozen=True):
 
 
 class LeaseReturn(Message, frozen=True):
-    """A rollout returns leases that it will not generate, since it moved to another version."""
+    """A rollout returns leases that it will not generate, since it has another version.
+
+    `is_gone`: no process has the version of the lease any more.
+    """
 
     groups: list[GroupId]
     attempts: list[int]
+    is_gone: bool = False
+
+
+class RowsStreamed(Message, frozen=True, kw_only=True):
+    """Each of `storage_ids` has the first tokens of these unfinished trajectories: versions and lengths of the responses."""
+
+    rows: list[RowId]
+    attempts: list[int]
+    versions: list[int]
+    num_tokens: list[int]
+    storage_ids: list[str]
 
 
 class RowDone(Message, frozen=True):
-    """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`."""
+    """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`.
+
+    An earlier holder drew the first `num_kept` tokens of the response.
+    """
 
     row: RowId
     attempt: int
@@ -53,6 +84,7 @@ class RowDone(Message, frozen=True):
     reward: float | None
     num_versions: int = 1
     failure: str = ""
+    num_kept: int = 0
 
 
 class HeldRows(Message, frozen=True):

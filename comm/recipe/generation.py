@@ -55,5 +55,7 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
     batch_groups: Count | None = None
     """Groups between two checks for a newer version; null is a rollout's share of a step, for `partial` no limit."""
+    stream_tokens: OptionalCount = 256
+    """If a rollout dies, others continue its trajectories: at most this many tokens of each are generated again; 0 is off."""
     tp: Count = 1
     """Tensor-parallel ranks of one replica of the generator; `roles.rollout` is a multiple of it."""

@@ -32,6 +32,7 @@ from ..queue.controller import Task
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
 from .leases import Leases
+from .partial_pool import PartialPool
 from .repacking import Repacking
 from .results import Results
 from .telemetry import FleetStats
@@ -60,11 +61,12 @@ class Hub:
         self.fleet_stats = FleetStats()
         self._actor_error = ""
         self.results = Results(self.context, queue)
-        self.leases = Leases(self.context, pool, admission)
+        self.partials = PartialPool(self.context, clock, mixes_versions=admission.schedule.updates_mid_trajectory)
+        self.leases = Leases(self.context, pool, admission, self.partials)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {})
         # Rows are handed out before groups are leased, since that makes room in the queue.
-        self.handlers: tuple[Handler, ...] = (self.results, dispatcher, self.leases, self.repacking)
+        self.handlers: tuple[Handler, ...] = (self.results, dispatcher, self.partials, self.leases, self.repacking)
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
             WeightsPulled: self._on_pulled,
@@ -101,6 +103,7 @@ class Hub:
     def on_storage_lost(self, storage_id: str, reason: str) -> None:
         """A storage unit is lost with its relay's process; a second call changes nothing."""
         self.results.on_storage_lost(storage_id, reason)
+        self.partials.on_storage_lost(storage_id)
         self.advance()
 
     def stop_leasing(self) -> None:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
 from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
-from ..journal.records import Grant, RowStatus
+from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
+from .partial_pool import PartialPool, PartialRow
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 class Leases(Handler):
     """Open requests, the newest request of each holder, and the leases that a dead holder had."""
 
-    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission") -> None:
+    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: PartialPool) -> None:
         super().__init__(context)
         self.pool = pool
         self.admission = admission
+        self.partials = partials
         self._requests: dict[str, LeaseRequest] = {}
         grants = self.state.grants.items()
         self._newest = {holder: LeaseRequest(grant.request_id, grant.version, 0) for holder, grant in grants}
@@ -27,7 +29,9 @@ class Leases(Handler):
     def advance(self) -> None:
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
         for holder, request in list(self._requests.items()) if self.context.is_leasing else ():
-            if request.version not in refused and not self._grant(holder, request):
+            if (older := self._older_version(holder, request)) is not None:
+                self._grant(holder, request, older)
+            elif request.version not in refused and not self._grant(holder, request, request.version):
                 refused.add(request.version)
 
     def on_process_death(self, process: str, reason: str) -> None:
@@ -78,36 +82,62 @@ class Leases(Handler):
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         for group, attempt in zip(message.groups, message.attempts, strict=True):
             if group in self.state.groups:
-                reason = f"{sender} switched to another version"
+                reason = "its version is gone" if message.is_gone else f"{sender} switched to another version"
                 self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
+                if message.is_gone:
+                    self.partials.give_up(self.state.groups[group].row_ids(RowStatus.WANTED))
 
-    def _grant(self, holder: str, request: LeaseRequest) -> bool:
+    def _older_version(self, holder: str, request: LeaseRequest) -> int | None:
+        """The older version on which an idle rollout continues trajectories of a dead one; None without such trajectories."""
+        if not (request.can_continue and self.partials.rows and self.state.unassigned):
+            return None
+        groups = [self.state.groups[group_id] for group_id in self.state.unassigned]
+        begun = [(self.partials.version_of(self.partials.wanted(group)), group) for group in groups]
+        older = [v for v, group in begun if v not in (None, request.version) and self._may_continue(v, group, request)]
+        return None if holder in self.holders() else next(iter(older), None)
+
+    def _may_continue(self, version: int, group: Group, request: LeaseRequest) -> bool:
+        """Whether a group may be trained if it continues on an older version; else it starts again at the prompt."""
+        may = self.admission.may_lease
+        if may(self.state, version, group):
+            return True
+        if may(self.state, request.version, group):
+            self.partials.give_up(group.row_ids(RowStatus.WANTED))
+        return False
+
+    def _grant(self, holder: str, request: LeaseRequest, version: int) -> bool:
         """Lease groups to a holder; returns whether it got as many as it asked for, or as many as fit into a message."""
         leases: list[Lease] = []
         num_bytes = 0
         while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
-            if (lease := self._lease_one(holder, request)) is None:
+            if (lease := self._lease_one(holder, request, version)) is None:
                 break
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
             del self._requests[holder]
-            self.context.mailbox.send(holder, LeaseGrant(request.request_id, request.version, leases))
+            self.context.mailbox.send(holder, LeaseGrant(request.request_id, version, leases))
         return len(leases) == request.num_groups or num_bytes >= MAX_ROW_BYTES // 2
 
-    def _lease_one(self, holder: str, request: LeaseRequest) -> Lease | None:
-        """Lease one group: one that came back if there is any, else the next of the data set."""
-        state, version = self.state, request.version
+    def _lease_one(self, holder: str, request: LeaseRequest, version: int) -> Lease | None:
+        """Lease one group: one that came back if there is any, else the next of the data set.
+
+        A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
+        """
+        state, partials = self.state, dict[int, PartialRow]()
+        allowed = (None, version) if version == request.version else (version,)
         for group_id in state.unassigned:
-            if self.admission.may_lease(state, version, state.groups[group_id]):
-                group = state.groups[group_id]
+            group = state.groups[group_id]
+            partials = self.partials.wanted(group) if request.can_continue else {}
+            if self.partials.version_of(partials) in allowed and self.admission.may_lease(state, version, group):
                 samples, attempt = group.samples(RowStatus.WANTED), group.next_attempt
                 break
         else:
-            if not self.admission.may_lease(state, version):
+            if None not in allowed or not self.admission.may_lease(state, version):
                 return None
-            group_id, attempt = self.pool.group_at(state.cursor), 1
+            group_id, attempt, partials = self.pool.group_at(state.cursor), 1, {}
             samples = list(range(state.samples_per_prompt))
         answered = {"version": version, "holder": holder, "request_id": request.request_id}
         self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, **answered))
-        return Lease(group_id, attempt, samples, self.pool.row(group_id))
+        refs = tuple(partial.ref(group_id.row(sample)) for sample, partial in partials.items())
+        return Lease(group_id, attempt, samples, self.pool.row(group_id), refs)

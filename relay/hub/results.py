@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 
 from ...comm.messages import DropRows, RowDone, RowId, RowsNotFound
-from ...comm.messages.base import process_of
+from ...comm.messages.base import is_partial, process_of
 from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
@@ -50,7 +50,7 @@ class Results(Handler):
             row_id, attempt = RowId.of_key(key)
             row = self.state.row(row_id)
             if row is not None and row.attempt == attempt:
-                is_here = relay in map(process_of, row.storage_ids)
+                is_here = relay in map(process_of, row.storage_ids) and not is_partial(key)
                 if row.status is RowStatus.LEASED or (row.status is RowStatus.READY and is_here):
                     continue
             needless.append(key)
@@ -80,6 +80,7 @@ class Results(Handler):
                     num_tokens=done.num_tokens,
                     reward=done.reward,
                     num_versions=done.num_versions,
+                    num_kept=done.num_kept,
                 )
             )
         if (group := self.state.groups.get(done.row.group)) is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ...comm.disk import when_there_is_room
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import HeldRows, ListStoredRows, Message, Stop, StoredRows, TrainingDone
-from ...comm.messages.base import process_of
+from ...comm.messages.base import is_partial, process_of
 from ...comm.waits import waiting
 from ..checkpoints import write_durably
 from ..journal import events as ev
@@ -87,7 +87,7 @@ class Shutdown:
         units = self._collect(StoredRows, self._tell("relay", ListStoredRows(), gone))
         self._give_up({relay.name for relay in self.fleet.members("relay")} - set(units))
         num_held = sum(self._num_leased(holder, holding) for holder, holding in holdings.items())
-        num_ready = self._num_ready({key for unit in units.values() for key in unit.keys})
+        num_ready = self._num_ready({key for unit in units.values() for key in unit.keys if not is_partial(key)})
         unassigned = [hub.state.groups[group_id] for group_id in hub.state.unassigned]
         counted = num_held + num_ready + sum(len(group.samples(RowStatus.WANTED)) for group in unassigned)
         if counted != hub.state.in_flight:
@@ -172,6 +172,9 @@ class Shutdown:
             "moves_refused": dict(self.hub.repacking.refusals),
             "regenerated": state.regenerated,
             "hub_restarts": state.hub_restarts,
+            "continued": state.num_continued,
+            "tokens_kept": state.tokens_kept,
+            "restarted": self.hub.partials.num_restarted,
             "trainer_restarts": state.trainer_restarts,
             "version": state.version,
             "digest": state.digest,

@@ -69,7 +69,7 @@ class Moved(Event, frozen=True, kw_only=True):
 
 
 class RowReady(Event, frozen=True, kw_only=True):
-    """A trajectory is finished and scored; each of `units` stores its bytes."""
+    """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens."""
 
     row: RowId
     units: list[str]
@@ -77,6 +77,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     num_tokens: int
     reward: float
     num_versions: int = 1
+    num_kept: int = 0
 
 
 class RowFailed(Event, frozen=True, kw_only=True):

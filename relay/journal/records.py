@@ -22,6 +22,17 @@ _STARTED = (RowStatus.LEASED, RowStatus.READY)
 
 
 @dataclass(slots=True)
+class Account:
+    """Numbers of trajectories, by their end; `leased` counts each once, at its first lease."""
+
+    leased: int = 0
+    trained: int = 0
+    evicted: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
 class Row:
     """One trajectory; `version` is the one that generates or generated it, `columns` are those that tasks have added."""
 

@@ -16,28 +16,18 @@ from functools import singledispatch
 from ...comm.errors import SettingError
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Grant, Group, Row, RowStatus, TaskRecord
+from .records import Account, Grant, Group, Row, RowStatus, TaskRecord
 
 if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
 
 
 @dataclass(slots=True)
-class Account:
-    """Numbers of trajectories, by their end; `leased` counts each once, at its first lease."""
-
-    leased: int = 0
-    trained: int = 0
-    evicted: int = 0
-    filtered: int = 0
-    failed: int = 0
-
-
-@dataclass(slots=True)
 class HubState:
     """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
 
-    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost.
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
+    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
     `incarnations` are those of the lease holders; `checkpoint_after` is the step when a checkpoint was asked for last.
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
@@ -55,6 +45,8 @@ class HubState:
     regenerated: int = 0
     checkpoint_after: int = -1
     ending: ev.Ending | None = None
+    num_continued: int = 0
+    tokens_kept: int = 0
     trainer_incarnation: int = 1
     trainer_restarts: int = 0
     restarts_in_step: int = 0
@@ -193,6 +185,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    state.num_continued += event.num_kept > 0
+    state.tokens_kept += event.num_kept
 
 
 @apply.register

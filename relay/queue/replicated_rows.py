@@ -6,7 +6,7 @@ message about the earlier unit cannot be mistaken for one about the new unit.
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -59,14 +59,23 @@ class ReplicatedRows:
         Waits while all are full or dead: a relay's next process brings a new unit. Raises `WaitTimeout`.
         """
         with waiting("storage units", f"room for row {key}", self._fleet.settings.deadline_s) as wait:
-            return wait.until(lambda: self._put_replicas(key, columns), RETRY_S)
+            return wait.until(lambda: self.try_put_rows({key: columns}), RETRY_S)
+
+    def try_put_rows(self, rows: Mapping[str, "Columns"]) -> list[str] | None:
+        """Write rows to two units if there are two; returns the units that have them, None if all are full or dead."""
+        held: list[str] = []
+        for unit in self._nearest_first():
+            with suppress(StorageFull):
+                if len(held) < COPIES and self._put(unit, rows):
+                    held.append(unit)
+        return held or None
 
     def add_columns(self, key: str, storage_ids: Iterable[str], columns: "Columns") -> list[str]:
         """Add columns to a row in all its units; returns the units that have them."""
         held: list[str] = []
         for unit in storage_ids:
             try:
-                if self._put(unit, key, columns):
+                if self._put(unit, {key: columns}):
                     held.append(unit)
             except StorageFull as error:
                 self._mark_failed(unit, error)
@@ -96,18 +105,9 @@ class ReplicatedRows:
                 client.close()
             self._clients.clear()
 
-    def _put_replicas(self, key: str, columns: "Columns") -> list[str] | None:
-        """The units that have the row; None if all units are full or dead."""
-        held: list[str] = []
-        for unit in self._nearest_first():
-            with suppress(StorageFull):
-                if len(held) < COPIES and self._put(unit, key, columns):
-                    held.append(unit)
-        return held or None
-
-    def _put(self, storage_id: str, key: str, columns: "Columns") -> bool:
+    def _put(self, storage_id: str, rows: Mapping[str, "Columns"]) -> bool:
         try:
-            self._client(storage_id).put(key, columns)
+            self._client(storage_id).put_many(rows)
         except PeerGone as error:
             self._mark_failed(storage_id, error)
             return False

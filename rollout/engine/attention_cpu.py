@@ -21,7 +21,7 @@ _LOG2_E = 1 / math.log(2)
 
 
 class PoolAttention:
-    """Decode attention in place: every page in use is one row of a single SDPA call, with the query of the page's owner.
+    """Decode attention in place: every page in use is one row of a batched call, with the query of the page's owner.
 
     The partial results of a sequence's pages are merged by their log-sum-exp. Nothing is gathered, and the cost grows
     with the pages in use. Pages that several samples share come from the pool's upper end and are read once, with the

@@ -25,7 +25,7 @@ from .memory import available_memory, plan_cache
 from .runner import Runner
 from .sampling import Sample, SamplingParams, stream_key
 from .scheduler import Scheduler
-from .sequence import Completion, Sequence, SequenceGroup, SequenceProgress, SequenceState
+from .sequence import Completion, Sequence, SequenceGroup, SequencePart, SequenceProgress, SequenceState
 from .text import Text, check_prompt
 
 log = logging.getLogger(__name__)
@@ -195,9 +195,11 @@ class Engine:
 
     def unfinished(self) -> list[SequenceProgress]:
         """Every trajectory that is queued, running or paused."""
-        waiting = [s for group in self.scheduler.waiting for s in group.sequences]
-        sequences = (*self.scheduler.running, *self.scheduler.paused, *waiting)
-        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in sequences]
+        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in self.scheduler.unfinished()]
+
+    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+        """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
+        return [s.since(counts.get(s.trajectory_id, 0)) for s in self.scheduler.unfinished()]
 
     @property
     def num_running(self) -> int:
@@ -275,9 +277,6 @@ class Engine:
         self, prompt_ids: list[int], params: SamplingParams | Many[SamplingParams], ids: Many[int], streams: Many[int]
     ) -> None:
         """Queue a group; `streams` select the random numbers of its samples."""
-        if not self._is_checked:
-            self._is_checked = True
-            exact_check.verify(self.policy, self._run_probes())
         check_prompt(prompt_ids, self.policy)
         each = [params] * len(ids) if isinstance(params, SamplingParams) else params
         sequences = [self._sequence(prompt_ids, *sample) for sample in zip(each, ids, streams, strict=True)]
@@ -293,6 +292,9 @@ class Engine:
         return completions
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
+        if not self._is_checked:  # while nothing is queued, since the probes run until the engine is idle
+            self._is_checked = True
+            exact_check.verify(self.policy, self._run_probes())
         strings, stop_ids = self.text.split_stops(params.stops)
         if not params.ignore_eos:
             stop_ids |= self.policy.stop_ids

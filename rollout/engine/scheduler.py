@@ -6,6 +6,7 @@ State changes only; no tensors.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -189,9 +190,11 @@ class Scheduler:
 
     def find(self, trajectory_id: int) -> Sequence | None:
         """The sequence of a trajectory: running, paused or waiting."""
-        waiting = (s for group in self.waiting for s in group.sequences)
-        held = chain(self.running, self.paused, waiting)
-        return next((s for s in held if s.trajectory_id == trajectory_id), None)
+        return next((s for s in self.unfinished() if s.trajectory_id == trajectory_id), None)
+
+    def unfinished(self) -> Iterator[Sequence]:
+        """Every sequence: running, paused or waiting."""
+        return chain(self.running, self.paused, (s for group in self.waiting for s in group.sequences))
 
     def cancel(self, trajectory_id: int) -> Sequence | None:
         """Remove a trajectory and free its pages; returns its sequence, if it was here."""

@@ -34,6 +34,16 @@ class SequenceProgress(NamedTuple):
     num_tokens: int
 
 
+class SequencePart(NamedTuple):
+    """The newest tokens of an unfinished trajectory with their log-probs; `stream` is the random stream of the next ones."""
+
+    trajectory_id: int
+    stream: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceState:
     """An unfinished trajectory that moves to another engine with the same weights."""
@@ -86,6 +96,11 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
+
+    def since(self, start: int) -> SequencePart:
+        """The tokens of the response from number `start` on."""
+        tokens = self.token_ids[start:], self.logprobs[start:]
+        return SequencePart(self.trajectory_id, self.key, self.prompt_ids, *tokens)
 
     def insert(self, token_ids: Many[int]) -> None:
         """Append tokens that were not sampled; their log-probability counts as 0."""

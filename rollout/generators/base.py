@@ -4,7 +4,7 @@ The rollout's loop works with any generator: the project's own engine, a library
 generator is imported when it is chosen, so that an emulated rollout loads no library of models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...comm.plugins import adapter_class
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...comm.recipe import Recipe
     from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
-    from ..engine.sequence import Completion, SequenceProgress, SequenceState
+    from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
@@ -41,6 +41,8 @@ class Generator(Protocol):
     weights: Weights
     can_migrate: bool
     """Whether `export_sequences` and `import_sequences` work."""
+    can_stream: bool
+    """Whether `tokens_since` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
     context: int
     """Most tokens of prompt and response together."""
     kv_capacity: int
@@ -89,8 +91,16 @@ class Generator(Protocol):
         """Every unfinished trajectory."""
         ...
 
-    def take_weights(self, deadline_s: float) -> "Receipt":
-        """Switch to the newest version. Unfinished trajectories continue under it, with their caches computed again."""
+    def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
+        """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
+        ...
+
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "Receipt":
+        """Switch to the newest version. Unfinished trajectories continue under it, with their caches computed again.
+
+        While it is idle, to `version` if one is given. Raises `VersionNotAvailable` if no process has that one any more;
+        the weights are undefined then until the next call.
+        """
         ...
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> "list[SequenceState]":

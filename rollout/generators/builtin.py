@@ -1,6 +1,6 @@
 """The project's own engine as a generator: `rollout.engine=builtin`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from ...comm.recipe import Recipe
     from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
-    from ..engine.sequence import Completion, SequenceProgress, SequenceState
+    from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 
 
 class BuiltinGenerator:
     """An engine whose policy's parameters are views of the rollout's weights; rank 0 of its replica."""
 
     can_migrate = True
+    can_stream = True
 
     def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
         replica, self.engine, self.weights = open_rank(fleet, recipe)
@@ -64,8 +65,11 @@ class BuiltinGenerator:
     def unfinished(self) -> "list[SequenceProgress]":
         return self.engine.unfinished()
 
-    def take_weights(self, deadline_s: float) -> "Receipt":
-        return self.lead.take_weights(self.weights, deadline_s)
+    def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
+        return self.engine.tokens_since(counts)
+
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "Receipt":
+        return self.lead.take_weights(self.weights, deadline_s, version)
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> "list[SequenceState]":
         return self.lead.export_sequences(trajectory_ids, with_cache)

@@ -1,7 +1,7 @@
 """A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ...relay.weights.pinned import host_buffer
 from ...relay.weights.reader import WeightReader
 from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, SequenceProgress, SequenceState
+from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 from .emulated_device import EmulatedDevice, EmulatedSequence, response_length
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class EmulatedGenerator:
     """An emulated device, a clock, and small weights."""
 
     can_migrate = True
+    can_stream = False
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.settings = e = recipe.emulated
@@ -113,7 +114,10 @@ class EmulatedGenerator:
     def unfinished(self) -> list[SequenceProgress]:
         return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in (*self.device.running, *self.device.waiting)]
 
-    def take_weights(self, deadline_s: float) -> Receipt:
+    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+        raise AssertionError("`can_stream` is False")
+
+    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
         self._start_if_idle()
         self.device.recompute()
         receipt = self.weights.pull(deadline_s)

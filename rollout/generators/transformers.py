@@ -5,7 +5,7 @@ An example of a foreign generator. It has to run prompts, report the log-probabi
 computed again by the policy. The parameters are views of the rollout's weights, so that a new version replaces them in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -21,7 +21,7 @@ from ...relay.weights.slots import Receipt
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
 from ..engine.chat_template import prompt_tokens
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, SequenceProgress, SequenceState
+from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 from ..weights import RolloutWeights
 
 _BLOCK_TOKENS = 256  # of the KV cache; transformers' own default
@@ -39,6 +39,7 @@ class TransformersGenerator:
     """Runs queued requests batch by batch; one `step` generates a batch from its first token to its last."""
 
     can_migrate = False
+    can_stream = False
     num_running = 0
     num_recomputed = 0
     kv_load = 0
@@ -98,7 +99,10 @@ class TransformersGenerator:
     def unfinished(self) -> list[SequenceProgress]:
         return [SequenceProgress(request.trajectory_id, len(request.prompt_ids)) for request in self._queue]
 
-    def take_weights(self, deadline_s: float) -> Receipt:
+    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+        raise AssertionError("`can_stream` is False")
+
+    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
         return self.weights.pull(deadline_s)
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:

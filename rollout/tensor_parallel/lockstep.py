@@ -73,16 +73,21 @@ class LeadEngine:
         self.replica.enqueue(Resume(trajectory_id, list(token_ids)))
         self.engine.resume(trajectory_id, token_ids)
 
-    def take_weights(self, weights: "RolloutWeights", deadline_s: float) -> "Receipt":
-        """Switch all ranks to the newest version that all of them can get."""
+    def take_weights(self, weights: "RolloutWeights", deadline_s: float, version: int | None = None) -> "Receipt":
+        """Switch all ranks to the newest version that all of them can get, or to `version`.
+
+        Raises `VersionNotAvailable` if a rank cannot get that one; the ranks may have different versions then.
+        """
         self.recompute()
         while True:
-            receipt = weights.pull(deadline_s)
+            receipt = weights.pull(deadline_s) if version is None else weights.pull_version(version)
             self.replica.enqueue(TakeWeights(receipt.version))
             self.replica.flush()
             if self.replica.all_agree(True):
                 self.engine.weights_changed()
                 return receipt
+            if version is not None:
+                raise VersionNotAvailable(f"version {version} is not available to every rank")
             log.warning("version %d is no longer available to every rank: taking a newer one", receipt.version)
 
     def close(self) -> None:

@@ -1,62 +1,32 @@
 """Trajectories move between rollouts: the results do not change, and each row ends exactly once, even if a rollout dies."""
 
 import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.closing import at_end
-from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import random_prompts, tiny_policy
+from support.rollout_play import PARAMS, SAMPLES, EngineGenerator, Play
 
 from headrace.comm.errors import MessageRefused
 from headrace.comm.messages import RowId
 from headrace.comm.messages.migration import (
     ClaimResult,
-    MigrateOrder,
-    MigrateResult,
     RowsReassigned,
     TransferOffered,
     TransferRefused,
 )
-from headrace.comm.recipe import Recipe
-from headrace.comm.signing import Envelope
-from headrace.launch.config.load import read_recipe
 from headrace.launch.report.timeline import Timeline
-from headrace.relay.dataset import JsonLines, PromptPool
-from headrace.relay.hub.hub import Hub
-from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, read_events, replay
-from headrace.relay.journal.state import HubState, RowStatus
-from headrace.relay.queue.admission import Admission
-from headrace.relay.weights.slots import Receipt
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.sequence import Completion, SequenceState
-from headrace.rollout.generators.base import Weights
 from headrace.rollout.leases import LeasedRow
-from headrace.rollout.loop import Rollout
-from headrace.rollout.migration.calibration import GeneratorProfile, TransferCostModel, batch_bound, calibrate
+from headrace.rollout.migration.calibration import TransferCostModel, batch_bound, calibrate
 from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.rollout.migration.migration import MoveDeadlines
-from headrace.rollout.rewards.pool import ScoreRequest
 
 PAGE_BYTES = 64 * 512
-PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
-SAMPLES = 3
-SETTINGS = (
-    f"batch.samples_per_prompt={SAMPLES}",
-    "batch.prompts_per_step=8",
-    "queue.capacity=8",
-    "roles.rollout=3",
-    "rollout.report_s=1e6",
-    "repack.period_s=1e6",
-)
-FAST_LINK = MoveDeadlines(link_s=2.0)
-"""`link_s` is also the time that a thread waits for a destination that refuses."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +35,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------- engines alone
+
+
+def test_a_trajectory_that_is_a_new_engines_first_work_is_returned_when_it_ends(llama: Path):
+    source, target = Engine(llama, exact=True), Engine(llama, exact=True)
+    source.add_group([5] * 20, PARAMS, [0])
+    source.step()
+    target.import_sequences(source.export_sequences([0]))
+    target.add_group([6] * 20, PARAMS, [1])
+    assert {done.trajectory_id for done in run(target)} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -157,167 +136,6 @@ def test_the_cache_moves_while_that_costs_less_than_computing_it():
 
 
 # --------------------------------------------------------------------------------------------- rollouts and a hub
-
-
-@dataclass
-class Loaded:
-    version: int = 0
-
-    def newest(self) -> int:
-        return self.version
-
-
-class EngineGenerator(Engine):
-    """The engine as a rollout's generator, on weights that never change; every response has 40 tokens."""
-
-    can_migrate = True
-
-    def __init__(self, path: Path, **settings: float) -> None:
-        super().__init__(path, exact=True, **settings)  # pyright: ignore[reportArgumentType]
-        self.weights: Weights = Loaded()
-        self.context = self.policy.context
-        self.kv_capacity = self.pool.num_pages * self.pool.page_size
-        self.kv_token_bytes = self.cache.num_bytes // self.kv_capacity
-        self.kv_load = 0
-
-    def prompt_ids(self, row: dict[str, str]) -> list[int]:
-        return [5 + int(row["prompt"][1:])] * 20
-
-    def add_group(self, prompt_ids: list[int], params: object, trajectory_ids: Sequence[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().add_group(prompt_ids, PARAMS, trajectory_ids)
-
-    def take_weights(self, deadline_s: float) -> Receipt:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-
-class TokenSums:
-    """Rewards each trajectory with the sum of its tokens, a fingerprint of it."""
-
-    def __init__(self) -> None:
-        self.done: list[ScoreRequest] = []
-
-    def submit(self, request: ScoreRequest) -> None:
-        request.reward = float(sum(request.completion_ids))
-        self.done.append(request)
-
-    def finished(self) -> list[ScoreRequest]:
-        done, self.done = self.done, []
-        return done
-
-    def close(self) -> None:
-        pass
-
-
-class ManualRollout(Rollout):
-    """A rollout that the test steps. It requests leases only when the test raises `max_running`."""
-
-    generator: EngineGenerator
-
-    def __init__(self, fleet: MemoryFleet, recipe: Recipe, policy: Path, deadlines: MoveDeadlines) -> None:
-        super().__init__(fleet, recipe, EngineGenerator(policy), TokenSums(), deadlines)
-        self.fleet = fleet
-        self.max_running = 0
-        self.migration.profile = GeneratorProfile(16, 1e-4)
-        self.loses: set[type] = set()
-
-    @property
-    def name(self) -> str:
-        return self.fleet.name
-
-    def handle(self, envelope: Envelope) -> None:
-        if type(envelope.message) in self.loses:
-            self.loses.remove(type(envelope.message))
-        else:
-            super().handle(envelope)
-
-
-class Play:
-    """A hub, a storage unit and up to three rollouts; the test steps the hub and the rollouts."""
-
-    def __init__(
-        self,
-        folder: Path,
-        policy: Path,
-        hosts: tuple[str, ...] = ("here",) * 3,
-        transfer: str = "pages",
-        deadlines: MoveDeadlines = FAST_LINK,
-    ) -> None:
-        folder.mkdir()
-        data = folder / "data.jsonl"
-        data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(9)))
-        self.network = MemoryNetwork()
-        recipe = read_recipe(None, [f"run.dir={folder}", f"repack.transfer={transfer}", *SETTINGS])
-        pool = PromptPool(JsonLines(data), shuffle=False, seed=0)
-        admission = Admission(recipe.batch, recipe.queue, num_steps=10)
-        journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
-        self.hub = Hub(
-            self.network.mailboxes.open("hub"), HubState(), journal, pool, admission, recipe.queue, recipe.repack
-        )
-        self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
-        relay = MemoryFleet.join_network(self.network, "relay")
-        self.unit = relay.host_rows()
-        relay.announce(unit=self.unit.address)
-        fleets = [MemoryFleet.join_network(self.network, "rollout", i, host=host) for i, host in enumerate(hosts)]
-        self.rollouts = [ManualRollout(fleet, recipe, policy, deadlines) for fleet in fleets]
-        self.alive = list(self.rollouts)
-        self.ended: list[MigrateResult] = []
-        self.orders = 0
-        at_end(self.close)
-        for rollout in self.rollouts:
-            rollout.start()
-
-    def step(self, num_steps: int = 1) -> None:
-        for _ in range(num_steps):
-            while (envelope := self.hub.mailbox.receive(0)) is not None:
-                if isinstance(envelope.message, MigrateResult):
-                    self.ended.append(envelope.message)
-                assert self.hub.handle(envelope)
-            for rollout in self.alive:
-                rollout.step()
-
-    def lease(self, rollout: ManualRollout, num_groups: int = 1) -> None:
-        rollout.max_running = SAMPLES * num_groups
-        self.until(lambda: rollout.generator.num_running > 0)
-        rollout.max_running = 0
-
-    def order(self, source: ManualRollout, target: ManualRollout, version: int = 0) -> None:
-        self.orders += 1
-        source.migration.handle("hub", MigrateOrder(self.orders, version, target.name))
-
-    def kill(self, rollout: ManualRollout) -> None:
-        self.alive.remove(rollout)
-        rollout.fleet.crash()
-        self.hub.on_process_death(rollout.name, "dead")
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never came true"
-            self.step()
-
-    def close(self) -> None:
-        """Close everything; a second call does nothing."""
-        while self.rollouts:
-            self.rollouts.pop().close()
-        self.unit.close()
-        self.hub.context.journal.close()
-
-    def finish(self) -> dict[RowId, float]:
-        """Every row's reward; each row must have ended exactly once."""
-        state = self.hub.state
-        ready = [RowStatus.READY, RowStatus.FAILED]
-        self.until(lambda: all(row.status in ready for group in state.groups.values() for row in group.rows))
-        self.until(lambda: not any(rollout.migration.is_under_way or rollout.leases.held for rollout in self.alive))
-        ends = [event.row for _, event in read_events(self.path) if isinstance(event, ev.RowReady)]
-        assert len(ends) == len(set(ends)) == state.in_flight and state.is_balanced
-        assert replay(self.path) == state
-        for rollout in self.alive:
-            rollout.generator.check()
-            assert rollout.generator.idle
-        return {g.id.row(s): r.reward for g in state.groups.values() for s, r in enumerate(g.rows)}
 
 
 Stage = Callable[..., Play]

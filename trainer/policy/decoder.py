@@ -176,5 +176,5 @@ class Head:
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the first dimensions of every head [T, heads, d] in place; the first half of `sin` is negated."""
     rotated = heads[..., : cos.shape[-1]]
-    swapped = rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    swapped = rotated.roll(rotated.shape[-1] // 2, -1)
     rotated.mul_(cos).addcmul_(swapped, sin)

@@ -127,6 +127,6 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [T, heads, d] with their first dimensions rotated."""
     size = cos.shape[-1]
     rotated, rest = heads[..., :size], heads[..., size:]
-    swapped = rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    swapped = rotated.roll(size // 2, -1)
     rotated = rotated * cos + swapped * sin
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

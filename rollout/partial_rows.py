@@ -1,0 +1,146 @@
+"""Streams the first tokens of unfinished trajectories into the storage units, and continues those of a dead rollout.
+
+A trajectory's state is its tokens: random numbers are a hash of (stream, position), and keys and values are computed again. So
+a continued trajectory has the tokens of an unbroken one. (Laminar, section 3: the partial response pool.)
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..comm.messages import Lease, RowId, RowsStreamed
+from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
+from .engine.sampling import SamplingParams
+from .engine.sequence import SequenceState
+from .leases import HeldLeases, LeasedRow
+
+if TYPE_CHECKING:
+    from .generators.base import Generator
+
+
+class StreamedRow(NamedTuple):
+    """The first tokens of one trajectory, with the random stream of the next ones."""
+
+    row_id: RowId
+    attempt: int
+    stream: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+    @property
+    def key(self) -> str:
+        return self.row_id.partial_key(self.attempt)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Versions and log-probs have one entry per token of the response."""
+        return {
+            "prompt_ids": self.prompt_ids,
+            "response_ids": self.token_ids,
+            "rollout_logprobs": self.logprobs,
+            "versions": self.versions,
+            "stream": np.array([self.stream], dtype=np.int64),
+        }
+
+
+def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStreamed | None:
+    """Write first tokens, in place of the earlier ones; the report to the hub, or None if no unit takes them now."""
+    units = storage.try_put_rows({row.key: row.columns() for row in rows})
+    if units is None:
+        return None
+    return RowsStreamed(
+        rows=[row.row_id for row in rows],
+        attempts=[row.attempt for row in rows],
+        versions=[int(row.versions.min()) for row in rows],
+        num_tokens=[len(row.token_ids) for row in rows],
+        storage_ids=units,
+    )
+
+
+@dataclass(slots=True)
+class _Response:
+    """The tokens of an unfinished response so far; as this attempt, `num_streamed` tokens of it are in the storage units."""
+
+    held: LeasedRow
+    attempt: int
+    num_streamed: int = 0
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+
+
+class PartialRows:
+    """One rollout's part in the partial pool; used by its loop between two steps of the generator.
+
+    stream_tokens: at most so many tokens of a response are generated again. A response is written when half of them are new, which
+    is looked for four times as often, so that a quarter remains for the time of writing. 0 streams nothing.
+    """
+
+    def __init__(self, generator: "Generator", leases: HeldLeases, storage: ReplicatedRows, stream_tokens: int) -> None:
+        self._generator = generator
+        self._leases = leases
+        self._storage = storage
+        self._step_tokens = max(1, stream_tokens // 4)
+        self._min_new = max(1, stream_tokens // 2)
+        self._num_steps = 0
+        self._responses: dict[int, _Response] = {}
+
+    def due(self) -> list[StreamedRow]:
+        """After a step of the generator: the trajectories to write now."""
+        self._num_steps += 1
+        return self.all(self._min_new) if self._num_steps % self._step_tokens == 0 else []
+
+    def all(self, min_new: int = 1) -> list[StreamedRow]:
+        """Every unfinished trajectory with `min_new` tokens that are not written yet."""
+        known = {n: r for n, r in self._responses.items() if self._leases.held.get(n) is r.held}
+        responses: dict[int, _Response] = {}
+        rows: list[StreamedRow] = []
+        for part in self._generator.tokens_since({n: len(r.token_ids) for n, r in known.items()}):
+            held = self._leases.held.get(part.trajectory_id)
+            if held is None:
+                continue
+            response = known.get(part.trajectory_id) or _Response(held, held.attempt)
+            response.token_ids.extend(part.token_ids)
+            response.logprobs.extend(part.logprobs)
+            responses[part.trajectory_id] = response
+            if response.attempt != held.attempt:
+                response.attempt, response.num_streamed = held.attempt, 0
+            if len(response.token_ids) - response.num_streamed >= min_new and not held.claim_id:
+                response.num_streamed = len(response.token_ids)
+                rows.append(_streamed_row(held, part.stream, part.prompt_ids, response))
+        self._responses = responses
+        return rows
+
+    def begun(self, lease: Lease, fresh: Iterable[LeasedRow], params: SamplingParams) -> list[SequenceState]:
+        """The states of those leased rows that a dead rollout has begun. One that cannot be read starts at its prompt."""
+        refs = {partial.sample: partial for partial in lease.partials}
+        states: list[SequenceState] = []
+        for held in fresh:
+            if (ref := refs.get(held.row_id.sample)) is None:
+                continue
+            try:
+                columns = self._storage.get_row(ref.key, ref.storage_ids)
+            except RowNotFound:
+                continue  # it was logged, and costs these tokens
+            prompt_ids, token_ids, logprobs, versions, stream = (
+                columns[name].tolist()
+                for name in ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "stream")
+            )
+            held.keep(len(prompt_ids), versions)
+            states.append(SequenceState(held.row_id.number, stream[0], params, prompt_ids, token_ids, logprobs))
+        return states
+
+
+def _streamed_row(held: LeasedRow, stream: int, prompt_ids: list[int], response: _Response) -> StreamedRow:
+    return StreamedRow(
+        held.row_id,
+        held.attempt,
+        stream,
+        np.array(prompt_ids, dtype=np.int32),
+        np.array(response.token_ids, dtype=np.int32),
+        np.array(response.logprobs, dtype=np.float32),
+        np.array(held.first_versions(len(prompt_ids), len(response.token_ids)), dtype=np.int32),
+    )

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, in at most 9 minutes: checks and figures, and one table at the end. A part that fails
+# stops no other one. It needs the packages of pyproject.toml and pytest, hypothesis and psutil; no network.
+#   bash tests/gpu.sh [--json FILE] [--dry-run]
+# --dry-run goes through all parts on the CPU in tiny sizes. PYTHON names the interpreter, LOGS the folder of the logs.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-$(if [[ -x .venv/bin/python ]]; then echo .venv/bin/python; else echo python3; fi)}
+logs=${LOGS:-$(mktemp -d)} json="" dry=0
+while (($#)); do
+  case $1 in
+    --json) json=${2:?--json takes a file}; shift 2 ;;
+    --dry-run) dry=1; shift ;;
+    *) echo "unknown option $1; the options are --json FILE and --dry-run" >&2; exit 2 ;;
+  esac
+done
+mkdir -p "$logs"
+export PYTHONPATH=$PWD/.types${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+if ((dry)); then
+  export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+elif ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+  echo "torch finds no GPU here; --dry-run goes through the parts without one" >&2
+  exit 2
+fi
+
+rows=()
+part() {  # NAME SECONDS COMMAND...: run it, and keep its result for the table; its lines that begin with "=" are figures
+  local name=$1 limit=$(($2 * (dry ? 4 : 1))) started=$SECONDS code
+  shift 2
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" >"$logs/$name.log" 2>&1
+  code=$?
+  local result=ok
+  ((code == 124 || code == 137)) && result="over ${limit} s"
+  ((code == 5)) && code=0 result="nothing to run"  # pytest's code where all tests need a GPU
+  ((code)) && [[ $result == ok ]] && result="failed ($code)"
+  rows+=("$name"$'\t'"$result"$'\t'"$((SECONDS - started))")
+  sed -n 's/^=\([^=]\)/\1/p' "$logs/$name.log"
+  [[ $result == ok || $result == nothing* ]] || tail -n 15 "$logs/$name.log"
+}
+tests() { part "$1" "$2" "$python" -m pytest -q -p no:cacheprovider "${@:3}"; }
+figures() { part "$1" "$2" "$python" tests/gpu_figures.py "$1"; }
+
+figures environment 20
+mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
+tests gpu-tests 95 -m gpu "${files[@]}"
+tests kernels 50 tests/rollout/engine/test_triton.py
+run=$logs/quickstart
+rm -rf "$run"
+part quickstart 90 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
+  model.dtype=$( ((dry)) && echo float32 || echo bfloat16)
+RUN=$run figures mismatch 15
+if ! ((dry)); then
+  part generator 100 "$python" -m headrace.launch.bench 0.5b-bf16-gpu --json "$logs/generator.json"
+fi
+figures decode 50
+figures train 50
+figures copies 20
+figures profile 40
+
+echo
+printf '%-14s %-16s %s\n' part result seconds
+for row in "${rows[@]}"; do IFS=$'\t' read -r name result seconds <<<"$row"; printf '%-14s %-16s %s\n' "$name" "$result" "$seconds"; done
+echo "logs: $logs"
+if [[ $json ]]; then
+  printf '%s\n' "${rows[@]}" | LOGS=$logs "$python" tests/gpu_figures.py json >"$json"
+fi
+[[ "${rows[*]}" != *failed* && "${rows[*]}" != *over* ]]

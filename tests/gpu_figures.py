@@ -1,0 +1,216 @@
+"""The figures of `tests/gpu.sh`, a part for each word: lines that begin with "=", and the table as JSON.
+
+Without a GPU the parts run a small policy on the CPU: that shows only that they work.
+"""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.comm.recipe import Recipe
+from headrace.launch.bench.policies import build
+from headrace.launch.config.load import read_recipe
+from headrace.relay.weights.pinned import host_buffer
+from headrace.rollout import Engine, SamplingParams
+from headrace.trainer.batch import Trajectory, pack
+from headrace.trainer.logprobs import packed_logprobs
+from headrace.trainer.policy.model import Policy, load_policy
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+SIZES = ("0.5b", "1.5b") if HAS_GPU else ("5m",)
+ROWS = (32, 128, 256) if HAS_GPU else (4,)
+CONTEXT = 300 if HAS_GPU else 40
+PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "flash-attn")
+
+
+def show(name: str, **figures: object) -> None:
+    """Print one line of figures."""
+    print(
+        f"={name:<24}",
+        *(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()),
+        flush=True,
+    )
+
+
+def seconds(work: Callable[[], object], repeats: int, warm_up: int = 2) -> float:
+    """The median time of `work`, with the GPU's part of it."""
+    times: list[float] = []
+    for _ in range(warm_up + repeats):
+        started = time.perf_counter()
+        work()
+        if HAS_GPU:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[warm_up:])
+
+
+def environment(folder: Path) -> None:
+    """Versions and devices."""
+    for name in PACKAGES:
+        try:
+            show(name, version=version(name))
+        except PackageNotFoundError:
+            show(name, version="none")
+    gpu = torch.cuda.get_device_properties(0) if HAS_GPU else None
+    show("machine", python=platform.python_version(), cuda=torch.version.cuda, gpu=gpu.name if gpu else "none")
+
+
+def mismatch(folder: Path) -> None:
+    """The quickstart's rewards, and the difference between generator and trainer."""
+    rows = [json.loads(line) for line in (Path(os.environ["RUN"]) / "metrics.jsonl").read_text().splitlines()]
+    newest = {name: value for row in rows for name, value in row.items()}  # a step may have no fresh tokens
+    names = sorted(name for name in newest if name == "reward/mean" or name.startswith("mismatch/"))
+    show("quickstart", steps=len(rows), **{name: float(newest[name]) for name in names})
+
+
+def decoding(path: Path, num_rows: int) -> Engine:
+    """An engine in whose rows nothing changes for 100 steps."""
+    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192)
+    engine.add_group([5] * CONTEXT, SamplingParams(max_new_tokens=200, ignore_eos=True), range(num_rows))
+    for _ in range(8):
+        engine.step()
+    assert engine.num_running == num_rows
+    return engine
+
+
+def decode(folder: Path) -> None:
+    """A decode step over the time to read its weights and cache once, at the speed of a copy on the device."""
+    source = torch.empty((1 << 30) if HAS_GPU else (1 << 24), dtype=torch.uint8, device=DEVICE)
+    into = torch.empty_like(source)
+    byte_s = seconds(lambda: into.copy_(source), 10) / (2 * source.numel())
+    for size in SIZES:
+        path = build(size, folder)
+        for num_rows in ROWS:
+            engine = decoding(path, num_rows)
+            policy = engine.policy
+            cached = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * DTYPE.itemsize * CONTEXT * num_rows
+            num_bytes = cached + sum(w.numel() * w.element_size() for w in policy.weights().values())
+            step_s = seconds(engine.step, 40)
+            show(
+                f"decode {size} x{num_rows}",
+                ms=step_s * 1e3,
+                over_bytes=step_s / (num_bytes * byte_s),
+                tokens_s=num_rows / step_s,
+            )
+            del engine, policy
+
+
+def training(path: Path, checkpointed: bool) -> tuple[Policy, Callable[[], None], int]:
+    """The policy, a forward and backward pass of one micro-batch, and its tokens."""
+    policy = load_policy(path, "float32", DEVICE)
+    if checkpointed:
+        policy.checkpoint_activations()
+    words = ["model.dtype=bfloat16"] if HAS_GPU else []
+    recipe: Recipe = read_recipe(None, words)
+    length, count = (1024, 8) if HAS_GPU else (64, 2)
+    tokens = np.arange(length, dtype=np.int32) % 1000 + 10
+    ones = np.ones(length // 2, np.float32)
+    row = Trajectory(tokens[: length // 2], tokens[length // 2 :], ones, ones.astype(np.uint8), 0, ones)
+    batch = pack([row] * count, 0, DEVICE)
+
+    def step() -> None:
+        packed_logprobs(policy, batch, recipe)[0].mean().backward()
+        policy.model.zero_grad(set_to_none=True)
+
+    return policy, step, length * count
+
+
+def train(folder: Path) -> None:
+    """Forward and backward passes: tokens/s, the share of the speed of a large matrix product, peak memory."""
+    side = 8192 if HAS_GPU else 256
+    matrix = torch.randn(side, side, device=DEVICE, dtype=DTYPE)
+    flops = 2 * side**3 / seconds(lambda: matrix @ matrix, 10)
+    show("matrix product", tflops=flops / 1e12)
+    for size in SIZES:
+        path = build(size, folder)
+        for checkpointed in (False, True):
+            policy, step, num_tokens = training(path, checkpointed)
+            if HAS_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            step_s = seconds(step, 5)
+            used = 6 * sum(p.numel() for p in policy.model.parameters()) * num_tokens / step_s
+            peak = torch.cuda.max_memory_allocated() / 1e9 if HAS_GPU else 0.0
+            name = f"train {size}{' checkpointed' if checkpointed else ''}"
+            show(name, tokens_s=num_tokens / step_s, tflops=used / 1e12, of_product=used / flops, peak_gb=peak)
+            del policy, step
+
+
+def copies(folder: Path) -> None:
+    """Copies between the device and host memory of the project over those of torch's pinned memory."""
+    num_bytes = (1 << 30) if HAS_GPU else (1 << 22)
+    device = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+    host = {
+        "ours": torch.from_numpy(host_buffer(num_bytes)),
+        "torch": torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=HAS_GPU),
+    }
+    for way in ("push", "pull"):
+        speeds: dict[str, float] = {}
+        for name, memory in host.items():
+            into, source = (memory, device) if way == "push" else (device, memory)
+            speeds[name] = (
+                num_bytes / seconds(lambda into=into, source=source: into.copy_(source, non_blocking=True), 10) / 1e9
+            )
+        show(way, gb_s=speeds["ours"], of_pinned=speeds["ours"] / speeds["torch"])
+
+
+def profile(folder: Path) -> None:
+    """20 decode steps and 3 training steps: the GPU's busy share, and its ten longest gaps with the kernels around them."""
+    path = build(SIZES[0], folder)
+    engine, (_, step, _) = decoding(path, ROWS[-1]), training(path, checkpointed=False)
+    for name, work, count in (("decode", engine.step, 20), ("train", step, 3)):
+        work()
+        activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if HAS_GPU else [])]
+        with torch.profiler.profile(activities=activities) as found:
+            seconds(work, count, warm_up=0)
+        events: list[Any] = list(found.events() or [])
+        if HAS_GPU:
+            events = [event for event in events if event.device_type.name == "CUDA"]
+        events.sort(key=lambda event: event.time_range.start)
+        gaps: list[tuple[float, str, str]] = []
+        busy, end, last = 0.0, events[0].time_range.start, ""
+        for event in events:
+            gaps.append((event.time_range.start - end, last, event.name))
+            busy += max(0.0, event.time_range.end - max(end, event.time_range.start))
+            if event.time_range.end > end:
+                end, last = event.time_range.end, event.name
+        show(f"{name} profile", events=len(events) // count, busy=busy / max(end - events[0].time_range.start, 1e-9))
+        for gap, before, after in sorted(gaps, reverse=True)[:10]:
+            show("  gap", us=float(gap), after=before[:50], before=after[:50])
+
+
+def table() -> None:
+    """The parts on standard input, with their figures and the generator's bench, as JSON."""
+    logs = Path(os.environ["LOGS"])
+    parts: list[dict[str, object]] = []
+    for line in sys.stdin:
+        name, result, taken = line.rstrip("\n").split("\t")
+        text = (logs / f"{name}.log").read_text(errors="replace")
+        figures = [line[1:] for line in text.splitlines() if line.startswith("=") and not line.startswith("==")]
+        parts.append({"part": name, "result": result, "seconds": int(taken), "figures": figures})
+    bench = logs / "generator.json"
+    json.dump(
+        {"parts": parts, "generator": json.loads(bench.read_text()) if bench.exists() else []}, sys.stdout, indent=1
+    )
+
+
+if __name__ == "__main__":
+    part = sys.argv[1]
+    if part == "json":
+        table()
+    else:
+        works = (environment, mismatch, decode, train, copies, profile)
+        with tempfile.TemporaryDirectory() as scratch:
+            next(work for work in works if work.__name__ == part)(Path(scratch))
