@@ -1,4 +1,4 @@
-"""Environment variables and memory for the children of a supervisor. Without numpy and torch, so a supervisor stays small."""
+"""Environment variables, keys of the store and memory for the children of a supervisor. Without numpy and torch, so a supervisor stays small."""
 
 import fcntl
 import os
@@ -11,6 +11,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 GPU_PROCESSES = "HEADRACE_GPU_PROCESSES"
 """The number of the run's processes on the GPU of a supervisor's child."""
+
+RECIPE_KEY, SUMMARY_KEY = "headrace/recipe", "headrace/summary"
+"""Keys of the run's store whose values are signed with the run's secret, as entries of these names."""
 
 STREAMING_COPY_ENV = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
 """Makes the C library copy large pieces past the caches, twice as fast; it reads this when the process starts."""

@@ -10,7 +10,7 @@ in the environment overrides that. The process exits with 0 on SIGQUIT, or once 
 joined and each of them has left or has been silent for `--silence-s` seconds (default 60). It ignores SIGINT and SIGTERM:
 terminals and schedulers send them to all processes, and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
 
-The store also has the run's recipe, for hosts that share no files with the first. The second form prints it. A process that
+The store also has the run's recipe, signed, for hosts that share no files with the first. The second form prints it. A process that
 cannot join the run says so to the store, as the third form does; the store then prints the text and ends with 2.
 
 The store has no authentication: any client that reaches the port can act as a member. So a trusted network is required against
@@ -31,6 +31,7 @@ from typing import Protocol, cast
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from .environment import RECIPE_KEY, SUMMARY_KEY
 from .errors import SettingError, StoreGone
 from .links.host import join_address, listen, split_address
 from .waits import Wait, waiting
@@ -42,7 +43,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 _ADDRESS_KEY = "headrace/store"
 _ATTEMPT_S, _RETRY_S = 5.0, 0.1
 _REFUSAL_KEY = "headrace/refusal"
-_RECIPE_KEY, _SUMMARY_KEY = "headrace/recipe", "headrace/summary"
 _FIND_S = _CLONE_S = 120.0
 ROSTER = "fleet/roster"
 """Key of the names of all members that ever joined, one on each line, in the order of their first joining."""
@@ -134,12 +134,13 @@ def find_address(deadline_s: float) -> str:
     """The fleet store's address: `HEADRACE_STORE` if set, else the address in torchrun's store."""
     if address := os.environ.get("HEADRACE_STORE"):
         return address
-    return _wait_for_value(_torchrun_store(deadline_s), _ADDRESS_KEY, "the fleet store's address", deadline_s)
+    found = _wait_for_value(_torchrun_store(deadline_s), _ADDRESS_KEY, "the fleet store's address", deadline_s)
+    return found.decode()
 
 
-def fetch_recipe(address: str, deadline_s: float) -> str:
-    """The recipe of the run whose store is at `address`, as YAML. Raises `StoreGone`."""
-    return _wait_for_value(connect_store(address, deadline_s), _RECIPE_KEY, "the recipe", deadline_s)
+def fetch_recipe(address: str, deadline_s: float) -> bytes:
+    """The signed recipe (`RECIPE_KEY`) of the run whose store is at `address`. Raises `StoreGone`."""
+    return _wait_for_value(connect_store(address, deadline_s), RECIPE_KEY, "the recipe", deadline_s)
 
 
 def refuse_run(address: str, reason: str) -> None:
@@ -149,29 +150,29 @@ def refuse_run(address: str, reason: str) -> None:
     store.check([_REFUSAL_KEY])
 
 
-def publish_summary(address: str, text: str) -> None:
+def publish_summary(address: str, signed: bytes) -> None:
     """Give the summary of a run that has ended to the processes of all hosts. Raises `StoreGone`."""
     store = connect_store(address, _FIND_S)
-    store.set(_SUMMARY_KEY, text)
-    store.check([_SUMMARY_KEY])
+    store.set(SUMMARY_KEY, signed)
+    store.check([SUMMARY_KEY])
 
 
-def wait_for_summary(address: str, is_coming: Callable[[], bool], deadline_s: float) -> str:
-    """The summary of the run; empty if it is not there and not `is_coming`. Raises `StoreGone`."""
+def wait_for_summary(address: str, is_coming: Callable[[], bool], deadline_s: float) -> bytes:
+    """The signed summary of the run; empty if it is not there and not `is_coming`. Raises `StoreGone`."""
     store = connect_store(address, deadline_s)
     with waiting("hub", "the run's summary", deadline_s) as wait:
-        while not store.check([_SUMMARY_KEY]):
+        while not store.check([SUMMARY_KEY]):
             if not is_coming() or not wait.remaining_s:
-                return ""
+                return b""
             time.sleep(_RETRY_S)
-    return store.get(_SUMMARY_KEY).decode()
+    return store.get(SUMMARY_KEY)
 
 
-def _wait_for_value(store: StoreClient, key: str, what: str, deadline_s: float) -> str:
+def _wait_for_value(store: StoreClient, key: str, what: str, deadline_s: float) -> bytes:
     try:
         with waiting("the first supervisor", what, deadline_s) as wait:
             wait.until(lambda: store.check([key]), interval_s=0.02)
-        return store.get(key).decode()
+        return store.get(key)
     except DistError as error:
         raise StoreGone(f"the store ended before it had {what}: {error}") from error
 
@@ -213,7 +214,10 @@ def _serve(arguments: argparse.Namespace) -> None:
     hosted = StoreServer(arguments.interface, arguments.port)
     print(f"store {hosted.address}", flush=True)
     if arguments.recipe is not None:
-        hosted.store.set(_RECIPE_KEY, arguments.recipe.read_text(encoding="utf-8"))
+        from .signing import sign_entry
+
+        secret = os.environ["HEADRACE_SECRET"].encode()
+        hosted.store.set(RECIPE_KEY, sign_entry(secret, RECIPE_KEY, arguments.recipe.read_bytes()))
     if arguments.publish:
         publish_address(hosted.address)
     attendance = _Attendance(arguments.silence_s)
@@ -240,12 +244,12 @@ def main(argv: list[str]) -> None:
         "--silence-s", type=float, default=60.0, help="seconds without a beat that count as having left"
     )
     parser.add_argument("--end-with-parent", action="store_true", help="end when the process that started it is gone")
-    parser.add_argument("--recipe", type=Path, help="file with the recipe of the run")
-    parser.add_argument("--fetch-recipe", action="store_true", help="print the recipe of the run instead")
+    parser.add_argument("--recipe", type=Path, help="file with the recipe, which is signed with HEADRACE_SECRET")
+    parser.add_argument("--fetch-recipe", action="store_true", help="print the signed recipe of the run instead")
     parser.add_argument("--refuse", metavar="TEXT", help="end the run for this reason instead")
     arguments = parser.parse_args(argv)
     if arguments.fetch_recipe:
-        print(fetch_recipe(find_address(_FIND_S), _FIND_S))
+        sys.stdout.buffer.write(fetch_recipe(find_address(_FIND_S), _FIND_S))
     elif arguments.refuse is not None:
         refuse_run(find_address(_FIND_S), arguments.refuse)
     else:

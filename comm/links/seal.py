@@ -1,5 +1,6 @@
 """The seal of a connection: each of its frames carries a MAC under a key that the two ends agreed on when it was opened."""
 
+import hashlib
 import hmac
 
 from ..errors import LinkBroken
@@ -8,7 +9,7 @@ MAC_BYTES = 16
 
 
 class Seal:
-    """One end's seal. A frame's MAC (HMAC-SHA256, its first 16 bytes) is over its direction, its number and its body.
+    """One end's seal. A frame's MAC (keyed BLAKE2b, RFC 7693, 16 bytes) is over its direction, its number and its body.
 
     So a frame that another process sends, changes, repeats, drops or moves to another connection is noticed. Columns and weights
     are not in frames; the digests of their bytes are.
@@ -33,4 +34,5 @@ class Seal:
         return body
 
     def _mac(self, end: int, number: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, b"%d/%d/" % (end, number) + body, "sha256")[:MAC_BYTES]
+        prefix = b"%d/%d/" % (end, number)  # a third of the time of HMAC-SHA256, of which a frame needs four
+        return hashlib.blake2b(prefix + body, key=self._key, digest_size=MAC_BYTES).digest()

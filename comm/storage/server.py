@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
 _TRANSFER_S = 60.0
 REATTACH_S = 0.2
+MOST_STRANGERS = 256
+"""Connections that may be open before their hand-shake; of more the oldest is closed, so a crowd costs few threads."""
 _IDLE_S = 1e9  # a client may be idle for the whole run; the end of its process closes the connection
 _CLOSE_S = 10.0
 _RETRY_S = 0.1
@@ -125,7 +127,10 @@ class StorageServer:
                 continue
             link = TcpLink(connection)
             with self._lock:
+                strangers = [each for each, client in self._links.items() if client is None]
                 self._links[link] = None
+            if len(strangers) >= MOST_STRANGERS:
+                strangers[0].close()  # a client proves in milliseconds that it is one
             name = f"{threading.current_thread().name}, client {connection.fileno()}"
             thread = threading.Thread(target=self._serve, args=(link,), name=name, daemon=True)
             thread.start()

@@ -83,6 +83,10 @@ CATALOGUE = (
     Workload("kill-matrix", "faults", "faults.workloads.kill_matrix",
              "the same with a kill of each target at each moment of a run"),
     Workload("freeze-matrix", "faults", "faults.workloads.freeze_matrix", "the same with a freeze of each target for 5 to 60 s"),
+    Workload("fuzz", "faults", "faults.fuzz.fuzz",
+             "malformed input for every reader (--inputs, --seed): the share refused, and errors that escape"),
+    Workload("crowd", "faults", "faults.crowd.crowd",
+             "2,000 connections of strangers at a relay's port: steps meanwhile, the relay's memory, files, threads"),
     Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
 )  # fmt: skip
 """All workloads, in the order in which they run."""

@@ -22,7 +22,7 @@ from ..report.summary import print_summary
 from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
-from .secret import create_secret
+from .secret import create_secret, verified_recipe
 from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
 
 _FETCH_S = 300.0
@@ -79,10 +79,10 @@ def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
     if recipe_file is None or os.environ.get("GROUP_RANK", "0") == "0" or Path(recipe_file).exists():
         return read_recipe(recipe_file, overrides)
     command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
-    fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FETCH_S, check=False)
+    fetched = subprocess.run(command, stdout=subprocess.PIPE, timeout=_FETCH_S, check=False)
     if fetched.returncode:
         raise SettingError(f"no recipe file {recipe_file!r}, and the run's store gave none")
-    return parse_recipe(fetched.stdout)
+    return parse_recipe(verified_recipe(fetched.stdout, Path(read_recipe(None, overrides).run.dir)))
 
 
 def _prepare_host(run_dir: Path, *, is_first: bool) -> None:

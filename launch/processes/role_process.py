@@ -24,7 +24,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT, HeadraceError, SettingError, StoreGone, WaitTimeout
+from ...comm.environment import SUMMARY_KEY
+from ...comm.errors import (
+    STORE_GONE_EXIT,
+    STORE_LOST_EXIT,
+    HeadraceError,
+    MessageRefused,
+    SettingError,
+    StoreGone,
+    WaitTimeout,
+)
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
@@ -32,7 +41,7 @@ from ..config.checks import check_files
 from ..config.load import parse_recipe
 from ..placement import count_ranks, is_restartable, place_ranks
 from .agent import has_other_hosts
-from .secret import read_secret
+from .secret import read_secret, verified_recipe
 from .supervisor import SUMMARY_FILE
 
 if TYPE_CHECKING:
@@ -139,6 +148,7 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
     """The hub gives its summary to all hosts; on another host than the hub's it is written where the run folder has none."""
     from torch.distributed import DistError
 
+    from ...comm.signing import sign_entry, verify_entry
     from ...comm.store import publish_summary, wait_for_summary
     from ...relay.hub.shutdown import write_summary
 
@@ -146,13 +156,13 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
         hubs = fleet.alive_members("hub")
         return bool(hubs) and hubs[0].host != fleet.me.host
 
-    path = run_dir / SUMMARY_FILE
+    path, secret = run_dir / SUMMARY_FILE, read_secret(run_dir)
     # The run may have ended without one, or another process of this host is faster.
-    with suppress(StoreGone, DistError, FileNotFoundError):
+    with suppress(StoreGone, DistError, FileNotFoundError, MessageRefused):
         if fleet.name == "hub" and path.exists():
-            publish_summary(fleet.store_address, path.read_text(encoding="utf-8"))
-        elif (summary := wait_for_summary(fleet.store_address, is_coming, _SUMMARY_S)) and not path.exists():
-            write_summary(run_dir, json.loads(summary))
+            publish_summary(fleet.store_address, sign_entry(secret, SUMMARY_KEY, path.read_bytes()))
+        elif (signed := wait_for_summary(fleet.store_address, is_coming, _SUMMARY_S)) and not path.exists():
+            write_summary(run_dir, json.loads(verify_entry(secret, SUMMARY_KEY, signed)))
 
 
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
@@ -244,7 +254,11 @@ def main(argv: list[str]) -> int:
 
     try:
         address = find_address(_STORE_DEADLINE_S)  # the run folder is complete before the address is published
-        recipe = parse_recipe(fetch_recipe(address, _STORE_DEADLINE_S))
+        signed = fetch_recipe(address, _STORE_DEADLINE_S)
+        try:
+            recipe = parse_recipe(verified_recipe(signed, arguments.run))
+        except SettingError as error:
+            return _refuse(address, str(error))
         return _run(arguments, address, recipe, interruption)
     except StoreGone as error:
         sys.stderr.write(f"{error}\n")

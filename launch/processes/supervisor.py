@@ -31,6 +31,7 @@ from ..placement import (
     visible_devices,
 )
 from .child import WATCHED, Child, block_signals, describe_exit, print_message
+from .secret import read_secret
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -163,6 +164,8 @@ class Supervisor:
             if self.segment is not None:
                 environment[SEGMENT_FD] = str(self.segment)
                 pass_fds = (self.segment,)
+        elif name == "store":
+            environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()  # it signs the recipe
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
         self.children[name] = Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
 

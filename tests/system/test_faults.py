@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.launch.bench.faults.striker import Fault
-from headrace.launch.bench.faults.workloads import open_striker, summarize
+from headrace.launch.bench.faults.striker import Fault, open_striker
+from headrace.launch.bench.faults.workloads import summarize
 
 SURVIVED = (Fault(("rollout-0",), "pulling"), Fault(("relay-0",), "pushing"), Fault(("rollout-1",), frozen_s=1.0))
 

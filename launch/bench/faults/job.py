@@ -89,7 +89,6 @@ class FaultyJob:
             "run", words, environment=environment, log=log, console=False, death_signal=signal.SIGTERM
         )
         self.tail.read()
-        self.tail.units.clear()  # the units of a resumed run have the names of the first ones again
         before = self.tail.steps
 
         def has_trained() -> bool:

@@ -15,7 +15,7 @@ class JournalTail:
         self._path = path
         self._offset = 0
         self.units: set[str] = set()
-        """Storage units of the ready rows so far."""
+        """Storage units of the ready rows since the hub was opened."""
         self.steps = 0
         """Optimizer steps so far; those that a resumed run repeats count again."""
 
@@ -42,8 +42,15 @@ class JournalTail:
         return events
 
     def remember_units(self, events: Iterable[ev.Event]) -> None:
-        """Note the units of ready rows, so that a later unit is known as new."""
-        self.units |= {unit for event in events if isinstance(event, ev.RowReady) for unit in event.units}
+        """Note the units of ready rows, so that a later unit is known as new. A resumed run names them as before again."""
+        for event in events:
+            match event:
+                case ev.Opened():
+                    self.units.clear()
+                case ev.RowReady(units=units):
+                    self.units.update(units)
+                case _:
+                    pass
 
 
 def recovery_times(target: str, since: float, events: Iterable[ev.Event], units: Iterable[str]) -> dict[str, float]:

@@ -4,10 +4,14 @@ A target whose role is in `placement.RESTARTABLE` costs the run nothing but time
 ends the run with all of its processes, as the documentation says, and the run is resumed. A frozen process costs only time.
 """
 
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ....comm.errors import WaitTimeout
 from ....comm.waits import waiting
@@ -168,3 +172,20 @@ class Striker:
         for problem in problems:
             print_message(f"at the end: {problem}")
         return problems
+
+
+@contextmanager
+def open_striker(seed: int, num_relays: int) -> Iterator[Striker]:
+    """A striker of a new run, whose processes and files are gone at the end; a run with problems keeps its folder."""
+    home = Path(tempfile.mkdtemp(prefix="headrace-faults-"))
+    job = FaultyJob(home, num_relays)
+    striker = Striker(job, Flatness(job.failpoints))
+    try:
+        job.make(seed)
+        yield striker
+    finally:
+        job.kill()
+        if any(strike.problems for strike in striker.strikes):
+            print_message(f"the run is kept in {home}")
+        else:
+            shutil.rmtree(home, ignore_errors=True)

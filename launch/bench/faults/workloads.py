@@ -1,20 +1,14 @@
 """The workloads: every target at every moment, every target frozen, and faults at random for minutes."""
 
-import shutil
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 
 from ...processes.child import print_message
 from ..harness import Measurement, Options
-from .flatness import Flatness
-from .job import FaultyJob
-from .striker import MOMENTS, Fault, Strike, Striker
+from .striker import MOMENTS, Fault, Strike, Striker, open_striker
 
 TARGETS = (
     ("rollout-0",),
@@ -72,23 +66,6 @@ def freeze_matrix(name: str, options: Options) -> list[Measurement]:
             for names in TARGETS:
                 striker.strike(Fault(names, frozen_s=seconds))
         return summarize(name, striker)
-
-
-@contextmanager
-def open_striker(seed: int, num_relays: int) -> Iterator[Striker]:
-    """A striker of a new run, whose processes and files are gone at the end; a run with problems keeps its folder."""
-    home = Path(tempfile.mkdtemp(prefix="headrace-faults-"))
-    job = FaultyJob(home, num_relays)
-    striker = Striker(job, Flatness(job.failpoints))
-    try:
-        job.make(seed)
-        yield striker
-    finally:
-        job.kill()
-        if any(strike.problems for strike in striker.strikes):
-            print_message(f"the run is kept in {home}")
-        else:
-            shutil.rmtree(home, ignore_errors=True)
 
 
 def _rest(striker: Striker, seconds: float) -> None:

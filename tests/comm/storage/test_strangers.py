@@ -12,7 +12,8 @@ import pytest
 
 from headrace.comm.errors import PeerGone
 from headrace.comm.storage.client import StorageClient
-from headrace.comm.storage.server import StorageServer
+from headrace.comm.storage.server import MOST_STRANGERS, StorageServer
+from headrace.comm.waits import waiting
 
 
 @pytest.fixture
@@ -79,6 +80,26 @@ def test_random_bytes_end_their_own_connection_alone(unit):
     client.put("row", {"x": np.arange(3)})
     assert client.get("row")["x"].tolist() == [0, 1, 2]
     client.close()
+
+
+def test_of_a_crowd_of_silent_connections_the_oldest_leave_and_clients_are_served(unit):
+    host, _, port = unit.address.rpartition(":")
+    before, crowd = threading.active_count(), list[socket.socket]()
+    try:
+        for _ in range(MOST_STRANGERS + 100):
+            crowd.append(socket.create_connection((host, int(port))))
+        client = StorageClient(unit.address, b"secret", deadline_s=60)
+        client.put("row", {"x": np.arange(3)})
+        assert client.get("row")["x"].tolist() == [0, 1, 2]
+        client.close()
+        crowd[0].settimeout(60)
+        while crowd[0].recv(64):  # the unit's half of the hand-shake
+            pass
+        with waiting("the unit", "the threads of those that have left", 60) as wait:
+            wait.until(lambda: threading.active_count() - before <= MOST_STRANGERS + 1)
+    finally:
+        for each in crowd:
+            each.close()
 
 
 CROWD = """

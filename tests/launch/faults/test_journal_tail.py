@@ -51,3 +51,10 @@ def test_the_hub_is_back_when_it_opens_the_journal_and_the_trainer_when_it_train
     assert is_back("hub", recovery_times("hub", 10.0, events, ()))
     assert is_back("actor-0", recovery_times("actor-0", 10.0, events, ()))
     assert recovery_times("hub", 10.0, events, ())["hub-restart"] == 1.0
+
+
+def test_units_count_from_the_last_opening_since_a_resumed_run_names_them_as_before(tmp_path):
+    tail = JournalTail(tmp_path / "journal.jsonl")
+    tail.remember_units([ready("relay-0#1"), ready("relay-0#2"), ev.Opened(epoch=2, samples_per_prompt=4)])
+    tail.remember_units([ready("relay-0#1")])
+    assert tail.units == {"relay-0#1"}

@@ -1,0 +1,92 @@
+"""The run's secret: new for each start, and the condition under which a process believes the recipe in the store."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from headrace.comm.environment import RECIPE_KEY
+from headrace.comm.errors import MessageRefused, SettingError
+from headrace.comm.messages import Stop
+from headrace.comm.recipe import Recipe
+from headrace.comm.signing import MessageSigner
+from headrace.comm.store import connect_store, fetch_recipe
+from headrace.launch.config.load import parse_recipe, read_recipe, save_recipe
+from headrace.launch.processes.secret import SECRET_FILE, create_secret, read_secret, verified_recipe
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def no_secret_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HEADRACE_SECRET", raising=False)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The store's process of a run in `tmp_path`, as its supervisor starts it; yields its address."""
+    create_secret(tmp_path)
+    recipe = save_recipe(read_recipe(None, [f"run.dir={tmp_path}", "run.steps=7"]))
+    environment = {**os.environ, "HEADRACE_SECRET": read_secret(tmp_path).decode()}
+    command = [sys.executable, "-m", "headrace.comm.store", "--recipe", str(recipe)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[1]
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def fetched(store: str, run_dir) -> Recipe:
+    return parse_recipe(verified_recipe(fetch_recipe(store, PATIENCE_S), run_dir))
+
+
+def test_the_recipe_in_the_store_is_the_one_that_the_supervisor_signed(store, tmp_path):
+    assert fetched(store, tmp_path).run.steps == 7
+
+
+def test_a_recipe_that_a_stranger_writes_into_the_store_is_refused(store, tmp_path):
+    signed = fetch_recipe(store, PATIENCE_S)
+    client = connect_store(store, PATIENCE_S)
+    for forged in (b"reward: {path: /tmp/theirs.py:f}", signed.replace(b"steps: 7", b"steps: 8"), b"", b"\xff" * 40):
+        client.set(RECIPE_KEY, forged)
+        with pytest.raises(SettingError, match="not signed with the secret"):
+            fetched(store, tmp_path)
+    client.set(RECIPE_KEY, signed)
+    assert fetched(store, tmp_path).run.steps == 7
+
+
+def test_nothing_recorded_from_one_start_of_a_run_is_believed_by_the_next(store, tmp_path):
+    recorded = fetch_recipe(store, PATIENCE_S)
+    message = MessageSigner(read_secret(tmp_path)).sign("hub", "rollout-0", 1, Stop("recorded"))
+    assert MessageSigner(read_secret(tmp_path)).verify("rollout-0", message).message == Stop("recorded")
+    create_secret(tmp_path)
+    with pytest.raises(SettingError, match="not signed with the secret"):
+        verified_recipe(recorded, tmp_path)
+    with pytest.raises(MessageRefused, match="wrong signature"):
+        MessageSigner(read_secret(tmp_path)).verify("rollout-0", message)
+
+
+def test_only_its_owner_can_read_a_secret(tmp_path):
+    create_secret(tmp_path)
+    first = read_secret(tmp_path)
+    create_secret(tmp_path)
+    assert (tmp_path / SECRET_FILE).stat().st_mode & 0o777 == 0o600
+    assert len(first) == 64 and read_secret(tmp_path) != first
+
+
+def test_a_secret_of_the_environment_counts_before_that_of_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_SECRET", "ours")
+    create_secret(tmp_path)
+    assert read_secret(tmp_path) == b"ours"
+    assert not (tmp_path / SECRET_FILE).exists()
+
+
+def test_a_supervisor_verifies_a_recipe_without_torch():
+    """With it the ranks of another host would start seconds later."""
+    code = "import sys; from pathlib import Path; from headrace.launch.processes.secret import verified_recipe\n"
+    code += "try: verified_recipe(b'forged', Path('.'))\nexcept Exception: sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "HEADRACE_SECRET": "ours"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=PATIENCE_S)
