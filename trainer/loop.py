@@ -74,6 +74,8 @@ class Trainer:
             deadline_s=recipe.comm.deadline_s,
         )
         self.waited_s = 0.0
+        self.resumed_at = self.clock.now()
+        """When the last step ended, or later by the time of a checkpoint since then."""
 
     def _open_step_log(self) -> StepLog | None:
         if not self.recipe.run.save_rows:
@@ -136,7 +138,7 @@ class Trainer:
             self.step_log.write(step)  # before the hub hears of the step: its rows are dropped then
         metrics: dict[str, Value] = {**self.learner.step(stats), **stats.metrics(step)}
         if self.recorder is not None:
-            self.mailbox.send("hub", StepTrained(step, self.incarnation))
+            self.mailbox.send("hub", self.step_trained(step))
         metrics |= self.publish()
         self.metrics = metrics | fleet_metrics
         if self.recorder is not None:
@@ -151,6 +153,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Copy the state of training, which a thread writes while training goes on."""
+        started = self.clock.now()
         self.trace.enter("checkpoint")
         best = self.recipe.checkpoint.best
         score = self.metrics.get(best)
@@ -160,6 +163,13 @@ class Trainer:
                 names = ", ".join(sorted(self.metrics))
                 raise SettingError(f"checkpoint.best: a step has no number '{best}'; it has {names}")
         self.checkpoints.begin(self.learner.version, self.learner.stage(), score)
+        self.resumed_at += self.clock.now() - started
+
+    def step_trained(self, step: int) -> StepTrained:
+        """The report of a step, with the seconds since the one before; those of a checkpoint are left out."""
+        busy_s, speed = self.clock.now() - self.resumed_at - self.waited_s, self.clock.speed
+        self.resumed_at = self.clock.now()
+        return StepTrained(step, self.incarnation, busy_s / speed, self.waited_s / speed)
 
     def next_batch(self, step: int) -> Batch:
         """This rank's share of the next batch. Raises `RunStopped` on all ranks when the hub ends the run."""

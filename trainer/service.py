@@ -4,6 +4,7 @@
 docs/service.md. A trainer that fits into the project's loop is an adapter instead (`trainer.learners.base.Learner`).
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class TrainerService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.version = 0
+        self._resumed_at, self._waited_s = time.monotonic(), 0.0
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._storage = ReplicatedRows(fleet)
         steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
@@ -64,7 +66,9 @@ class TrainerService:
         """
         received, total = 0, 1
         while received < total:
+            asked_at = time.monotonic()
             batch = self._stream.next()
+            self._waited_s += time.monotonic() - asked_at
             assert isinstance(batch.row_batch, TrainBatch)
             received, total = received + len(batch.row_batch.groups), batch.row_batch.total
             for group in batch.row_batch.groups:
@@ -72,7 +76,10 @@ class TrainerService:
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
         """Finish the step and publish its weights as the next version. Returns after one copy of them."""
-        self._mailbox.send("hub", StepTrained(self.version))
+        now = time.monotonic()
+        busy_s = now - self._resumed_at - self._waited_s
+        self._mailbox.send("hub", StepTrained(self.version, busy_s=busy_s, waited_s=self._waited_s))
+        self._resumed_at, self._waited_s = now, 0.0
         self.version += 1
         self._publish(weights)
 

@@ -23,11 +23,16 @@ class ActorFailed(Message, frozen=True):
 
 
 class StepTrained(Message, frozen=True):
-    """To the hub: the trainer has applied optimizer step `step` to the groups that it got for the step."""
+    """To the hub: the trainer has applied optimizer step `step` to the groups that it got for the step.
+
+    It worked and waited for groups for so many seconds since the step before; both are 0 where that is not known.
+    """
 
     step: int
     incarnation: int = 1
     """That of rank 0; an earlier one than the hub knows is ignored."""
+    busy_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class CheckpointWritten(Message, frozen=True):

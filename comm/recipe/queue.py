@@ -42,10 +42,12 @@ class TaskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`queue.*`: how far generation may run ahead of training."""
 
+    lead: Literal["auto"] | Count = "auto"
+    """Groups that generation runs ahead, leased or ready; auto has as few as keep the trainer busy."""
     capacity: Count | None = None
-    """Most groups leased or ready at one time; null follows the trainer, up to two steps, or S + 1 under a bound S on staleness."""
+    """Most groups leased or ready at one time, whatever queue.lead says; null sets no limit."""
     max_staleness: OptionalCount | None = None
-    """Upper bound of (version in training - version that generated); with null only the capacity bounds it."""
+    """Upper bound of (version in training - version that generated); with null only queue.lead and queue.capacity do."""
     filter_zero_std: bool = False
     """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
     on_stale: Literal["wait", "evict"] = "wait"

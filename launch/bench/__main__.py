@@ -74,6 +74,8 @@ CATALOGUE = (
              "resident memory of each role over 500 steps of the quickstart",
              ("actor-0-memory", "hub-0-memory", "relay-0-memory", "rollout-0-memory", "rollout-1-memory")),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
+    Workload("hub-events-4096-groups", "hub", "hub.starving_trainer",
+             "the same with 4,096 groups in the queue and a trainer that waits for the first"),
     Workload("learning-rates", "learning", "learning.rates",
              "steps and seconds to a reward, headrace over sync at several learning rates (--seeds, --policy)"),
     Workload("learning-corrections", "learning", "learning.corrections",

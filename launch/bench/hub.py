@@ -16,6 +16,7 @@ from ...comm.fleet import Fleet
 from ...comm.mailbox import Mailbox
 from ...comm.messages import (
     GroupId,
+    Lease,
     LeaseGrant,
     LeaseRequest,
     Message,
@@ -38,20 +39,29 @@ from .harness import BenchProcess, Measurement, Options, command
 M = TypeVar("M", bound=Message)
 
 _SECRET = b"benchmark"
-_PROMPTS, _SAMPLES, _STEPS = 64, 8, 60
+_PROMPTS, _SAMPLES, _STEPS = 64, 8, 64
 _EVENTS_PER_STEP = _PROMPTS * (_SAMPLES + 2) + 1
 _DEADLINE_S = 120.0
 
 
 def hub_events(name: str, options: Options) -> list[Measurement]:
     """Events per second of the hub's process, journal on; this process plays all rollouts and the trainer."""
+    return _measure(name, _PROMPTS)
+
+
+def starving_trainer(name: str, options: Options) -> list[Measurement]:
+    """The same with all groups of the run in the queue, of which the first is complete when all others nearly are."""
+    return _measure(name, _PROMPTS * _STEPS)
+
+
+def _measure(name: str, num_queued: int) -> list[Measurement]:
     hosted = StoreServer("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
         with BenchProcess(command("hub", folder, hosted.address)) as hub, ThreadPoolExecutor(1) as pool:
             fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
             rollout, step = fleet.open_mailbox("rollout-0"), [0]
-            generating = pool.submit(_generate, rollout, step)
+            generating = pool.submit(_generate, rollout, step, num_queued)
             _train(fleet.open_mailbox("actor-0"), step)
             rollout.send("rollout-0", Stop("finished"))
             generating.result(_DEADLINE_S)
@@ -81,19 +91,22 @@ def _train(mailbox: Mailbox, step: list[int]) -> None:
     mailbox.send("hub", TrainingDone(_STEPS, {}))
 
 
-def _generate(mailbox: Mailbox, step: list[int]) -> None:
-    """All rollouts: they finish each leased trajectory in no time."""
+def _generate(mailbox: Mailbox, step: list[int], num_groups: int) -> None:
+    """All rollouts: they lease so many groups, and then finish the first sample of each in no time, the second, and so on."""
     request = 0
     while step[0] < _STEPS:
-        request += 1
-        mailbox.send("hub", LeaseRequest(request, step[0], _PROMPTS))
-        grant = _expect(mailbox, LeaseGrant)
-        if grant is None:
-            return
-        for lease in grant.leases:
-            for sample in lease.samples:
+        held: list[Lease] = []
+        while len(held) < num_groups:
+            request += 1
+            mailbox.send("hub", LeaseRequest(request, 0, num_groups - len(held)))
+            grant = _expect(mailbox, LeaseGrant)
+            if grant is None:
+                return
+            held += grant.leases
+        for sample in range(_SAMPLES):
+            for lease in held:
                 row = lease.group.row(sample)
-                mailbox.send("hub", RowDone(row, lease.attempt, grant.version, ["relay-0"], 8192, float(sample)))
+                mailbox.send("hub", RowDone(row, lease.attempt, 0, ["relay-0"], 8192, float(sample)))
 
 
 def _expect(mailbox: Mailbox, kind: type[M]) -> M | None:
@@ -144,7 +157,7 @@ def _serve_hub(folder: str, address: str) -> None:
         "data.path": f"{folder}/data.jsonl",
         "batch.prompts_per_step": _PROMPTS,
         "batch.samples_per_prompt": _SAMPLES,
-        "queue.capacity": 4 * _PROMPTS,
+        "queue.lead": _PROMPTS * _STEPS,
     }
     recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
     fleet = Fleet.join(address, "hub", 0, _SECRET, {}, recipe.comm)

@@ -62,13 +62,14 @@ def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[
 def _batch(recipe: Recipe) -> Iterator[str]:
     prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
-    capacity = admission.longest
+    ahead = admission.first_lead
     longest = prompts * samples * recipe.sampling.max_new_tokens
-    bound = "by the queue's capacity alone" if admission.bound is None else admission.bound
+    bound = "not bounded" if admission.bound is None else f"at most {admission.bound}"
+    then = ", then as few as keep the trainer busy" if admission.follows_trainer else ""
     trajectories = prompts * samples
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
     yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe)}"
-    yield f"queue of {capacity} groups = {capacity * samples} trajectories; staleness bounded {bound}"
+    yield f"queue of {ahead} groups = {ahead * samples} trajectories{then}; staleness {bound}"
     running = recipe.num_replicas * recipe.generator.max_running
     yield f"{recipe.num_replicas} rollouts x {recipe.generator.max_running} = {running} trajectories decoded together"
 

@@ -23,8 +23,11 @@ class HubContext:
     `relays` are those heard of so far; leases are granted and moves are planned while `is_leasing`.
     """
 
-    def __init__(self, mailbox: "Mailbox", state: HubState, journal: "Journal") -> None:
+    def __init__(
+        self, mailbox: "Mailbox", state: HubState, journal: "Journal", wall_clock: Callable[[], float]
+    ) -> None:
         self.mailbox = mailbox
+        self.wall_clock = wall_clock
         self.state = state
         self.journal = journal
         self.relays: set[str] = set()
@@ -34,8 +37,9 @@ class HubContext:
 
     def commit(self, event: ev.Event) -> None:
         """Write an event to the journal, then apply it."""
-        self.journal.append(ev.stamped(event))
-        apply(event, self.state)
+        stamped = ev.stamped(event, self.wall_clock())
+        self.journal.append(stamped)
+        apply(stamped, self.state)
 
     def drop_rows(self, rows: Iterable[RowId], *, everywhere: bool = False) -> None:
         """Tell the relays that store these rows, or all relays, to drop them."""

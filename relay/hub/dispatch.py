@@ -29,8 +29,10 @@ from .telemetry import FleetStats, Snapshot
 if TYPE_CHECKING:
     from ..queue.admission import Admission
 
-_MICRO_BATCHES_PER_RANK = 8
+_MICRO_BATCHES_PER_RANK = (2, 8)
 """Micro-batches for each rank of the trainer in one answer: enough to fill them well, few enough that the first begins early."""
+_PARTS = 8
+"""Answers for a step, where that many micro-batches allow it: rows that are handed out early only grow older."""
 
 
 class Dispatcher(Handler):
@@ -85,9 +87,12 @@ class Dispatcher(Handler):
 
         A trainer that starts again gets the groups in the same order and in equal answers, where all of them were ready.
         """
-        state, max_tokens = self.state, _MICRO_BATCHES_PER_RANK * request.max_tokens
+        state = self.state
         if request.step != state.step:
             return None
+        part = state.tokens_trained / max(state.step, 1) / _PARTS
+        least, most = (number * request.max_tokens for number in _MICRO_BATCHES_PER_RANK)
+        max_tokens = min(max(part, least), most)
         for group in self.admission.select_groups(state, max_tokens):
             self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
         end = next((end for end in self.admission.update_ends if end > request.received), 0)
@@ -97,9 +102,10 @@ class Dispatcher(Handler):
             return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
         self._reported = self.fleet_stats.snapshot(state)
+        metrics = {**self._reported.metrics, "queue/window": float(self.admission.lead(state))}
         return TrainBatch(
             request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
-            groups=groups, metrics=self._reported.metrics, checkpoint_after=state.checkpoint_after,
+            groups=groups, metrics=metrics, checkpoint_after=state.checkpoint_after,
         )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
@@ -174,14 +180,13 @@ class Dispatcher(Handler):
             return
         groups = [self.state.groups[group_id] for group_id in self.state.in_training]
         self.context.drop_rows(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
-        self.context.commit(ev.Trained(step=message.step))
-        self.admission.follow(self.state)
+        self.context.commit(ev.Trained(step=message.step, busy_s=message.busy_s, waited_s=message.waited_s))
         if self._reported is not None:
             self.fleet_stats.finish_step(self._reported)
             self._reported = None
 
 
-def _first_groups(groups: Iterable[Group], max_tokens: int) -> list[Group]:
+def _first_groups(groups: Iterable[Group], max_tokens: float) -> list[Group]:
     """The groups up to the one that reaches `max_tokens`, as `Admission.select_groups` chooses them."""
     first: list[Group] = []
     num_tokens = 0

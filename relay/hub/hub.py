@@ -55,8 +55,9 @@ class Hub:
         repack: RepackSettings,
         clock: Callable[[], float] = time.monotonic,
         tasks: Mapping[str, Task] | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.context = HubContext(mailbox, state, journal)
+        self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox, self.state = mailbox, state
         self.fleet_stats = FleetStats()
         self._actor_error = ""

@@ -1,5 +1,6 @@
 """Leases: rollouts ask for groups, and get as many as admission allows."""
 
+import math
 from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseGrant, LeaseRequest, LeaseReturn
@@ -7,16 +8,16 @@ from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
-from .partial_pool import PartialPool, PartialRow
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
+    from .partial_pool import PartialPool, PartialRow
 
 
 class Leases(Handler):
     """Open requests, the newest request of each holder, and the leases that a dead holder had."""
 
-    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: PartialPool) -> None:
+    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: "PartialPool") -> None:
         super().__init__(context)
         self.pool = pool
         self.admission = admission
@@ -28,10 +29,12 @@ class Leases(Handler):
 
     def advance(self) -> None:
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
-        for holder, request in list(self._requests.items()) if self.context.is_leasing else ():
+        requests = list(self._requests.items()) if self.context.is_leasing else []
+        for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
+            share = math.ceil(self.admission.free_places(self.state) / num_asking)
             if (older := self._older_version(holder, request)) is not None:
-                self._grant(holder, request, older)
-            elif request.version not in refused and not self._grant(holder, request, request.version):
+                self._grant(holder, request, older, share=0)
+            elif request.version not in refused and not self._grant(holder, request, request.version, share):
                 refused.add(request.version)
 
     def on_process_death(self, process: str, reason: str) -> None:
@@ -105,26 +108,33 @@ class Leases(Handler):
             self.partials.give_up(group.row_ids(RowStatus.WANTED))
         return False
 
-    def _grant(self, holder: str, request: LeaseRequest, version: int) -> bool:
-        """Lease groups to a holder; returns whether it got as many as it asked for, or as many as fit into a message."""
+    def _grant(self, holder: str, request: LeaseRequest, version: int, share: int) -> bool:
+        """Lease groups to a holder, at most `share` new ones, since one that decodes all of them alone is slow.
+
+        Returns whether another holder of the same version may still get some.
+        """
         leases: list[Lease] = []
-        num_bytes = 0
+        num_bytes, is_refused = 0, False
+        cursor = self.state.cursor
         while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
-            if (lease := self._lease_one(holder, request, version)) is None:
+            may_be_new = self.state.cursor < cursor + share
+            if (lease := self._lease_one(holder, request, version, may_be_new)) is None:
+                is_refused = may_be_new
                 break
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
             del self._requests[holder]
             self.context.mailbox.send(holder, LeaseGrant(request.request_id, version, leases))
-        return len(leases) == request.num_groups or num_bytes >= MAX_ROW_BYTES // 2
+        return not is_refused
 
-    def _lease_one(self, holder: str, request: LeaseRequest, version: int) -> Lease | None:
-        """Lease one group: one that came back if there is any, else the next of the data set.
+    def _lease_one(self, holder: str, request: LeaseRequest, version: int, may_be_new: bool) -> Lease | None:
+        """Lease one group: one that came back if there is any, else the next of the data set if it may be a new one.
 
         A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
         """
-        state, partials = self.state, dict[int, PartialRow]()
+        state = self.state
+        partials: dict[int, PartialRow] = {}
         allowed = (None, version) if version == request.version else (version,)
         for group_id in state.unassigned:
             group = state.groups[group_id]
@@ -133,7 +143,7 @@ class Leases(Handler):
                 samples, attempt = group.samples(RowStatus.WANTED), group.next_attempt
                 break
         else:
-            if None not in allowed or not self.admission.may_lease(state, version):
+            if not may_be_new or None not in allowed or not self.admission.may_lease(state, version):
                 return None
             group_id, attempt, partials = self.pool.group_at(state.cursor), 1, {}
             samples = list(range(state.samples_per_prompt))

@@ -11,6 +11,7 @@ come back, and the rows that it stored are read elsewhere or generated again.
 import logging
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...comm.clock import Clock
@@ -45,10 +46,11 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     run_dir, queue = Path(recipe.run.dir), recipe.queue
     mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(queue, recipe.algorithm)
-    state, journal = open_journal(run_dir, recipe, fleet.run_id)
+    state, journal = open_journal(run_dir, recipe, tasks[TRAIN].needs, fleet.run_id)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
-    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, tasks[TRAIN].needs)
+    micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
+    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     clock = Clock(recipe.emulated.speed).now
     hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks)
     loop = HubLoop(hub, fleet)
@@ -178,10 +180,11 @@ class HubLoop:
         self.hub.on_process_death(dead.name, reason)
 
 
-def open_journal(run_dir: Path, recipe: Recipe, run_id: str) -> tuple[HubState, Journal]:
+def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str) -> tuple[HubState, Journal]:
     """The journal of a run folder, and the state after its last event.
 
     It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run.
+    needs: the columns that training needs besides those of the rollout.
     """
     path = run_dir / "journal.jsonl"
     state, checkpoint = HubState(), None
@@ -202,12 +205,14 @@ def open_journal(run_dir: Path, recipe: Recipe, run_id: str) -> tuple[HubState, 
     # The other processes wait for the hub while it waits for room.
     journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
     samples = recipe.batch.samples_per_prompt
-    _commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=samples, run_id=run_id), state, journal)
+    opened = {"samples_per_prompt": samples, "run_id": run_id, "needs": tuple(sorted(needs))}
+    _commit(ev.Opened(epoch=state.epoch + 1, **opened), state, journal)
     if checkpoint is not None:
         _commit(checkpoint, state, journal)
     return state, journal
 
 
 def _commit(event: ev.Event, state: HubState, journal: Journal) -> None:
-    journal.append(ev.stamped(event))
-    apply(event, state)
+    stamped = ev.stamped(event)
+    journal.append(stamped)
+    apply(stamped, state)

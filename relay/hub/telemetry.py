@@ -57,10 +57,10 @@ class FleetStats:
 
     def snapshot(self, state: HubState) -> Snapshot:
         """Figures since the step began; roles without reports are left out."""
-        queued = state.queued()
-        ready = sum(group.is_complete for group in queued)
+        ready = len(state.queue.ready)
         sums = {metric: amount for metric, amount in self._sums.items() if amount}
-        out = {"queue/ready_groups": float(ready), "queue/leased_groups": float(len(queued) - ready), **sums}
+        out = {"queue/ready": float(ready), "queue/leased": float(state.num_queued - ready), **sums}
+        out["queue/starved_s"] = state.window.starved_s
         for role in ("relay", "rollout"):
             meters = [meter for name, meter in self._meters.items() if role_of(name) == role]
             busy = sum(meter.now.busy_s - meter.before.busy_s for meter in meters)

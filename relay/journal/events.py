@@ -1,7 +1,7 @@
 """The hub's decisions: one event per decision, one JSON line per event in the journal.
 
 Hub state is the fold of these events alone, so they hold everything that recovery, resume, audit and replay need.
-`t` is the wall clock in seconds; the fold ignores it. Class and field names are the journal's format.
+`t` is the wall clock in seconds; of the fold, only the window reads it. Class and field names are the journal's format.
 """
 
 import time
@@ -22,11 +22,13 @@ class Opened(Event, frozen=True, kw_only=True):
     """Hub number `epoch` took over: rows that were leased or ready before have lost their holder and are wanted again.
 
     `run_id` is that of the fleet: a hub that finds its own is the next process of the same run.
+    `needs` are the columns that training needs besides those of the rollout.
     """
 
     epoch: int
     samples_per_prompt: int
     run_id: str = ""
+    needs: tuple[str, ...] = ()
 
 
 class HubRestarted(Event, frozen=True, kw_only=True):
@@ -151,9 +153,14 @@ class Handed(Event, frozen=True, kw_only=True):
 
 
 class Trained(Event, frozen=True, kw_only=True):
-    """The optimizer step `step` was applied: the groups handed out for it are consumed."""
+    """The optimizer step `step` was applied: the groups handed out for it are consumed.
+
+    The trainer worked and waited for groups for so many seconds since the step before; pauses are in neither.
+    """
 
     step: int
+    busy_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class TrainerRestarted(Event, frozen=True, kw_only=True):
@@ -209,9 +216,9 @@ class Ended(Event, frozen=True, kw_only=True):
     reason: str
 
 
-def stamped(event: Event) -> Event:
-    """The event with the present time."""
-    return msgspec.structs.replace(event, t=round(time.time(), 3))
+def stamped(event: Event, now: float | None = None) -> Event:
+    """The event with the present time, or with that of `now`."""
+    return msgspec.structs.replace(event, t=round(time.time() if now is None else now, 3))
 
 
 _decoder = msgspec.json.Decoder(Union[tuple(Event.__subclasses__())])  # noqa: UP007 - built from a list

@@ -1,6 +1,7 @@
-"""The records that the hub keeps: trajectories, their groups, and what each task has consumed."""
+"""The records that the hub keeps: trajectories, their groups, what each task has consumed, and an index of the queue."""
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -152,3 +153,49 @@ class TaskRecord:
         """Whether the counts add up."""
         num_open = sum(len(batch.attempts) for batch in self.open_batches.values())
         return self.handed == self.consumed + self.returned + self.dropped + num_open
+
+
+@dataclass(slots=True)
+class QueueIndex:
+    """The groups in the queue that can be trained, and how many have begun by their version.
+
+    So that no decision looks through all groups: at scale the queue has thousands.
+    """
+
+    needs: frozenset[str] = frozenset()
+    """Columns that training needs besides those of the rollout."""
+    ready: dict[GroupId, Group] = field(default_factory=dict)
+    """Complete groups with these columns, which are not handed out."""
+    begun: Counter[int] = field(default_factory=Counter)
+    """Groups of which a row is generated or being generated, by the group's version."""
+    version_of: dict[GroupId, int] = field(default_factory=dict)
+    """The version by which a group is counted in `begun`."""
+
+    def update(self, group: Group) -> None:
+        """Count a group of the queue, one of whose rows changed, as what it is now."""
+        versions = [row.version for row in group.rows if row.status in _STARTED]
+        if not versions or group.step is not None:
+            self.remove(group.id)
+            return
+        version = min(versions)
+        if version != self.version_of.get(group.id):
+            self.remove(group.id)
+            self.version_of[group.id] = version
+            self.begun[version] += 1
+        if group.has(self.needs):
+            self.ready[group.id] = group
+        else:
+            self.ready.pop(group.id, None)
+
+    def remove(self, group_id: GroupId) -> None:
+        """Forget a group that leaves the queue."""
+        self.ready.pop(group_id, None)
+        version = self.version_of.pop(group_id, None)
+        if version is not None:
+            self.begun[version] -= 1
+            if not self.begun[version]:
+                del self.begun[version]
+
+    def ready_in_order(self) -> list[Group]:
+        """The groups that can be trained, the oldest first."""
+        return sorted(self.ready.values(), key=lambda group: group.lease_order)

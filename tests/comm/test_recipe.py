@@ -15,7 +15,7 @@ model.path model.dtype
 data.path data.split data.shuffle data.too_long
 reward.path reward.timeout_s reward.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
-queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
+queue.lead queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
 repack.enabled repack.period_s repack.batch_bound repack.transfer
 sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.repetition_penalty
 sampling.stop

@@ -50,13 +50,13 @@ class Scene:
             HubState(),
             self.journal,
             PromptPool(JsonLines(data), shuffle=True, seed=3),
-            Admission(batch, settings, num_steps=10, sampler=open_sampler(settings.sampler), needs=needs),
+            Admission(batch, settings, num_steps=10, sampler=open_sampler(settings.sampler)),
             settings,
             repack or RepackSettings(),
             clock=lambda: self.now,
             tasks=tasks,
         )
-        self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=samples))
+        self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=samples, needs=tuple(sorted(needs))))
 
     def close(self) -> None:
         self.journal.close()

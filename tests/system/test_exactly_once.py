@@ -132,7 +132,7 @@ class World(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- the processes
 
     def open_hub(self, state: HubState) -> None:
-        admission = Admission(BATCH, self.queue, num_steps=1000, needs=self.tasks["train"].needs)
+        admission = Admission(BATCH, self.queue, num_steps=1000)
         self.journal, repack = MortalJournal(self.path), RepackSettings(enabled=False)
         self.num_hubs += 1
         self.outbox = Outbox(self.mailboxes, self.num_hubs)
@@ -141,7 +141,8 @@ class World(RuleBasedStateMachine):
     def open_run(self, state: HubState) -> None:
         self.said.clear()
         self.open_hub(state)
-        self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES))
+        needs = tuple(sorted(self.tasks["train"].needs))
+        self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES, needs=needs))
         for relay in RELAYS:
             self.say(f"{relay}/weights", VersionReady(self.hub.state.step, "digest"))
 

@@ -17,7 +17,7 @@ from headrace.trainer.step_log import StepLog, StepReplay
 def batch_of(first: int) -> Batch:
     """A batch of two rows in micro-batches of one, and an empty micro-batch, as with several ranks."""
     group = GroupRef(GroupId(0, first), [0, 1], [1, 2], [["relay-0#1"]] * 2, [3, 3], [7, 8], [0.1, 0.2])
-    row_batch = TrainBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready_groups": 1.0})
+    row_batch = TrainBatch(step=2, first=first, total=2, groups=[group], metrics={"queue/ready": 1.0})
     early, late = group.rows()
     rng = np.random.default_rng(first)
     columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}

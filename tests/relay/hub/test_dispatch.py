@@ -201,11 +201,11 @@ def test_a_trainer_that_starts_again_gets_the_groups_of_its_step_in_the_same_ans
     ready(s, num_groups=3)
 
     def answers() -> list[list[GroupRef]]:
-        """A group has 10 tokens, and an answer takes 8 micro-batches of 2."""
+        """A group has 10 tokens, and an answer takes 2 micro-batches of 8."""
         found: list[TrainBatch] = []
         for _ in range(2):
             received = sum(len(batch.groups) for batch in found)
-            s.say("actor-0", RequestRows(received + 1, ["train"], 0, received, max_tokens=2))
+            s.say("actor-0", RequestRows(received + 1, ["train"], 0, received, max_tokens=8))
             found += [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
         return [batch.groups for batch in found]
 

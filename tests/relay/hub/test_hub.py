@@ -72,6 +72,24 @@ def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScen
     assert isinstance(s.heard("rollout-1")[0], LeaseGrant)
 
 
+def test_rollouts_that_ask_together_share_the_room_in_the_queue(scene: MakeScene):
+    s = scene(capacity=5)
+    s.hub.context.is_leasing = False
+    for name in ("rollout-0", "rollout-1"):
+        s.say(name, LeaseRequest(1, 0, 5))
+    s.hub.context.is_leasing = True
+    s.hub.advance()
+    grants = [message for name in ("rollout-0", "rollout-1") for message in s.heard(name)]
+    assert [len(grant.leases) for grant in grants if isinstance(grant, LeaseGrant)] == [3, 2]
+
+
+def test_rows_that_came_back_are_leased_again_though_the_queue_is_full(scene: MakeScene):
+    s = scene(capacity=2)
+    s.lease(num_groups=2)
+    s.hub.on_process_death("rollout-0", "dead")
+    assert len(s.lease("rollout-1", num_groups=2).leases) == 2
+
+
 def test_groups_are_handed_out_once_and_repeated_on_demand(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))

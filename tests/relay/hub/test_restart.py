@@ -64,13 +64,13 @@ def scene(tmp_path: Path) -> Iterator[Restart]:
     scene.close()
 
 
-def test_a_restart_changes_nothing_but_its_count(scene: Restart):
+def test_a_restart_changes_nothing_but_its_count_and_the_time_of_the_step(scene: Restart):
     scene.finish(scene.lease(request=FIRST + 1))
     scene.lease(request=FIRST + 2)
     before = scene.hub.state
     scene.restart()
     assert scene.hub.state.hub_restarts == 1
-    scene.hub.state.hub_restarts = 0
+    scene.hub.state.hub_restarts, scene.hub.state.window = 0, before.window
     assert scene.hub.state == before
 
 

@@ -63,7 +63,7 @@ def test_the_metrics_count_the_groups_of_the_queue():
     apply(ev.Opened(epoch=1, samples_per_prompt=1), state)
     apply(ev.Leased(group=GroupId(0, 0), samples=[0], attempt=1, version=0, holder="r"), state)
     metrics = FleetStats().snapshot(state).metrics
-    assert (metrics["queue/leased_groups"], metrics["queue/ready_groups"]) == (1.0, 0.0)
+    assert (metrics["queue/leased"], metrics["queue/ready"]) == (1.0, 0.0)
 
 
 def test_work_after_the_last_snapshot_of_a_step_belongs_to_the_next_step():

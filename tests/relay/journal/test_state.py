@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import replay
-from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.records import QueueIndex, RowStatus
 from headrace.relay.journal.state import HubState, apply
 
 GROUP = GroupId(0, 7)
@@ -169,6 +169,13 @@ class AnyLegalHistory(RuleBasedStateMachine):
     def account_adds_up(self):
         assert self.state.is_balanced
         assert self.state.account.leased == 2 * self.num_leased
+
+    @invariant()
+    def the_index_is_that_of_the_groups(self):
+        index = QueueIndex()
+        for group in self.state.queued():
+            index.update(group)
+        assert (self.state.queue, self.state.num_queued) == (index, len(self.state.queued()))
 
 
 TestAnyLegalHistory = AnyLegalHistory.TestCase

@@ -1,5 +1,8 @@
 """Admission: the staleness bound holds by construction, and a run never gets stuck."""
 
+from typing import Literal
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,16 +11,28 @@ from headrace.comm.recipe import BatchSettings, QueueSettings
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
+from headrace.relay.queue.samplers import Fifo, Sampler
 
 
 class SmallRun:
     """A run of one-sample groups under an admission rule."""
 
-    def __init__(self, bound: int | None, per_step: int, steps: int = 8, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        bound: int | None,
+        per_step: int,
+        steps: int = 8,
+        capacity: int | None = None,
+        lead: Literal["auto"] | int = "auto",
+        sampler: Sampler | None = None,
+        micro_tokens: int = 0,
+    ) -> None:
         self.admission = Admission(
             BatchSettings(prompts_per_step=per_step, samples_per_prompt=1),
-            QueueSettings(capacity=capacity, max_staleness=bound),
+            QueueSettings(capacity=capacity, max_staleness=bound, lead=lead),
             steps,
+            sampler=sampler,
+            micro_tokens=micro_tokens,
         )
         self.state = HubState()
         apply(ev.Opened(epoch=1, samples_per_prompt=1), self.state)
@@ -45,6 +60,14 @@ class SmallRun:
         apply(ev.Trained(step=self.state.step), self.state)
         return True
 
+    def train_whole_step(self) -> None:
+        """Lease as many groups as a step takes, finish them, and train the step."""
+        while self.state.num_queued < self.admission.per_step and self.lease(self.state.version):
+            pass
+        for group in self.unfinished():
+            self.finish(group)
+        assert self.train_if_ready()
+
 
 def test_a_bound_of_zero_admits_one_batch_per_version():
     run = SmallRun(bound=0, per_step=3)
@@ -56,33 +79,70 @@ def test_without_a_bound_the_capacity_limits_leases():
     assert [run.lease(0) for _ in range(5)] == [True, True, True, True, False]
 
 
-def test_without_a_capacity_the_queue_follows_the_trainer_by_half_of_what_a_step_lacks_or_has_left():
-    run = SmallRun(bound=None, per_step=4)
-    capacities = []
-    for num_ready in (1, 0, 8, 6, 6, 4, 4):
-        while len(run.state.queued()) < num_ready:
-            group = GroupId(0, run.state.cursor)
-            apply(ev.Leased(group=group, samples=[0], attempt=1, version=0, holder="r"), run.state)
-            run.finish(group)
-        run.admission.follow(run.state)
-        capacities.append(run.admission.capacity)
-        while run.state.queued()[4:]:
-            handed = run.state.queued()[0].id
-            apply(ev.Handed(step=0, groups=[handed]), run.state)
-    assert capacities == [6, 8, 6, 5, 4, 4, 4]
+def test_a_fixed_lead_is_the_length_of_the_queue():
+    run = SmallRun(bound=None, per_step=2, lead=3)
+    assert [run.lease(0) for _ in range(4)] == [True, True, True, False]
 
 
-def test_a_new_group_waits_for_a_version_that_is_due_only_while_the_trainer_has_its_step():
-    run = SmallRun(bound=None, per_step=1)
+def test_a_capacity_limits_a_longer_lead():
+    run = SmallRun(bound=None, per_step=2, lead=8, capacity=1)
+    assert [run.lease(0) for _ in range(2)] == [True, False]
+
+
+def test_before_the_window_is_known_a_step_of_groups_is_leased():
+    run = SmallRun(bound=None, per_step=2)
+    assert [run.lease(0) for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("micro_tokens", "lead"), [(0, 2), (3, 3), (100, 4)])
+def test_the_window_limits_the_queue_and_leaves_a_micro_batch_at_least(micro_tokens: int, lead: int):
+    run = SmallRun(bound=None, per_step=4, micro_tokens=micro_tokens)
+    run.train_whole_step()
+    run.state.window.in_generation, run.state.window.margin = 1.0, 0.5
+    assert run.admission.lead(run.state) == lead
+
+
+def test_a_queue_that_a_sampler_chooses_from_has_a_step_at_least():
+    run = SmallRun(bound=None, per_step=4, sampler=Fifo())
+    run.train_whole_step()
+    run.state.window.in_generation, run.state.window.margin = 1.0, 0.5
+    assert run.admission.lead(run.state) == 4
+
+
+def test_new_groups_wait_for_the_version_of_the_last_step_while_the_trainer_has_work():
+    run = SmallRun(bound=None, per_step=1, capacity=4)
+    run.train_whole_step()
     assert run.lease(0)
-    run.finish(GroupId(0, 0))
-    assert run.train_if_ready() and run.lease(0)
-    run.finish(GroupId(0, 1))
-    (group,) = run.admission.select_groups(run.state)
-    apply(ev.Handed(step=1, groups=[group.id]), run.state)
+    run.finish(run.unfinished()[0])
     assert not run.lease(0)
     apply(ev.Published(version=1, digest="", relay="relay-0"), run.state)
     assert run.lease(1)
+
+
+def test_new_groups_do_not_wait_for_a_version_that_takes_longer_than_the_trainer_has_work():
+    run = SmallRun(bound=None, per_step=1, capacity=4)
+    run.train_whole_step()
+    assert run.lease(0)
+    run.finish(run.unfinished()[0])
+    window = run.state.window
+    window.per_step, window.step_s, window.publish_s = 1, 1.0, 2.0
+    assert run.lease(0)
+
+
+def test_a_step_that_lacks_groups_does_not_wait_for_a_version():
+    run = SmallRun(bound=None, per_step=2, capacity=4)
+    run.train_whole_step()
+    assert run.lease(0)
+    run.finish(run.unfinished()[0])
+    (group,) = run.admission.select_groups(run.state)
+    apply(ev.Handed(step=1, groups=[group.id]), run.state)
+    assert run.lease(0), "nothing is queued, and the step is not complete"
+
+
+def test_a_fixed_lead_waits_for_no_version():
+    run = SmallRun(bound=None, per_step=1, lead=2)
+    run.train_whole_step()
+    assert run.lease(0) and run.lease(0)
 
 
 def test_a_selection_ends_with_the_group_that_reaches_the_tokens():
@@ -140,3 +200,29 @@ def test_the_bound_holds_for_any_order_of_finishing(bound: int, per_step: int, l
         run.train_if_ready()
         assert turn < 2000, "the run is stuck"
     assert max(run.state.staleness) <= bound
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    bound=st.integers(0, 3),
+    per_step=st.integers(1, 4),
+    num_handed=st.integers(0, 4),
+    versions=st.lists(st.integers(0, 6), max_size=14),
+    new=st.integers(0, 6),
+)
+def test_a_lease_is_admitted_exactly_if_all_groups_in_turn_meet_their_deadlines(
+    bound: int, per_step: int, num_handed: int, versions: list[int], new: int
+):
+    run = SmallRun(bound=bound, per_step=per_step, capacity=100, steps=100)
+    state, step = run.state, 4
+    state.step = state.version = step
+    for number, version in enumerate([step] * min(num_handed, per_step) + versions):
+        group = GroupId(0, number)
+        apply(ev.Leased(group=group, samples=[0], attempt=1, version=version, holder="r"), state)
+        if number < min(num_handed, per_step):
+            run.finish(group)
+            apply(ev.Handed(step=step, groups=[group]), state)
+    trained_in = (step, *[step] * (per_step - len(state.in_training) - 1))[: per_step - len(state.in_training)]
+    places = [*trained_in, *(step + 1 + place // per_step for place in range(100))]
+    expected = all(place <= version + bound for place, version in zip(places, sorted([*versions, new]), strict=False))
+    assert run.admission.may_lease(state, new) == expected

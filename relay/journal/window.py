@@ -1,0 +1,111 @@
+"""The window: how many groups to have under way so that the trainer never waits for one, and no more, for staleness.
+
+With N places, generation and the trainer are a closed network of an infinite server and a single one. The trainer needs
+a = mu L groups in generation (Little's law: mu its rate, L the time to generate a group), and it starves with Erlang's
+probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin. Over a step, a is the time that
+groups spent in generation over the time that the trainer worked: groups that are filtered out count by themselves.
+
+The margin is learned. A step that starved raises it by the groups that were missing, and the window that starved is kept as a
+floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
+since a group that is not leased now is missing only a generation later.
+"""
+
+import math
+from dataclasses import dataclass
+
+GAIN = 0.3
+"""The part of a new measurement that counts, and of the spare groups that leave the margin."""
+TOLERANCE = 0.005
+"""The share of a step for which the trainer may starve before the window grows."""
+_HEADROOM, _FADE = 1.08, 0.99
+"""The floor over a window that starved, and what is left of it after each step."""
+_SPARE = 1 / 64
+"""The share of a step's groups that stays ready."""
+_PAUSE = 0.1
+"""A step that stood still for longer than this share of itself is not measured: a checkpoint or an evaluation."""
+
+
+@dataclass(slots=True)
+class Window:
+    """A fold over the times of events and the counts of groups between them; the seconds are the journal's."""
+
+    in_generation: float = 0.0
+    """a: groups in generation for a trainer that always works."""
+    margin: float = math.inf
+    """Groups beyond them; infinite until a step was measured."""
+    floor: float = 0.0
+    step_s: float = 0.0
+    """Seconds that the trainer works in a step."""
+    publish_s: float = 0.0
+    """Seconds from the end of a step until its version is complete on a relay."""
+    starved_s: float = 0.0
+    """Seconds of the last step in which the trainer waited and no group was ready."""
+    per_step: int = 0
+    now: float = 0.0
+    began: float = 0.0
+    """When the last step ended."""
+    group_s: float = 0.0
+    """Seconds that groups spent in generation since then."""
+    dry_s: float = 0.0
+    """Seconds since then in which the step lacked groups and none was ready."""
+    least_ready: float = math.inf
+    most_queued: int = 0
+
+    @property
+    def limit(self) -> float:
+        """Groups to have in generation or ready; infinite until a step was measured."""
+        return max(self.in_generation + self.margin, self.floor)
+
+    @property
+    def published_groups(self) -> float:
+        """Groups that the trainer works off while a version is published."""
+        return self.per_step * self.publish_s / self.step_s if self.step_s else 0.0
+
+    def open(self) -> None:
+        """Begin after a start or a restart of the run: the step in progress is not measured, since the queue is empty."""
+        self.per_step = 0
+
+    def pass_time(self, now: float, num_queued: int, num_ready: int, num_in_training: int) -> None:
+        """The counts have been these since the last call."""
+        seconds = now - self.now
+        self.now = now
+        if seconds <= 0:
+            return  # the wall clock was set back, or two events are of one moment
+        self.group_s += seconds * (num_queued - num_ready)
+        self.least_ready = min(self.least_ready, num_ready)
+        self.most_queued = max(self.most_queued, num_queued)
+        if not num_ready and num_in_training < self.per_step:
+            self.dry_s += seconds
+
+    def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
+        """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
+        is_whole = self.per_step > 0 and busy_s > 0
+        paused_s = self.now - self.began - busy_s - waited_s
+        if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
+            self._learn(num_groups, busy_s, waited_s)
+        self.per_step, self.began = num_groups, self.now
+        self.group_s, self.dry_s, self.least_ready, self.most_queued = 0.0, 0.0, math.inf, 0
+
+    def publish(self, steps_late: int) -> None:
+        """A version is complete, the one of the last step or an earlier one."""
+        if self.per_step:
+            self.publish_s = _smoothed(self.publish_s, self.now - self.began + steps_late * self.step_s)
+
+    def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
+        was, before = self.limit, self.in_generation
+        self.in_generation = _smoothed(before, self.group_s / busy_s)
+        self.step_s = _smoothed(self.step_s, busy_s)
+        self.starved_s = min(waited_s, self.dry_s)
+        if math.isinf(self.margin):
+            self.margin = max(0.0, self.most_queued - self.in_generation)
+            return
+        self.floor *= _FADE
+        if self.starved_s <= TOLERANCE * (busy_s + waited_s):
+            self.margin = max(0.0, self.margin - GAIN * max(0.0, self.least_ready - _SPARE * num_groups))
+        elif self.most_queued + 1 >= was:  # else the rollouts have no room for more
+            self.margin += self.starved_s * num_groups / busy_s
+            self.floor = max(self.floor, _HEADROOM * was)
+
+
+def _smoothed(before: float, measured: float) -> float:
+    return before + GAIN * (measured - before) if before else measured
