@@ -65,8 +65,9 @@ def scene(tmp_path: Path) -> Iterator[Restart]:
 
 
 def test_a_restart_changes_nothing_but_its_count_and_the_time_of_the_step(scene: Restart):
-    scene.finish(scene.lease(request=FIRST + 1))
-    scene.lease(request=FIRST + 2)
+    ready, _ = scene.lease(request=FIRST + 1), scene.lease("rollout-1", request=FIRST + 1)
+    scene.join("rollout", 1)
+    scene.finish(ready)
     before = scene.hub.state
     scene.restart()
     assert scene.hub.state.hub_restarts == 1
