@@ -10,6 +10,7 @@ the fleet before the store ends.
 
 import logging
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -37,6 +38,7 @@ from .store import ROSTER, StoreClient, clone_store, connect_store
 from .waits import join_thread, waiting
 
 _LEAVE_S = 5.0
+_RUN_KEY = "fleet/run"
 _log = logging.getLogger(__name__)
 
 
@@ -88,6 +90,11 @@ class Fleet(ABC):
     ) -> "StoreFleet":
         """Join the run whose store is at `store_address`; raises `StoreGone`."""
         return StoreFleet(store_address, role, index, secret, info, settings).start()
+
+    @property
+    @abstractmethod
+    def run_id(self) -> str:
+        """The same for all processes of a run, however often they are started again; a run that is resumed has another."""
 
     @abstractmethod
     def members(self, role: str | None = None) -> list[Member]:
@@ -216,6 +223,10 @@ class StoreFleet(Fleet):
         for thread in self._threads:
             thread.start()
         return self
+
+    @property
+    def run_id(self) -> str:
+        return self._store.compare_set(_RUN_KEY, "", secrets.token_hex(8)).decode()
 
     def members(self, role: str | None = None) -> list[Member]:
         with self._lock:

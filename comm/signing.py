@@ -5,6 +5,7 @@ receiver, sequence number and body. Each purpose has a key of its own, so no sig
 """
 
 import hmac
+from collections import defaultdict
 from typing import NamedTuple
 
 import msgspec
@@ -53,7 +54,7 @@ class MessageSigner:
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive_key(secret, "messages")
-        self._seen: dict[tuple[str, str], int] = {}
+        self._seen: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def sign(self, sender: str, to: str, sequence: int, message: Message) -> bytes:
         """The bytes of an envelope."""
@@ -75,10 +76,14 @@ class MessageSigner:
         signature = self._signature(head.sender, to, head.sequence, body)
         if not hmac.compare_digest(head.signature.encode(), signature.encode()):
             raise MessageRefused(f"wrong signature for sender {head.sender!r}")
-        if head.sequence <= self._seen.get((head.sender, to), -1):
+        if head.sequence <= self._seen[to].get(head.sender, -1):
             raise MessageRefused(f"message {head.sequence} of {head.sender!r} was seen before")
-        self._seen[head.sender, to] = head.sequence
+        self._seen[to][head.sender] = head.sequence
         return Envelope(head.sender, decode(body))
+
+    def seen(self, to: str) -> dict[str, int]:
+        """The highest sequence number of each sender that the inbox `to` has seen."""
+        return dict(self._seen[to])
 
     def _signature(self, sender: str, to: str, sequence: int, body: bytes) -> str:
         parts = msgspec.json.encode([sender, to, sequence]) + b"\n" + body

@@ -14,10 +14,11 @@ from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RoleSettings
 from .hosts import JOINED_HOST
 
-RESTARTABLE = frozenset({"actor", "relay", "rollout", "shard", "reference", "task"})
+RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
 """Roles whose processes are started again when they die; the death of any other ends the run.
 
-A relay's weights survive in its supervisor's memory. Its rows survive in another relay, or are generated again.
+The hub continues where its journal ends. A relay's weights survive in its supervisor's memory; its rows survive in another
+relay, or are generated again.
 """
 
 

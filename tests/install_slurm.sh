@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Debian's Slurm for the tests of launch/slurm, where that is possible; without it they are skipped. CI runs it.
+# Installs Debian's Slurm for the tests of launch/slurm, where that is possible; without it they are skipped. tests/run.sh calls it where CI is set.
 set -uo pipefail
 if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then
     exit 0

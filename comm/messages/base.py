@@ -54,6 +54,13 @@ class RowId(msgspec.Struct, frozen=True, order=True):
         """The key of its first tokens in a storage unit, while this attempt is generated."""
         return f"{self}@{attempt}{_PARTIAL}"
 
+    @staticmethod
+    def of_key(key: str) -> "tuple[RowId, int]":
+        """The row and the attempt that a key of a storage unit names, be it of the whole row or of its first tokens."""
+        name, _, attempt = key.removesuffix(_PARTIAL).partition("@")
+        epoch, prompt, sample = map(int, name.split("."))
+        return RowId(epoch, prompt, sample), int(attempt)
+
     def __str__(self) -> str:
         return f"{self.epoch}.{self.prompt}.{self.sample}"
 

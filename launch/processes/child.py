@@ -78,10 +78,19 @@ class Child:
         """The path of the log and its last lines, as a sentence to append to a message; empty without a log."""
         if self.log is None or not self.log.exists():
             return ""
+        lines = self._last_lines(num_lines)
+        return f". Its log is {self.log}" + (":" if lines else "") + "".join(f"\n    {line}" for line in lines)
+
+    def last_line(self) -> str:
+        """The last line of the log, which names the error of a Python program, to append to a message."""
+        return "".join(f": {line}" for line in self._last_lines(1))
+
+    def _last_lines(self, num_lines: int) -> list[str]:
+        if self.log is None or not self.log.exists():
+            return []
         with self.log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 16384))
-            lines = stream.read().decode(errors="replace").splitlines()[-num_lines:]
-        return f". Its log is {self.log}" + (":" if lines else "") + "".join(f"\n    {line}" for line in lines)
+            return stream.read().decode(errors="replace").splitlines()[-num_lines:]
 
 
 def block_signals() -> None:

@@ -18,7 +18,8 @@ from ..config.run_folder import make_run_folder
 from ..placement import check_replicas, place_joining
 from .agent import Hosts, Torchrun
 from .child import print_message
-from .secret import SECRET_FILE, fetch_recipe
+from .fetched_recipe import fetch_recipe
+from .secret import SECRET_FILE
 
 _FIND_S = 60.0
 

@@ -22,7 +22,8 @@ from ..report.summary import print_summary
 from ..resume import choose_checkpoint
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
-from .secret import create_secret, fetch_recipe
+from .fetched_recipe import fetch_recipe
+from .secret import create_secret
 from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
 
 

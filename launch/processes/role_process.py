@@ -131,6 +131,8 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
         code = _fail(mailbox, recipe, role, error)
     finally:
         threading.excepthook = threading.__excepthook__
+        if role == "hub" and code != 1:  # else its next process reads the messages that it has not handled
+            fleet.mailboxes.close_inbox("hub", is_last=True)
         if (code in (0, 2) and JOINING not in os.environ) or role == "hub":
             exchange_summary(fleet, Path(recipe.run.dir))
         fleet.leave()
@@ -229,7 +231,9 @@ def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str
 
     store = connect_store(address, recipe.comm.deadline_s)
     mailboxes = StoreMailboxes(store, read_secret(Path(recipe.run.dir))).start()
-    report(mailboxes.open(name), recipe, role, error, exit_code=1)
+    mailbox = mailboxes.open(name)
+    report(mailbox, recipe, role, error, exit_code=1)
+    mailbox.close()
     mailboxes.close()
     return 0
 

@@ -5,19 +5,14 @@ A recipe from the store counts only if it is signed with the secret: it names co
 
 import os
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 from ...comm.environment import RECIPE_KEY
 from ...comm.errors import MessageRefused, SettingError
-from ...comm.recipe import Recipe
 from ...comm.signing import verify_entry
-from ..config.load import parse_recipe
 from ..config.run_folder import make_run_folder
 
 SECRET_FILE = "secret"
-_FETCH_S = 300.0
 
 
 def create_secret(run_dir: Path) -> None:
@@ -39,16 +34,6 @@ def read_secret(run_dir: Path) -> bytes:
             f"run.dir: the run's secret {run_dir / SECRET_FILE} is not here ({error.strerror}), and it never goes over the"
             " network; share run.dir between the hosts, or set HEADRACE_SECRET to the same text on each of them"
         ) from error
-
-
-def fetch_recipe(why: str, run_dir: Path) -> Recipe:
-    """The recipe that the run's store has, if the run's own supervisor signed it; `why` it is needed. Raises `SettingError`."""
-    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
-    fetched = subprocess.run(command, capture_output=True, timeout=_FETCH_S, check=False)
-    if fetched.returncode:
-        reason = fetched.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise SettingError(f"{why}, and the run's store gave no recipe: {reason}")
-    return parse_recipe(verified_recipe(fetched.stdout, run_dir))
 
 
 def verified_recipe(signed: bytes, run_dir: Path) -> str:

@@ -101,7 +101,8 @@ class Supervisor:
     commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
-    restarts: list[float] = field(default_factory=list)
+    restarts: dict[str, list[float]] = field(default_factory=dict)
+    """When each child was started again."""
     exit_code: int = 0
     stopped_by: int = 0
     deadline: float | None = None
@@ -173,11 +174,12 @@ class Supervisor:
             "is_ending": self._is_ending,
             "store_is_elsewhere": self.placement.host != 0,
         }
-        kind = classify_exit(role, code, self.restarts, now, **state)
+        restarts = self.restarts.setdefault(child.name, [])
+        kind = classify_exit(role, code, restarts, now, **state)
         if kind is ExitKind.RESTART:
-            self.restarts.append(now)
+            restarts.append(now)
             print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
-            self._start_worker(self.placement.name)
+            self._start_worker(child.name)
         elif kind is not ExitKind.DONE:
             self._fail(child, code, is_reported=kind is ExitKind.FAILED_REPORTED)
 
@@ -200,8 +202,8 @@ class Supervisor:
             print_message(f"{child.name} has no connection to the run's store; the run ends on this host")
             return
         error = describe_exit(child.name, code)
-        if child.name == self.placement.name and self.restarts:
-            error += f", after {len(self.restarts)} restarts"
+        if restarts := self.restarts.get(child.name):
+            error += f", after {len(restarts)} restarts{child.last_line()}"
         print_message(f"{error}; the run ends{child.log_tail()}")
         if not is_reported and child.name != "store" and self.placement.host != JOINED_HOST:
             self._start("failure-report", [*self._worker_command(child.name), "--failed", error], console=False)

@@ -49,8 +49,6 @@ class Dispatcher(Handler):
         self._pending_requests: dict[str, RequestRows] = {}
         self._consumers: dict[str, set[str]] = {}
         self._reported: Snapshot | None = None
-        self.checkpoint_after = -1
-        """The step in training when a checkpoint was requested last."""
         self.routes = {
             CheckpointRequested: self._on_checkpoint_request,
             RequestRows: self._on_request,
@@ -107,7 +105,7 @@ class Dispatcher(Handler):
         metrics = {**self._reported.metrics, "queue/window": float(self.admission.lead(state))}
         return TrainBatch(
             request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
-            groups=groups, metrics=metrics, checkpoint_after=self.checkpoint_after,
+            groups=groups, metrics=metrics, checkpoint_after=state.checkpoint_after,
         )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
@@ -143,7 +141,8 @@ class Dispatcher(Handler):
 
     def _on_checkpoint_request(self, sender: str, message: CheckpointRequested) -> None:
         """Every process of the run may pass on the same signal."""
-        self.checkpoint_after = self.state.step
+        if self.state.checkpoint_after < self.state.step:
+            self.context.commit(ev.CheckpointDue(after=self.state.step))
 
     def _on_columns(self, sender: str, done: ColumnsAdded) -> None:
         """A consumer has finished a batch: its columns count where the row is still in the queue, as the attempt given."""

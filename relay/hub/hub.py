@@ -25,8 +25,8 @@ from ...comm.signing import Envelope
 from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool
 from ..journal import events as ev
+from ..journal.hub_state import HubState
 from ..journal.journal import Journal
-from ..journal.state import HubState
 from ..queue.admission import Admission
 from ..queue.controller import Task
 from .context import Handler, HubContext, Routes

@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
 from ..dataset import MAX_ROW_BYTES, PromptPool
 from ..journal import events as ev
-from ..journal.records import Group, RowStatus
+from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
-from .partial_pool import PartialPool, PartialRow
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
+    from .partial_pool import PartialPool, PartialRow
 
 
 class Leases(Handler):
-    """Open requests, the newest request and the last grant of each holder; the leases that a dead holder had; drained holders."""
+    """Open requests, the newest request of each holder, the leases that a dead holder had, and drained holders."""
 
-    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: PartialPool) -> None:
+    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: "PartialPool") -> None:
         super().__init__(context)
         self.pool = pool
         self.admission = admission
         self.partials = partials
         self._requests: dict[str, LeaseRequest] = {}
-        self._newest: dict[str, LeaseRequest] = {}
-        self._granted: dict[str, LeaseGrant] = {}
         self._drained: set[str] = set()
+        grants = self.state.grants.items()
+        self._newest = {holder: LeaseRequest(grant.request_id, grant.version, 0) for holder, grant in grants}
         self.routes = {
             LeaseRequest: self._on_request,
             LeaseReturn: self._on_return,
@@ -45,7 +45,6 @@ class Leases(Handler):
     def on_process_death(self, process: str, reason: str) -> None:
         """The rows leased to a process are wanted again."""
         self._requests.pop(process, None)
-        self._granted.pop(process, None)
         leased = [(row_id, row) for row_id, row in self.state.rows(RowStatus.LEASED) if row.holder == process]
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
             self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
@@ -55,24 +54,28 @@ class Leases(Handler):
     def holders(self) -> set[str]:
         return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
 
+    def repeat_grants(self) -> None:
+        """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it."""
+        for holder, grant in self.state.grants.items():
+            self.context.mailbox.send(holder, self._rest_of(holder, grant))
+
     def _on_request(self, sender: str, request: LeaseRequest) -> None:
-        """Note a request, or repeat the grant whose message was lost or crossed the repeated request.
+        """Note a request, or repeat what is left of the grant whose message was lost or crossed the repeated request.
 
         A request of a dead process may arrive after the report of its death. It is granted, since such a report may be in
         error, and the lease comes back when the next incarnation asks; from then on the dead one is ignored.
         """
-        if sender in self._drained:
-            self._stop_if_empty(sender)
-            return
         newest = self._newest.setdefault(sender, request)
         if request.request_id < newest.request_id:
             return
         if request.incarnation > newest.incarnation:
             self.on_process_death(sender, f"incarnation {newest.incarnation} is gone")
         self._newest[sender] = request
-        granted = self._granted.get(sender)
+        granted = self.state.grants.get(sender)
         if granted is not None and granted.request_id == request.request_id:
-            self.context.mailbox.send(sender, granted)
+            self.context.mailbox.send(sender, self._rest_of(sender, granted))
+        elif sender in self._drained:
+            self._stop_if_empty(sender)
         else:
             self._requests[sender] = request
 
@@ -85,6 +88,16 @@ class Leases(Handler):
     def _stop_if_empty(self, holder: str) -> None:
         if holder not in self.holders():
             self.context.mailbox.send(holder, Stop("drained"))
+
+    def _rest_of(self, holder: str, grant: Grant) -> LeaseGrant:
+        """The grant with the leases that the holder still has. With none of them, the holder asks again."""
+        leases: list[Lease] = []
+        for group_id, attempt in grant.leases:
+            rows = self.state.groups[group_id].rows if group_id in self.state.groups else []
+            held = (RowStatus.LEASED, holder, attempt)
+            if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
+                leases.append(Lease(group_id, attempt, samples, self.pool.row(group_id)))
+        return LeaseGrant(grant.request_id, grant.version, leases)
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         for group, attempt in zip(message.groups, message.attempts, strict=True):
@@ -129,8 +142,7 @@ class Leases(Handler):
             num_bytes += len(lease.row)
         if leases:
             del self._requests[holder]
-            self._granted[holder] = LeaseGrant(request.request_id, version, leases)
-            self.context.mailbox.send(holder, self._granted[holder])
+            self.context.mailbox.send(holder, LeaseGrant(request.request_id, version, leases))
         return not is_refused
 
     def _lease_one(self, holder: str, request: LeaseRequest, version: int, may_be_new: bool) -> Lease | None:
@@ -138,7 +150,8 @@ class Leases(Handler):
 
         A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
         """
-        state, partials = self.state, dict[int, PartialRow]()
+        state = self.state
+        partials: dict[int, PartialRow] = {}
         allowed = (None, version) if version == request.version else (version,)
         for group_id in state.unassigned:
             group = state.groups[group_id]
@@ -151,6 +164,7 @@ class Leases(Handler):
                 return None
             group_id, attempt, partials = self.pool.group_at(state.cursor), 1, {}
             samples = list(range(state.samples_per_prompt))
-        self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, version=version, holder=holder))
+        answered = {"version": version, "holder": holder, "request_id": request.request_id}
+        self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, **answered))
         refs = tuple(partial.ref(group_id.row(sample)) for sample, partial in partials.items())
         return Lease(group_id, attempt, samples, self.pool.row(group_id), refs)

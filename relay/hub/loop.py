@@ -1,5 +1,8 @@
 """The hub's process: owns the journal, watches the fleet, ends the run.
 
+A hub whose process was started again continues where the journal ends: leases and batches stay with their holders, and the
+other processes send again what the hub before did not handle.
+
 Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any process may wake it. A process is dead when a relay
 reports that its connection ended or, at the latest, when its heartbeat stops or another incarnation has joined: its leases
 come back, and the rows that it stored are read elsewhere or generated again.
@@ -22,9 +25,11 @@ from ...comm.messages import (
     Failed,
     HeldRows,
     Interrupted,
+    ListStoredRows,
     MemberStatus,
     StatusReport,
     StatusRequested,
+    StoredRows,
     TrainingDone,
 )
 from ...comm.messages.base import storage_id_of
@@ -32,7 +37,7 @@ from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
-from ..journal.journal import Journal, account_dict, cut_at_checkpoint, replay
+from ..journal.journal import Journal, account_dict, cut_at_checkpoint, opened_by, replay
 from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
@@ -54,7 +59,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     run_dir, queue = Path(recipe.run.dir), recipe.queue
     mailbox = fleet.open_mailbox("hub")
     tasks = pipeline(queue, recipe.algorithm)
-    state, journal = open_journal(run_dir, recipe, tasks[TRAIN].needs)
+    state, journal = open_journal(run_dir, recipe, tasks[TRAIN].needs, fleet.run_id)
     pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
@@ -62,6 +67,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     clock = Clock(recipe.emulated.speed).now
     hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks)
     loop = HubLoop(hub, fleet)
+    if state.hub_restarts:
+        loop.recover()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
@@ -88,6 +95,8 @@ class HubLoop:
         """Handle at most one message; returns how the run ends, or None while it continues."""
         if failure := self.hub.context.journal.full or self.hub.context.failure:
             return RunEnd("failed", failure, 1)
+        if (ending := self.hub.state.ending) is not None:  # the hub before began to end the run
+            return RunEnd.of(ending)
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.
@@ -109,6 +118,8 @@ class HubLoop:
                 pass  # the rollout was drained, so it holds none
             case StatusRequested(reply_to=inbox):
                 self.hub.mailbox.send(inbox, self._status())
+            case StoredRows(keys=keys):
+                self.hub.results.drop_needless(envelope.sender, keys)
             case _ if not self.hub.handle(envelope):
                 log.warning("the hub has no route for %s from %s; dropped", type(message).__name__, envelope.sender)
             case _:
@@ -124,6 +135,29 @@ class HubLoop:
             if member.is_alive
         ]
         return StatusReport(state.step, state.version, members, account_dict(state))
+
+    def recover(self) -> None:
+        """Catch up with the deaths of processes and storage units since the hub before stopped.
+
+        The hub before may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
+        need are dropped.
+        """
+        state, living = self.hub.state, {member.name: member for member in self.fleet.members() if member.is_alive}
+        self.hub.context.relays |= {relay.name for relay in self.fleet.alive_members("relay")}
+        stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
+        present = {storage_id_of(relay.name, relay.incarnation) for relay in self.fleet.alive_members("relay")}
+        for unit in sorted(stored - present):
+            self.hub.on_storage_lost(unit, "gone while the hub was started again")
+        for holder in sorted(self.hub.leases.holders()):
+            if holder not in living or living[holder].incarnation != state.incarnations[holder]:
+                self.hub.on_process_death(holder, "gone while the hub was started again")
+        for record in state.tasks.values():
+            for consumer in {batch.consumer for batch in record.open_batches.values()} - living.keys():
+                self.hub.on_process_death(consumer, "gone while the hub was started again")
+        if state.ending is None:
+            self.hub.leases.repeat_grants()
+            for relay in self.fleet.alive_members("relay"):
+                self.hub.mailbox.send(relay.name, ListStoredRows())
 
     def _check_fleet(self) -> None:
         self._checked_at = time.monotonic()
@@ -173,13 +207,19 @@ class HubLoop:
         self.hub.on_process_death(dead.name, reason)
 
 
-def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str]) -> tuple[HubState, Journal]:
-    """The journal of a run folder, new or continued from its latest checkpoint, and the state after its last event.
+def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str) -> tuple[HubState, Journal]:
+    """The journal of a run folder, and the state after its last event.
 
+    It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run.
     needs: the columns that training needs besides those of the rollout.
     """
     path = run_dir / "journal.jsonl"
     state, checkpoint = HubState(), None
+    if opened_by(path) == run_id:
+        journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
+        state = replay(path)
+        _commit(ev.HubRestarted(), state, journal)
+        return state, journal
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
         checkpoint = cut_at_checkpoint(path, latest)
         state = replay(path)
@@ -192,9 +232,14 @@ def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str]) -> tuple[H
     # The other processes wait for the hub while it waits for room.
     journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
     samples = recipe.batch.samples_per_prompt
-    opened = ev.Opened(epoch=state.epoch + 1, samples_per_prompt=samples, needs=tuple(sorted(needs)))
-    for event in (opened, *([checkpoint] if checkpoint else [])):
-        stamped = ev.stamped(event)
-        journal.append(stamped)
-        apply(stamped, state)
+    opened = {"samples_per_prompt": samples, "run_id": run_id, "needs": tuple(sorted(needs))}
+    _commit(ev.Opened(epoch=state.epoch + 1, **opened), state, journal)
+    if checkpoint is not None:
+        _commit(checkpoint, state, journal)
     return state, journal
+
+
+def _commit(event: ev.Event, state: HubState, journal: Journal) -> None:
+    stamped = ev.stamped(event)
+    journal.append(stamped)
+    apply(stamped, state)

@@ -46,7 +46,8 @@ class Repacking(Handler):
         self._reports: dict[str, LoadReport] = {}
         self._before: dict[str, tuple[int, int]] = {}
         self._open_moves: dict[int, _OpenMove] = {}
-        self._last_request_id = 0
+        # The orders of each process of the hub have ids of their own: a result may be that of an earlier order.
+        self._last_request_id = self.state.hub_restarts << 32
 
     def observe(self, sender: str, load: LoadReport) -> None:
         """Take in a report; reports of a rollout with an open move are out of date and are dropped."""
@@ -112,7 +113,8 @@ class Repacking(Handler):
                 claimed.setdefault(row.holder, {})[row_id] = attempt
         for source, rows in claimed.items():
             attempts = [self.state.groups[row_id.group].next_attempt for row_id in rows]
-            self.context.commit(ev.Moved(rows=list(rows), attempts=attempts, source=source, holder=sender))
+            whose = {"source": source, "holder": sender, "request_id": claim.request_id}
+            self.context.commit(ev.Moved(rows=list(rows), attempts=attempts, **whose))
             if source != sender:
                 self.fleet_stats.count("repack/trajectories", len(rows))
                 self.context.mailbox.send(source, RowsReassigned(list(rows), list(rows.values())))

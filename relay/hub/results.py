@@ -1,10 +1,10 @@
 """Rows on their way into the queue and out of it: finished rows are accepted, fenced off or filtered; lost rows come back."""
 
 import logging
-from collections import Counter
+from collections.abc import Iterable
 
-from ...comm.messages import DropRows, RowDone, RowsNotFound
-from ...comm.messages.base import process_of
+from ...comm.messages import DropRows, RowDone, RowId, RowsNotFound
+from ...comm.messages.base import is_partial, process_of
 from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
@@ -28,8 +28,6 @@ class Results(Handler):
         self.num_fenced = 0
         self._counted_step = -1
         self._num_lost = self._alarm_at = 0
-        self.failures: Counter[str] = Counter()
-        """Failed trajectories by reason."""
         self.routes = {RowDone: self._on_row_done, RowsNotFound: self._on_rows_not_found}
 
     def on_storage_lost(self, storage_id: str, reason: str) -> None:
@@ -42,10 +40,29 @@ class Results(Handler):
         self._count_lost(num_lost, reason)
         log.warning("storage unit %s is lost (%s); %d rows will be generated again", storage_id, reason, num_lost)
 
+    def drop_needless(self, relay: str, keys: Iterable[str]) -> None:
+        """Drop those rows in a relay's unit that nothing needs: the row has met its end, or has another attempt or other units.
+
+        A leased row may be there already: its rollout reports it next.
+        """
+        needless: list[str] = []
+        for key in keys:
+            row_id, attempt = RowId.of_key(key)
+            row = self.state.row(row_id)
+            if row is not None and row.attempt == attempt:
+                is_here = relay in map(process_of, row.storage_ids) and not is_partial(key)
+                if row.status is RowStatus.LEASED or (row.status is RowStatus.READY and is_here):
+                    continue
+            needless.append(key)
+        if needless:
+            self.context.mailbox.send(relay, DropRows(needless))
+
     def _on_row_done(self, sender: str, done: RowDone) -> None:
         self.context.relays.update(map(process_of, done.storage_ids))
         row = self.state.row(done.row)
         units = [unit for unit in done.storage_ids if unit not in self.state.lost_storage_ids]
+        if row is not None and row.attempt == done.attempt and row.status in (RowStatus.READY, RowStatus.FAILED):
+            return  # the report is repeated
         if row is None or row.status is not RowStatus.LEASED or row.attempt != done.attempt:
             self._fence_off(sender, done)
         elif done.failure or done.reward is None:
@@ -72,8 +89,7 @@ class Results(Handler):
     def _fail(self, done: RowDone, reason: str) -> None:
         """Print each reason the first time and whenever its count is 10, 100, ..."""
         self.context.commit(ev.RowFailed(row=done.row, reason=reason))
-        self.failures[reason] += 1
-        if (count := self.failures[reason]) in (10**power for power in range(len(str(count)))):
+        if (count := self.state.failures[reason]) in (10**power for power in range(len(str(count)))):
             print(f"failed trajectories: {count} x {reason}", flush=True)
 
     def _filter(self, group: Group) -> None:

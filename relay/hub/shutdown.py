@@ -42,6 +42,18 @@ class RunEnd(NamedTuple):
     done: TrainingDone | None = None
     gone: str = ""
 
+    @staticmethod
+    def of(event: ev.Ending) -> "RunEnd":
+        """The end that the hub before had begun."""
+        done = None if event.facts is None else TrainingDone(event.steps, event.facts)
+        return RunEnd(event.status, event.error, event.exit_code, done, event.gone)
+
+    def event(self) -> ev.Ending:
+        """The journal's event: the hub's next process, if there has to be one, ends the run the same way."""
+        steps, facts = (self.done.steps, self.done.facts) if self.done else (0, None)
+        end = {"status": self.status, "error": self.error, "exit_code": self.exit_code, "gone": self.gone}
+        return ev.Ending(**end, steps=steps, facts=facts)
+
 
 class Shutdown:
     """Brings one run to its end."""
@@ -58,6 +70,11 @@ class Shutdown:
         """Stop all processes, count, write the last event; returns the summary."""
         hub, gone, done = self.hub, {end.gone}, end.done
         hub.stop_leasing()
+        if hub.state.ending is None:
+            hub.context.commit(end.event())
+        if hub.state.ended:  # the hub before had counted already
+            self._tell("relay", Stop(end.status), gone)
+            return self._summary(end, done, hub.state.in_flight)
         actors = [] if done else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
         for role in ("reference", "task"):  # they hold no trajectory, but may still write to the storage units
@@ -149,11 +166,12 @@ class Shutdown:
             "accounting": account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
-            "failures": dict(self.hub.results.failures.most_common(_MAX_REASONS)),
+            "failures": dict(state.failures.most_common(_MAX_REASONS)),
             "fenced": self.hub.results.num_fenced,
             "moved": state.num_moved,
             "moves_refused": dict(self.hub.repacking.refusals),
             "regenerated": state.regenerated,
+            "hub_restarts": state.hub_restarts,
             "continued": state.num_continued,
             "tokens_kept": state.tokens_kept,
             "restarted": self.hub.partials.num_restarted,

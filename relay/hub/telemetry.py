@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...comm.messages import BusyReport, LoadReport
 from ...comm.messages.base import role_of
-from ..journal.state import HubState
+from ..journal.hub_state import HubState
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 `launch/audit.py` prints what a journal says.
 """
 
+import fcntl
 import logging
 import os
 import shutil
@@ -15,10 +16,11 @@ import msgspec
 
 from ...comm.disk import AppendFile, DiskReserve
 from ...comm.errors import DiskFull, HeadraceError
-from .events import Checkpointed, Event, Trained, decode_event
+from .events import Checkpointed, Event, Opened, Trained, decode_event
 from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
+_OPENED = b'{"event":"Opened",'
 _LAST_WAIT_S = 5.0
 """Longest wait for room once the reserve is in use."""
 
@@ -43,6 +45,7 @@ class Journal:
         """The message about the full disk once the reserve is in use."""
         self._reserve = reserve
         self._file = AppendFile(path, deadline_s)
+        self._lock()
         os.ftruncate(self._file.descriptor, _end_of_last_line(path))
         self._encoder = msgspec.json.Encoder()
 
@@ -59,6 +62,18 @@ class Journal:
             os.fsync(
                 self._file.descriptor
             )  # a run may resume from it now, so it survives a power cut, with all before it
+
+    def _lock(self) -> None:
+        """One process writes a journal: a hub that was only frozen must not write after the next one has opened it."""
+        try:
+            fcntl.flock(self._file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise JournalError(
+                f"{self.path} is in use by another process; end that run, or set another run.dir"
+            ) from None
+        except OSError as error:
+            _log.warning("%s cannot be locked: %s", self.path, error)
 
     def close(self) -> None:
         self._file.close()
@@ -105,6 +120,17 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
     if not state.is_balanced:
         raise JournalError(f"{path}:{number}: the account does not add up: {account_dict(state)}")
     return state
+
+
+def opened_by(path: Path) -> str:
+    """The `run_id` of the run that opened a journal last, or an empty text. Only lines of that kind are decoded."""
+    found = b""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.startswith(_OPENED) and line.endswith(b"\n"):
+                    found = line
+    return msgspec.json.decode(found, type=Opened).run_id if found else ""
 
 
 def checkpoints_in(path: Path) -> dict[int, int]:

@@ -23,6 +23,17 @@ _STARTED = (RowStatus.LEASED, RowStatus.READY)
 
 
 @dataclass(slots=True)
+class Account:
+    """Numbers of trajectories, by their end; `leased` counts each once, at its first lease."""
+
+    leased: int = 0
+    trained: int = 0
+    evicted: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
 class Row:
     """One trajectory; `version` is the one that generates or generated it, `columns` are those that tasks have added."""
 
@@ -83,6 +94,15 @@ class Group:
     def samples(self, *statuses: RowStatus) -> list[int]:
         """Indices of the samples with one of these statuses."""
         return [sample for sample, row in enumerate(self.rows) if row.status in statuses]
+
+
+@dataclass(slots=True)
+class Grant:
+    """The last answer to a holder's request for leases: (group, attempt) of each lease."""
+
+    request_id: int
+    version: int
+    leases: list[tuple[GroupId, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

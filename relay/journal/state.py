@@ -1,4 +1,4 @@
-"""The hub's state: a fold over events, free of I/O.
+"""The fold: the rules by which events change the hub's state (`hub_state.py`), free of I/O.
 
 Invariant, in trajectories, after every event:
 
@@ -8,110 +8,15 @@ where *leased* counts each trajectory at its first lease, and *in flight* are th
 `apply` asserts that every event is legal in the state that it meets. It only checks: `relay/hub` makes the decisions.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import singledispatch
 
 from ...comm.errors import SettingError
-from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Group, QueueIndex, Row, RowStatus, TaskRecord
-from .window import Window
+from .hub_state import HubState
+from .records import Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
 
 if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
-
-
-@dataclass(slots=True)
-class Account:
-    """Numbers of trajectories, by their end; `leased` counts each once, at its first lease."""
-
-    leased: int = 0
-    trained: int = 0
-    evicted: int = 0
-    filtered: int = 0
-    failed: int = 0
-
-
-@dataclass(slots=True)
-class HubState:
-    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
-
-    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
-    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
-    `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
-    """
-
-    epoch: int = 0
-    samples_per_prompt: int = 0
-    cursor: int = 0
-    step: int = 0
-    version: int = -1
-    digest: str = ""
-    tokens_trained: int = 0
-    num_moved: int = 0
-    regenerated: int = 0
-    num_continued: int = 0
-    tokens_kept: int = 0
-    trainer_incarnation: int = 1
-    trainer_restarts: int = 0
-    restarts_in_step: int = 0
-    ended: str = ""
-    groups: dict[GroupId, Group] = field(default_factory=dict)
-    unassigned: dict[GroupId, None] = field(default_factory=dict)
-    in_training: list[GroupId] = field(default_factory=list)
-    queue: QueueIndex = field(default_factory=QueueIndex)
-    window: Window = field(default_factory=Window)
-    lost_storage_ids: set[str] = field(default_factory=set)
-    tasks: dict[str, TaskRecord] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
-    staleness: Counter[int] = field(default_factory=Counter)
-    versions_per_trajectory: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def in_flight(self) -> int:
-        """Trajectories that were leased and have not met an end yet."""
-        return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
-
-    @property
-    def is_balanced(self) -> bool:
-        """Whether the accounting identity holds."""
-        a = self.account
-        return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
-
-    @property
-    def num_queued(self) -> int:
-        """Groups that take a place in the queue."""
-        return len(self.groups) - len(self.in_training)
-
-    def queued(self) -> list[Group]:
-        """Groups that take a place in the queue: leased or ready, and not handed out for training."""
-        return [group for group in self.groups.values() if group.step is None]
-
-    def rows(self, *statuses: RowStatus) -> list[tuple[RowId, Row]]:
-        """The rows with one of these statuses, and their names."""
-        return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
-
-    def row(self, row_id: RowId) -> Row | None:
-        """A trajectory, or None if it has met its end."""
-        group = self.groups.get(row_id.group)
-        return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
-
-    def has_attempt(self, row_id: RowId, attempt: int) -> bool:
-        """Whether this attempt of a row is in the queue."""
-        row = self.row(row_id)
-        return row is not None and row.status is RowStatus.READY and row.attempt == attempt
-
-    def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
-        """Those of these attempts that are not in the queue any more."""
-        return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
-
-    def release(self, rows: Iterable[RowId]) -> None:
-        """Forget which tasks had these rows: they leave the queue, or get another attempt."""
-        gone = list(rows)
-        for record in self.tasks.values():
-            record.assigned.difference_update(gone)
 
 
 def apply(event: ev.Event, state: HubState) -> None:
@@ -128,9 +33,10 @@ def _change(event: ev.Event, state: HubState) -> None:
 @_change.register
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
-    state.epoch, state.samples_per_prompt, state.ended = event.epoch, event.samples_per_prompt, ""
-    state.in_training.clear()
-    state.lost_storage_ids.clear()  # the incarnations of a resumed run count from 1 again
+    state.epoch, state.samples_per_prompt, state.run_id = event.epoch, event.samples_per_prompt, event.run_id
+    state.hub_restarts, state.checkpoint_after, state.ending, state.ended = 0, -1, None, ""
+    for forgotten in (state.in_training, state.lost_storage_ids, state.incarnations, state.grants):
+        forgotten.clear()  # the incarnations of a resumed run count from 1 again
     state.trainer_incarnation, state.restarts_in_step = 1, 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
@@ -143,6 +49,13 @@ def _(event: ev.Opened, state: HubState) -> None:
         state.unassigned[group.id] = None
     state.window.open()
     state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
+
+
+@_change.register
+def _(event: ev.HubRestarted, state: HubState) -> None:
+    assert state.epoch, "a hub that never opened was started again"
+    state.hub_restarts += 1
+    state.window.open()
 
 
 @_change.register
@@ -162,6 +75,11 @@ def _(event: ev.Leased, state: HubState) -> None:
         row.status, row.attempt = RowStatus.LEASED, event.attempt
         row.version, row.holder = event.version, event.holder
     state.queue.update(group)
+    state.incarnations[event.holder] = event.request_id >> 32
+    grant = state.grants.get(event.holder)
+    if grant is None or grant.request_id != event.request_id or not event.request_id:
+        grant = state.grants[event.holder] = Grant(event.request_id, event.version)
+    grant.leases.append((event.group, event.attempt))
 
 
 @_change.register
@@ -182,6 +100,7 @@ def _(event: ev.Moved, state: HubState) -> None:
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
         row.holder, row.attempt = event.holder, attempt
+    state.incarnations[event.holder] = event.request_id >> 32
     state.num_moved += len(event.rows) * (event.source != event.holder)
 
 
@@ -203,6 +122,7 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
     row.status = RowStatus.FAILED
     state.account.failed += 1
+    state.failures[event.reason] += 1
     group = state.groups[event.row.group]
     state.queue.update(group)
     if all(row.status is RowStatus.FAILED for row in group.rows):
@@ -343,6 +263,16 @@ def _(event: ev.Received, state: HubState) -> None:
 @_change.register
 def _(event: ev.Checkpointed, state: HubState) -> None:
     assert event.step <= state.step, f"checkpoint of step {event.step} at step {state.step}"
+
+
+@_change.register
+def _(event: ev.CheckpointDue, state: HubState) -> None:
+    state.checkpoint_after = event.after
+
+
+@_change.register
+def _(event: ev.Ending, state: HubState) -> None:
+    state.ending = event
 
 
 @_change.register

@@ -14,8 +14,8 @@ from collections import Counter
 
 from ...comm.messages.base import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
+from ..journal.hub_state import HubState
 from ..journal.records import Group, RowStatus
-from ..journal.state import HubState
 from .controller import candidate_of
 from .samplers import Budget, Sampler
 from .schedules import SCHEDULES, Schedule

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ...comm.messages.queue import GroupRef
+from ..journal.hub_state import HubState
 from ..journal.records import Group, RowStatus, TaskRecord
-from ..journal.state import HubState
 from .samplers import Budget, Candidate, Fifo, Sampler
 
 

@@ -119,15 +119,15 @@ def test_a_member_that_joins_again_is_the_next_incarnation(cluster):
 
 def test_leaving_delivers_all_messages_and_leaves_no_thread():
     cluster = StoreCluster()
-    hub = cluster.join("hub").open_mailbox("hub")
+    receiver = cluster.join("relay").open_mailbox("relay-0")
     before = set(threading.enumerate())
-    relay = cluster.join("relay")
-    mailbox = relay.open_mailbox("relay-0")
+    hub = cluster.join("hub")
+    mailbox = hub.open_mailbox("hub")
     for _ in range(100):
-        mailbox.send("hub", ListStoredRows())
-    relay.leave()
+        mailbox.send("relay-0", ListStoredRows())
+    hub.leave()
     assert set(threading.enumerate()) == before
-    assert all(hub.receive(PATIENCE_S) is not None for _ in range(100))
+    assert all(receiver.receive(PATIENCE_S) is not None for _ in range(100))
     cluster.close()
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from support.closing import at_end
@@ -13,6 +14,7 @@ from headrace.comm.mailbox import StoreMailboxes
 from headrace.comm.messages import Interrupted, ListStoredRows, Stop
 from headrace.comm.signing import MessageSigner
 from headrace.comm.store import StoreServer, connect_store
+from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
 PATIENCE_S = 60.0
@@ -30,6 +32,8 @@ class StoreWithMailboxes:
         return self.mailboxes[-1]
 
     def close(self):
+        for mailboxes in self.mailboxes:
+            mailboxes.close_inbox("hub", is_last=True)  # the others would wait for the hub to handle their messages
         for mailboxes in self.mailboxes:
             mailboxes.close()
 
@@ -92,7 +96,7 @@ def test_a_name_that_is_opened_again_is_accepted_and_its_earlier_messages_arrive
     hub = cluster.open_mailboxes().open("hub")
     first = cluster.open_mailboxes()
     first.open("rollout-0").send("hub", Interrupted(signal=1))
-    first.close()
+    first.close_inbox("rollout-0")
     cluster.open_mailboxes().open("rollout-0").send("hub", Interrupted(signal=2))
     assert [hub.receive(PATIENCE_S).message.signal for _ in range(2)] == [1, 2]
     assert hub.refused == 0
@@ -110,9 +114,9 @@ def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster):
         '["x",1,"é"]\nbody'.encode(),
         signer.sign("relay-1", "relay-0", 9, ListStoredRows()),
     ):
-        raw.queue_push("inbox/hub", envelope)
+        raw.queue_push("inbox/hub#1", envelope)
     raw.queue_push(
-        "inbox/hub", signer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
+        "inbox/hub#1", signer.sign("relay-9", "hub", 1, ListStoredRows()).replace(b"ListStoredRows", b"ListStoredLies")
     )
     raw.add("confirmed", 1)
     relay.send("hub", ListStoredRows())
@@ -125,8 +129,8 @@ def test_a_message_that_arrives_twice_is_accepted_once(cluster):
     hub = cluster.open_mailboxes().open("hub")
     envelope = MessageSigner(SECRET).sign("relay-0", "hub", 1, ListStoredRows())
     raw = connect_store(cluster.hosted.address, PATIENCE_S)
-    raw.queue_push("inbox/hub", envelope)
-    raw.queue_push("inbox/hub", envelope)
+    raw.queue_push("inbox/hub#1", envelope)
+    raw.queue_push("inbox/hub#1", envelope)
     assert hub.receive(PATIENCE_S).message == ListStoredRows()
     assert hub.receive(0.2) is None
     assert hub.refused == 1
@@ -150,3 +154,62 @@ def test_a_mailbox_whose_store_is_gone_raises_an_error_that_names_it():
     with pytest.raises(StoreGone, match="hub cannot read"):
         hub.receive(PATIENCE_S)
     mailboxes.close()
+
+
+@pytest.fixture(params=["store", "memory"])
+def processes(request):
+    """Mailboxes of a process, as often as the test asks for one."""
+    if request.param == "memory":
+        shared = MemoryMailboxes(SECRET)
+        return lambda: shared
+    return request.getfixturevalue("cluster").open_mailboxes
+
+
+def signals_in(hub, count):
+    return [hub.receive(PATIENCE_S).message.signal for _ in range(count)]
+
+
+def test_the_next_process_of_the_hub_gets_what_the_one_before_did_not_handle_in_order(processes):
+    first, sender = processes(), processes()
+    hub, rollout = first.open("hub"), sender.open("rollout-0")
+    for count in range(6):
+        rollout.send("hub", Interrupted(signal=count))
+    assert signals_in(hub, 4) == [0, 1, 2, 3]  # the hub dies while it handles number 3
+    first.close_inbox("hub")
+    rollout.send("hub", Interrupted(signal=6))
+    hub = processes().open("hub")
+    rollout.send("hub", Interrupted(signal=7))
+    found = signals_in(hub, 1)
+    while found[-1] < 7:
+        found += signals_in(hub, 1)
+    assert found == list(range(found[0], 8)) and found[0] <= 3
+
+
+def test_the_next_process_of_the_hub_does_not_get_what_was_confirmed(processes):
+    first, sender = processes(), processes()
+    hub, rollout = first.open("hub"), sender.open("rollout-0")
+    for count in range(3):
+        rollout.send("hub", Interrupted(signal=count))
+    assert signals_in(hub, 3) == [0, 1, 2]
+    time.sleep(0.11)  # the hub confirms at most ten times a second
+    assert hub.receive(0) is None
+    first.close_inbox("hub")
+    first.close()
+    hub = processes().open("hub")
+    rollout.send("hub", Interrupted(signal=3))
+    assert signals_in(hub, 1) == [3]
+
+
+def test_a_process_that_leaves_waits_until_the_hub_has_handled_its_messages(cluster):
+    first, sender = cluster.open_mailboxes(), cluster.open_mailboxes()
+    first.open("hub")
+    sender.open("actor-0").send("hub", Interrupted(signal=1))
+    leaving = threading.Thread(target=sender.close)
+    leaving.start()
+    first.close_inbox("hub")
+    hub = cluster.open_mailboxes().open("hub")
+    assert signals_in(hub, 1) == [1]
+    with waiting("the sender", "its end", PATIENCE_S) as wait:
+        while leaving.is_alive():
+            hub.receive(0.05)
+            wait.check()

@@ -39,7 +39,12 @@ def test_a_workload_is_found_by_its_name_its_group_and_its_rows():
     assert (
         [w.name for w in choose(["shm-pull"])] == [w.name for w in choose(["shm-copies", "digest"])] == ["shm-copies"]
     )
-    assert [w.name for w in choose(["hub", "put"])] == ["units", "hub-events", "journal-replay"]
+    assert [w.name for w in choose(["hub", "put"])] == [
+        "units",
+        "hub-events",
+        "hub-events-4096-groups",
+        "journal-replay",
+    ]
     assert choose([]) == list(CATALOGUE)
 
 

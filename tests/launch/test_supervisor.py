@@ -95,16 +95,30 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
     assert "the run ends" in errors
 
 
-def test_the_death_of_the_hub_is_reported_and_ends_the_run(supervisor):
-    running = supervisor("relay-0", {"hub": ["die"], "relay-0": ["wait"]}, shutdown_s=2.0)
+def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):
+    running = supervisor("relay-0", {"hub": ["die", "crash", "wait"], "relay-0": ["wait"]})
+    running.wait_for("hub start", count=3)
+    running.wait_for("relay-0 start")
+    running.process.terminate()
     code, errors = running.end()
-    assert (code, running.events("hub reported")) == (1, ["hub reported hub was ended by SIGKILL"])
-    assert "hub was ended by SIGKILL; the run ends" in errors
+    assert code == 0, errors
+    assert (len(running.events("hub start")), len(running.events("relay-0 start"))) == (3, 1)
+    assert "hub was ended by SIGKILL and is started again" in errors
+
+
+def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):
+    running = supervisor("relay-0", {"hub": ["fail"], "relay-0": ["wait"]}, shutdown_s=4.0)
+    code, _ = running.end()
+    assert code == 1
+    assert len(running.events("hub start")) == MAX_RESTARTS + 1
+    assert running.events("hub reported") == [
+        f"hub reported hub ended with exit code 1, after {MAX_RESTARTS} restarts: ValueError: 7 is wrong"
+    ]
 
 
 def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
-    running = supervisor("relay-0", {"hub": ["crash"], "relay-0": ["wait"]}, shutdown_s=2.0)
-    assert running.end()[0] == 1
+    running = supervisor("relay-0", {"hub": ["mistake"], "relay-0": ["wait"]}, shutdown_s=2.0)
+    assert running.end()[0] == 2
     assert not running.events("hub reported")
 
 
@@ -181,7 +195,7 @@ def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
 
 
 def test_the_death_of_a_process_that_is_not_started_again_ends_the_run():
-    for role in ("actor", "hub", "store"):
+    for role in ("actor", "store"):
         state = {"is_restartable": False, "is_ending": False}
         assert classify_exit(role, -9, [], 0.0, **state) is ExitKind.FAILED_UNREPORTED
     assert classify_exit("rollout", -9, [], 0.0, is_restartable=True, is_ending=True) is ExitKind.FAILED_REPORTED

@@ -42,6 +42,9 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         case "crash":
             sys.exit(1)
+        case "fail":
+            sys.stderr.write("ValueError: 7 is wrong\n")
+            return 1
         case "mistake":
             sys.stderr.write("some.setting is wrong\n")
             return 2

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import secrets
 import threading
 import time
 from collections import defaultdict, deque
@@ -18,8 +19,9 @@ from headrace.comm.fleet import Fleet, Member, member_name, sorted_members
 from headrace.comm.links.base import Link
 from headrace.comm.links.opening import throttled
 from headrace.comm.links.seal import Seal
-from headrace.comm.mailbox import Mailbox, Mailboxes
+from headrace.comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
 from headrace.comm.recipe import CommSettings
+from headrace.comm.signing import MessageSigner
 from headrace.comm.waits import waiting
 
 _PIPE_BYTES = 64 << 20
@@ -30,20 +32,32 @@ class MemoryMailboxes(Mailboxes):
 
     def __init__(self, secret: bytes = b"") -> None:
         super().__init__(secret)
+        self._secret = secret
         self._inboxes: dict[str, queue.SimpleQueue[bytes | None]] = defaultdict(queue.SimpleQueue)
         self._epochs: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
+        self._unconfirmed = Unconfirmed()
 
     def open(self, name: str) -> Mailbox:
         with self._lock:
             self._epochs[name] += 1
+            if name == HUB:  # each hub has an inbox of its own, and gets what the one before did not confirm
+                self._inboxes[name], self.signer = queue.SimpleQueue(), MessageSigner(self._secret)
+                for message in self._unconfirmed:
+                    self._inboxes[name].put(message.envelope)
             return Mailbox(name, self._epochs[name], self._inboxes[name], self)
 
-    def put(self, to: str, envelope: bytes) -> None:
+    def put(self, message: Outgoing) -> None:
         with self._lock:
-            self._inboxes[to].put(envelope)
+            if message.to == HUB:
+                self._unconfirmed.add(message)
+            self._inboxes[message.to].put(message.envelope)
 
-    def close_inbox(self, name: str) -> None:
+    def confirm(self, handled: Mapping[str, int]) -> None:
+        with self._lock:
+            self._unconfirmed.confirm(handled)
+
+    def close_inbox(self, name: str, *, is_last: bool = False) -> None:
         """Nothing to end: no thread collects for an inbox."""
 
     def close(self) -> None:
@@ -124,6 +138,7 @@ class MemoryNetwork:
     def __init__(self) -> None:
         self.mailboxes = MemoryMailboxes()
         self.lock = threading.Condition()
+        self.run_id = secrets.token_hex(8)
         self.members: dict[str, Member] = {}
         self.incarnations: dict[str, int] = {}
         self.link_ends: dict[str, Link] = {}
@@ -153,6 +168,10 @@ class MemoryFleet(Fleet):
             me = Member(name, role, index, incarnation, host, os.getpid(), dict(info or {}))
             network.members[name] = me
         return MemoryFleet(network, me, settings or CommSettings())
+
+    @property
+    def run_id(self) -> str:
+        return self.network.run_id
 
     def members(self, role: str | None = None) -> list[Member]:
         with self.network.lock:

@@ -1,13 +1,16 @@
 """In any order of events, each trajectory is trained once or accounted for, and a reader gets the bytes of the right attempt.
 
 A hub with in-memory storage; rollouts, relays and a trainer that follow their protocol, die, freeze, wake up and move rows
-whenever the search for a counterexample decides so.
+whenever the search for a counterexample decides so. The hub is killed at any event: its next process reads the journal, and
+gets the last messages once more.
 """
 
+import queue
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from support.in_memory import MemoryMailboxes
 from support.in_memory_storage import MemoryRows
 
+from headrace.comm.mailbox import Mailbox
 from headrace.comm.messages import (
     DropRows,
     LeaseGrant,
@@ -46,6 +50,7 @@ from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.tasks import pipeline
 
+M = TypeVar("M", RowBatch, TrainBatch)
 ROLLOUTS = ("rollout-0", "rollout-1")
 REFERENCES = ("reference-0", "reference-1")
 RELAYS = ("relay-0", "relay-1")
@@ -57,6 +62,40 @@ references = st.sampled_from(REFERENCES)
 relays = st.sampled_from(RELAYS)
 picks = st.integers(0, 7)
 places = st.sampled_from([RELAYS, RELAYS[:1], RELAYS[1:]])
+
+
+class HubKilledError(Exception):
+    """The hub's process is killed."""
+
+
+class MortalJournal(Journal):
+    """A journal whose writer is killed after `left` more events, or before the next one if that is 0."""
+
+    left: int | None = None
+
+    def append(self, event: ev.Event) -> None:
+        if self.left == 0:
+            raise HubKilledError
+        super().append(event)
+        self.left = None if self.left is None else self.left - 1
+        if self.left == 0:
+            raise HubKilledError
+
+
+class Outbox(Mailbox):
+    """The hub's mailbox: messages leave with `deliver`, which a killed hub has not reached."""
+
+    def __init__(self, mailboxes: MemoryMailboxes, epoch: int) -> None:
+        super().__init__("hub", epoch, queue.SimpleQueue(), mailboxes)
+        self.unsent: list[tuple[str, Message]] = []
+
+    def send(self, to: str, message: Message) -> None:
+        self.unsent.append((to, message))
+
+    def deliver(self) -> None:
+        for to, message in self.unsent:
+            super().send(to, message)
+        self.unsent.clear()
 
 
 class World(RuleBasedStateMachine):
@@ -73,7 +112,10 @@ class World(RuleBasedStateMachine):
         self.path = Path(self.folder.name, "journal.jsonl")
         self.pool = PromptPool(JsonLines(data), shuffle=True, seed=1)
         self.mailboxes = MemoryMailboxes()
-        self.boxes = {name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0", "hub")}
+        self.boxes = {name: self.mailboxes.open(name) for name in (*ROLLOUTS, *REFERENCES, *RELAYS, "actor-0")}
+        self.num_hubs = 0
+        self.num_repeated = 0
+        self.said: list[Envelope] = []
         self.held: dict[str, dict[RowId, int]] = {name: {} for name in ROLLOUTS}
         self.units: dict[str, MemoryRows] = {relay: MemoryRows() for relay in RELAYS}
         self.lives: dict[str, int] = dict.fromkeys(RELAYS, 1)
@@ -84,25 +126,58 @@ class World(RuleBasedStateMachine):
         self.request_id = 0
         self.work: dict[str, dict[int, RowBatch]] = {name: {} for name in REFERENCES}
         self.claims: dict[int, list[RowId]] = {}
-        self.open_hub(HubState())
+        self.answered: dict[str, int] = dict.fromkeys(ROLLOUTS, 0)
+        self.open_run(HubState())
 
     # -------------------------------------------------------------------------------------------------- the processes
 
     def open_hub(self, state: HubState) -> None:
         admission = Admission(BATCH, self.queue, num_steps=1000)
-        journal, repack = Journal(self.path), RepackSettings(enabled=False)
-        self.hub = Hub(self.boxes["hub"], state, journal, self.pool, admission, self.queue, repack, tasks=self.tasks)
+        self.journal, repack = MortalJournal(self.path), RepackSettings(enabled=False)
+        self.num_hubs += 1
+        self.outbox = Outbox(self.mailboxes, self.num_hubs)
+        self.hub = Hub(self.outbox, state, self.journal, self.pool, admission, self.queue, repack, tasks=self.tasks)
+
+    def open_run(self, state: HubState) -> None:
+        self.said.clear()
+        self.open_hub(state)
         needs = tuple(sorted(self.tasks["train"].needs))
         self.hub.context.commit(ev.Opened(epoch=state.epoch + 1, samples_per_prompt=SAMPLES, needs=needs))
         for relay in RELAYS:
             self.say(f"{relay}/weights", VersionReady(self.hub.state.step, "digest"))
 
+    def restart_hub(self) -> None:
+        """The next process of the hub: what the one before has not sent is lost, and its last messages come again."""
+        self.journal.close()
+        self.open_hub(replay(self.path))
+        self.hub.context.commit(ev.HubRestarted())
+        self.hub.leases.repeat_grants()
+        for relay in RELAYS:
+            self.hub.results.drop_needless(relay, self.units[relay].listing())
+        for envelope in self.said[-1 - self.num_repeated :]:
+            assert self.hub.handle(envelope)
+        self.outbox.deliver()
+
+    def act(self, action: Callable[[], object]) -> None:
+        """Something that happens to the hub; if that is killed, the next one learns of it too."""
+        try:
+            action()
+        except HubKilledError:
+            self.restart_hub()
+            action()
+        self.outbox.deliver()
+
     def say(self, sender: str, message: Message) -> None:
-        assert self.hub.handle(Envelope(sender, message))
+        self.said.append(Envelope(sender, message))
+        self.act(lambda: self.hub.handle(Envelope(sender, message)))
 
     def heard(self, name: str) -> Iterator[Message]:
         while (envelope := self.boxes[name].receive(0)) is not None:
             yield envelope.message
+
+    def answers(self, name: str, kind: type[M]) -> list[M]:
+        """The answer to the last request, if there is one; a second answer to it is ignored."""
+        return [m for m in self.heard(name) if isinstance(m, kind) and m.request_id == self.request_id][:1]
 
     def unit(self, relay: str) -> str:
         return f"{relay}#{self.lives[relay]}"
@@ -111,7 +186,8 @@ class World(RuleBasedStateMachine):
         held = self.held[name]
         for message in self.heard(name):
             match message:
-                case LeaseGrant(leases=leases):
+                case LeaseGrant(leases=leases) if message.request_id > self.answered[name]:
+                    self.answered[name] = message.request_id
                     for lease in leases:
                         for sample in lease.samples:
                             held[lease.group.row(sample)] = lease.attempt
@@ -119,8 +195,8 @@ class World(RuleBasedStateMachine):
                     for row, attempt in zip(rows, attempts, strict=True):
                         if held.get(row) == attempt:
                             del held[row]
-                case ClaimResult(request_id=request_id, attempts=attempts):
-                    held |= {row: a for row, a in zip(self.claims[request_id], attempts, strict=True) if a}
+                case ClaimResult(request_id=request_id, attempts=attempts) if request_id in self.claims:
+                    held |= {row: a for row, a in zip(self.claims.pop(request_id), attempts, strict=True) if a}
                 case _:
                     pass
 
@@ -182,11 +258,11 @@ class World(RuleBasedStateMachine):
             row, attempt = self.pick(rollout, 0)
             self.write(row, attempt, RELAYS)
         self.held[rollout].clear()
-        self.hub.on_process_death(rollout, "dead")
+        self.act(lambda: self.hub.on_process_death(rollout, "dead"))
 
     def freezes(self, rollout: str) -> None:
         """A rollout counts as dead, and still acts on the rows that it believes to hold when it wakes up."""
-        self.hub.on_process_death(rollout, "no heartbeat")
+        self.act(lambda: self.hub.on_process_death(rollout, "no heartbeat"))
 
     @rule(source=rollouts, destination=rollouts, both=st.booleans(), dead=st.booleans())
     def moves(self, source: str, destination: str, both: bool, dead: bool) -> None:
@@ -215,7 +291,7 @@ class World(RuleBasedStateMachine):
                 self.units[relay].drop(message.keys)
 
     @rule(
-        what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "hub", "trainer"]),
+        what=st.sampled_from(["rollout", "frozen rollout", "relay", "relay", "run", "trainer"]),
         number=st.integers(0, 1),
     )
     def disaster(self, what: str, number: int) -> None:
@@ -229,14 +305,18 @@ class World(RuleBasedStateMachine):
             case "trainer":
                 self.trainer_dies()
             case _:
-                self.hub_dies()
+                self.run_is_resumed()
 
     def relay_dies(self, relay: str) -> None:
         gone = self.unit(relay)
         list(self.heard(relay))
         self.units[relay] = MemoryRows()
         self.lives[relay] += 1
-        self.hub.on_storage_lost(gone, "dead")
+        self.act(lambda: self.hub.on_storage_lost(gone, "dead"))
+
+    @rule(num_events=st.integers(0, 4), num_repeated=st.integers(0, 5))
+    def hub_is_killed_soon(self, num_events: int, num_repeated: int) -> None:
+        self.journal.left, self.num_repeated = num_events, num_repeated
 
     def trainer_dies(self) -> None:
         """The next incarnation trains the step from its beginning; a step that the last one reports too late does not count."""
@@ -246,16 +326,16 @@ class World(RuleBasedStateMachine):
         self.say("actor-0", StepTrained(self.hub.state.step, incarnation))
         list(self.heard("actor-0"))
 
-    def hub_dies(self) -> None:
+    def run_is_resumed(self) -> None:
         """The run is resumed: the next hub knows the journal, the storage units are empty, and the trainer begins the step again."""
-        self.hub.context.journal.close()
+        self.journal.close()
         self.begin_step()
         for name in ("actor-0", *RELAYS):
             list(self.heard(name))
         for relay in RELAYS:
             self.units[relay] = MemoryRows()
             self.lives[relay] += 1
-        self.open_hub(replay(self.path))
+        self.open_run(replay(self.path))
 
     # ------------------------------------------------------------------------------------------------------ reference
 
@@ -270,14 +350,13 @@ class World(RuleBasedStateMachine):
             consumer,
             RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
         )
-        for message in self.heard(consumer):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
-                done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
-                for _ in range(2 if ends == "reported twice" else ends == "well"):
-                    self.say(consumer, done)
+        for message in self.answers(consumer, RowBatch):
+            done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
+            for _ in range(2 if ends == "reported twice" else ends == "well"):
+                self.say(consumer, done)
         if ends.startswith("dead"):
             self.work[consumer].clear()
-            self.hub.on_process_death(consumer, "dead")
+            self.act(lambda: self.hub.on_process_death(consumer, "dead"))
 
     @rule(consumer=references)
     def takes_work(self, consumer: str) -> None:
@@ -287,16 +366,15 @@ class World(RuleBasedStateMachine):
             consumer,
             RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
         )
-        for message in self.heard(consumer):
-            if isinstance(message, RowBatch) and message.request_id == self.request_id:
-                self.work[consumer][message.batch_id] = message
+        for message in self.answers(consumer, RowBatch):
+            self.work[consumer][message.batch_id] = message
 
     @rule(consumer=references, is_known=st.booleans())
     def finishes_work(self, consumer: str, is_known: bool) -> None:
         """A consumer reports a batch; the hub may count it as dead, which it does not know."""
         if self.work[consumer]:
             if not is_known:
-                self.hub.on_process_death(consumer, "no heartbeat")
+                self.act(lambda: self.hub.on_process_death(consumer, "no heartbeat"))
             _, batch = self.work[consumer].popitem()
             self.say(consumer, self.add_column(consumer, batch, is_written=True))
 
@@ -323,9 +401,8 @@ class World(RuleBasedStateMachine):
         step = self.hub.state.step
         self.request_id += 1
         self.say("actor-0", RequestRows(self.request_id, ["train"], step, len(self.received)))
-        for message in self.heard("actor-0"):
-            if isinstance(message, TrainBatch) and message.request_id == self.request_id:
-                self.received += message.groups
+        for message in self.answers("actor-0", TrainBatch):
+            self.received += message.groups
 
     @rule()
     def trains(self) -> None:
@@ -408,6 +485,7 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """After any sequence of events the run continues."""
+        self.journal.left = None
         step = self.hub.state.step
         for consumer in REFERENCES:
             while self.work[consumer]:

@@ -72,7 +72,7 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
                 times.setdefault("rollout-restart", seconds)
             case ev.RowReady(units=found) if role == "relay" and not known.issuperset(found):
                 times.setdefault("relay-restart", seconds)
-            case ev.Opened() if role == "hub":
+            case ev.Opened() | ev.HubRestarted() if role == "hub":
                 times.setdefault("hub-restart", seconds)
             case ev.Trained():
                 times.setdefault(f"{role}-next-step", seconds)

@@ -106,8 +106,18 @@ def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
     assert replay(recorder.path).step == 1
 
 
+def test_a_second_writer_is_refused_until_the_first_has_closed_the_journal(recorder: Recorder):
+    recorder.train_step()
+    with pytest.raises(JournalError, match=r"in use by another process; end that run, or set another run\.dir"):
+        Journal(recorder.path)
+    recorder.journal.close()
+    Journal(recorder.path).close()
+    assert replay(recorder.path) == recorder.state
+
+
 def test_an_unfinished_last_line_is_cut_off_before_others_follow(recorder: Recorder):
     recorder.train_step()
+    recorder.journal.close()
     with recorder.path.open("ab") as file:
         file.write(b'{"event":"Trai')
     journal = Journal(recorder.path)

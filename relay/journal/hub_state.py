@@ -1,0 +1,98 @@
+"""The hub's state as it is at a moment; `state.py` has the rules by which events change it."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...comm.messages.base import GroupId, RowId
+from . import events as ev
+from .records import Account, Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
+from .window import Window
+
+
+@dataclass(slots=True)
+class HubState:
+    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
+
+    `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
+    `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
+    `incarnations` are those of the lease holders; `checkpoint_after` is the step when a checkpoint was asked for last.
+    `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
+    """
+
+    epoch: int = 0
+    run_id: str = ""
+    hub_restarts: int = 0
+    samples_per_prompt: int = 0
+    cursor: int = 0
+    step: int = 0
+    version: int = -1
+    digest: str = ""
+    tokens_trained: int = 0
+    num_moved: int = 0
+    regenerated: int = 0
+    checkpoint_after: int = -1
+    ending: ev.Ending | None = None
+    num_continued: int = 0
+    tokens_kept: int = 0
+    trainer_incarnation: int = 1
+    trainer_restarts: int = 0
+    restarts_in_step: int = 0
+    ended: str = ""
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    unassigned: dict[GroupId, None] = field(default_factory=dict)
+    in_training: list[GroupId] = field(default_factory=list)
+    queue: QueueIndex = field(default_factory=QueueIndex)
+    window: Window = field(default_factory=Window)
+    lost_storage_ids: set[str] = field(default_factory=set)
+    tasks: dict[str, TaskRecord] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=dict)
+    grants: dict[str, Grant] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    account: Account = field(default_factory=Account)
+    staleness: Counter[int] = field(default_factory=Counter)
+    versions_per_trajectory: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories that were leased and have not met an end yet."""
+        return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the accounting identity holds."""
+        a = self.account
+        return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that take a place in the queue."""
+        return len(self.groups) - len(self.in_training)
+
+    def queued(self) -> list[Group]:
+        """Groups that take a place in the queue: leased or ready, and not handed out for training."""
+        return [group for group in self.groups.values() if group.step is None]
+
+    def rows(self, *statuses: RowStatus) -> list[tuple[RowId, Row]]:
+        """The rows with one of these statuses, and their names."""
+        return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
+
+    def row(self, row_id: RowId) -> Row | None:
+        """A trajectory, or None if it has met its end."""
+        group = self.groups.get(row_id.group)
+        return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
+
+    def has_attempt(self, row_id: RowId, attempt: int) -> bool:
+        """Whether this attempt of a row is in the queue."""
+        row = self.row(row_id)
+        return row is not None and row.status is RowStatus.READY and row.attempt == attempt
+
+    def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
+        """Those of these attempts that are not in the queue any more."""
+        return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
+
+    def release(self, rows: Iterable[RowId]) -> None:
+        """Forget which tasks had these rows: they leave the queue, or get another attempt."""
+        gone = list(rows)
+        for record in self.tasks.values():
+            record.assigned.difference_update(gone)

@@ -1,0 +1,166 @@
+"""The next process of the hub: it continues where the journal ends, and catches up with what it has missed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.hub_scene import Scene
+from support.in_memory import MemoryFleet
+
+from headrace.comm.messages import (
+    CheckpointRequested,
+    DropRows,
+    LeaseGrant,
+    LeaseRequest,
+    ListStoredRows,
+    RequestRows,
+    RowDone,
+    StepTrained,
+    TrainBatch,
+    TrainingDone,
+)
+from headrace.relay.hub.hub import Hub
+from headrace.relay.hub.loop import HubLoop
+from headrace.relay.hub.shutdown import RunEnd
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.journal import Journal, opened_by, read_events, replay
+from headrace.relay.journal.records import RowStatus
+
+FIRST = 1 << 32
+"""The number before the first request of a process's first incarnation."""
+
+
+class Restart(Scene):
+    """A hub whose process is killed and started again, and the fleet that it finds then."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for role in ("relay", "rollout"):
+            self.join(role)
+
+    def join(self, role: str, index: int = 0) -> MemoryFleet:
+        return MemoryFleet.join_network(self.network, role, index)
+
+    def restart(self) -> None:
+        """Start the next hub. The messages of the one before have arrived, and are forgotten here."""
+        self.journal.close()
+        for name in self.boxes:
+            self.heard(name)
+        leases, queue, repack = self.hub.leases, self.hub.results.queue, self.hub.repacking.settings
+        self.journal = Journal(self.path)
+        mailbox, state = self.mailboxes.open("hub"), replay(self.path)
+        self.hub = Hub(mailbox, state, self.journal, leases.pool, leases.admission, queue, repack, lambda: self.now)
+        self.hub.context.commit(ev.HubRestarted())
+        HubLoop(self.hub, self.join("hub")).recover()
+
+    def events(self) -> list[ev.Event]:
+        return [event for _, event in read_events(self.path)]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Restart]:
+    scene = Restart(tmp_path)
+    yield scene
+    scene.close()
+
+
+def test_a_restart_changes_nothing_but_its_count_and_the_time_of_the_step(scene: Restart):
+    ready, _ = scene.lease(request=FIRST + 1), scene.lease("rollout-1", request=FIRST + 1)
+    scene.join("rollout", 1)
+    scene.finish(ready)
+    before = scene.hub.state
+    scene.restart()
+    assert scene.hub.state.hub_restarts == 1
+    scene.hub.state.hub_restarts, scene.hub.state.window = 0, before.window
+    assert scene.hub.state == before
+
+
+def test_a_grant_that_may_be_lost_is_repeated_without_another_lease(scene: Restart):
+    grant = scene.lease(request=FIRST + 1, num_groups=2)
+    scene.restart()
+    assert scene.heard("rollout-0") == [grant]
+    scene.say("rollout-0", LeaseRequest(FIRST + 1, 0, 2))
+    assert scene.heard("rollout-0") == [grant]
+    assert sum(isinstance(event, ev.Leased) for event in scene.events()) == 2
+
+
+def test_a_request_that_was_answered_long_ago_gets_no_other_groups(scene: Restart):
+    scene.finish(scene.lease(request=FIRST + 1))
+    scene.restart()
+    scene.say("rollout-0", LeaseRequest(FIRST + 1, 0, 1))
+    assert scene.heard("rollout-0")[-1] == LeaseGrant(FIRST + 1, 0, [])
+
+
+def test_leases_of_a_process_that_died_meanwhile_come_back(scene: Restart):
+    scene.lease("rollout-0", request=FIRST + 1)
+    scene.join("rollout", 1)
+    scene.lease("rollout-1", request=FIRST + 1)
+    scene.join("rollout", 0)  # its second incarnation
+    scene.restart()
+    holders = [row.holder for _, row in scene.hub.state.rows(RowStatus.LEASED)]
+    assert holders == ["rollout-1", "rollout-1"]
+    (returned,) = [event for event in scene.events() if isinstance(event, ev.Returned)]
+    assert returned.reason == "gone while the hub was started again"
+
+
+def test_rows_of_a_storage_unit_that_died_meanwhile_are_wanted_again(scene: Restart):
+    scene.finish(scene.lease(request=FIRST + 1))
+    scene.join("relay")  # its second incarnation, with an empty unit
+    scene.restart()
+    assert scene.hub.state.regenerated == 2
+    assert scene.hub.state.lost_storage_ids == {"relay-0#1"}
+
+
+def test_relays_drop_the_rows_that_nothing_needs(scene: Restart):
+    ready, leased = scene.lease(request=FIRST + 1), scene.lease(request=FIRST + 2)
+    scene.finish(ready)
+    scene.restart()
+    assert scene.heard("relay-0") == [ListStoredRows()]
+    kept = [x.group.row(0).key(x.attempt) for x in (*ready.leases, *leased.leases)]
+    needless = [leased.leases[0].group.row(1).key(7), ready.leases[0].group.row(1).key(0), "99.1.0@1"]
+    scene.hub.results.drop_needless("relay-0", [*kept, *needless])
+    assert scene.heard("relay-0") == [DropRows(needless)]
+
+
+def test_repeated_reports_change_nothing(scene: Restart):
+    grants = [scene.lease(request=FIRST + n) for n in (1, 2)]
+    for grant in grants:
+        scene.finish(grant)
+    scene.say("actor-0", RequestRows(1, ["train"], 0, 0))
+    (batch,) = scene.heard("actor-0")
+    scene.restart()
+    lease = grants[0].leases[0]
+    scene.say("rollout-0", RowDone(lease.group.row(0), lease.attempt, 0, ["relay-0#1"], 5, 0.0))
+    assert DropRows not in map(type, scene.heard("relay-0"))
+    scene.say("actor-0", RequestRows(1, ["train"], 0, 0))
+    (again,) = scene.heard("actor-0")
+    assert isinstance(batch, TrainBatch) and isinstance(again, TrainBatch)
+    assert again.groups == batch.groups
+    for _ in range(2):
+        scene.say("actor-0", StepTrained(0))
+    assert scene.hub.state.account.trained == 4
+
+
+def test_a_checkpoint_that_was_asked_for_is_still_due(scene: Restart):
+    scene.finish(scene.lease(request=FIRST + 1))
+    scene.say("hub", CheckpointRequested())
+    scene.restart()
+    scene.say("actor-0", RequestRows(1, ["train"], 0, 0))
+    (batch,) = scene.heard("actor-0")
+    assert isinstance(batch, TrainBatch) and batch.checkpoint_after == 0
+
+
+def test_an_end_that_had_begun_goes_on(scene: Restart):
+    end = RunEnd("finished", done=TrainingDone(3, {"export": "here", "time_s": 1.5}), gone="actor-0")
+    scene.hub.context.commit(end.event())
+    scene.restart()
+    assert HubLoop(scene.hub, scene.join("hub")).step() == end
+
+
+def test_the_run_that_opened_a_journal_is_found_again(scene: Restart):
+    assert opened_by(scene.path) == ""
+    scene.hub.context.commit(ev.Opened(epoch=2, samples_per_prompt=2, run_id="a run"))
+    scene.lease(request=FIRST + 1)
+    with scene.path.open("ab") as file:
+        file.write(b'{"event":"Opened","epoch":3,"run_id":"torn')
+    assert opened_by(scene.path) == "a run"
