@@ -80,9 +80,12 @@ class Leases(Handler):
             self._requests[sender] = request
 
     def _on_drain(self, _sender: str, message: DrainRequested) -> None:
-        """Grant this rollout nothing more. It asks for leases as soon as it has room, and stops when it asks without any."""
+        """Grant this rollout nothing more. It asks for leases as soon as it has room, and stops when it asks without any.
+
+        Another process, such as a relay, has no leases and stops at once.
+        """
         self._drained.add(message.member)
-        if self._requests.pop(message.member, None) is not None:
+        if self._requests.pop(message.member, None) is not None or not message.member.startswith("rollout-"):
             self._stop_if_empty(message.member)
 
     def _stop_if_empty(self, holder: str) -> None:

@@ -77,6 +77,7 @@ def told(job: Job, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_death_of_a_host_that_joined_costs_its_unfinished_trajectories_alone(job: MakeJob):
     run = job(run__steps=100_000).start()
     run.wait_for_step(1)

@@ -436,6 +436,9 @@ def test_a_rollout_that_waits_for_work_is_stopped_as_soon_as_it_is_drained(scene
     s.say("rollout-0", LeaseRequest(1, 0, 1))
     s.say("ctl-1", DrainRequested("rollout-0"))
     assert s.heard("rollout-0") == [Stop("drained")]
+    s.heard("relay-0")
+    s.say("relay-0", DrainRequested("relay-0"))
+    assert s.heard("relay-0") == [Stop("drained")]
 
 
 def test_the_status_has_the_living_members_their_leases_and_the_account(scene: MakeScene):
