@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..comm.errors import SettingError
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RestartPoint, Stop, TrainBatch, TrainerStarted
 from ..comm.waits import waiting
@@ -66,10 +65,7 @@ def train_again(learner: "Learner", run_dir: Path, step: int) -> tuple[StepStats
     Raises `SettingError` if the rows are missing, or if another number of ranks trained them.
     """
     saved, stats = StepReplay(run_dir, step, learner.group.rank), StepStats()
-    if saved.num_ranks != learner.group.size:
-        raise SettingError(
-            f"roles.actor={learner.group.size}: step {step + 1} was trained by {saved.num_ranks} actor ranks"
-        )
+    saved.check_ranks(learner.group.size)
     fleet_metrics: dict[str, float] = {}
     for batch in saved.batches():
         learner.accumulate(batch, stats)

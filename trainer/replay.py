@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .actor_group import ActorGroup
 from .learners.actor import Actor
@@ -50,9 +49,7 @@ def replay_steps(recipe: Recipe) -> int:
 def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
     num_ranks = recipe.roles.actor
     for step in steps:
-        recorded = StepReplay(Path(recipe.run.dir), step).num_ranks
-        if recorded != num_ranks:
-            raise SettingError(f"roles.actor={num_ranks}: step {step + 1} was trained by {recorded} actor ranks")
+        StepReplay(Path(recipe.run.dir), step).check_ranks(num_ranks)
         for rank in range(1, num_ranks):
             StepReplay(Path(recipe.run.dir), step, rank)
 

@@ -77,6 +77,14 @@ class StepReplay:
         with self._named_errors():
             self.num_ranks = int(self._metadata[_NUM_RANKS])
             """The number of actor ranks that trained the step."""
+        self._step = step
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise `SettingError` unless so many actor ranks trained the step."""
+        if self.num_ranks != num_ranks:
+            raise SettingError(
+                f"roles.actor={num_ranks}: step {self._step + 1} was trained by {self.num_ranks} actor ranks"
+            )
 
     def batches(self) -> Iterator[Batch]:
         """The batches in the order of training. Raises `SettingError` if the file is damaged."""

@@ -6,7 +6,7 @@ from ...comm.errors import SettingError
 
 
 def make_run_folder(run_dir: str | Path) -> Path:
-    """Make a run folder, if there is none, that its owner alone can read: it holds prompts, answers and the secret.
+    """Make a run folder that its owner alone can read: it holds prompts, answers and the secret. One that exists stays as it is.
 
     Raises `SettingError`.
     """

@@ -28,7 +28,7 @@ from .supervisor import LAUNCHER, SHUTDOWN_S
 PATIENCE_S = 2 * SHUTDOWN_S
 """Seconds from an interrupt until torchrun gets SIGQUIT, and from there until it is killed."""
 _END = signal.SIGQUIT
-"""Ends torchrun, which passes SIGTERM on to its ranks."""
+"""Ends torchrun, which passes it on to its ranks: it ends those too, and their processes end with them."""
 REFUSED = signal.SIGUSR2
 """Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
 _BARRIER_S, _POLL_S = 2.0, 0.5

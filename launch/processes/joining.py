@@ -47,14 +47,14 @@ def find_run(where: str) -> None:
     folder = Path(where)
     if not folder.is_dir():
         if "HEADRACE_SECRET" not in os.environ:
-            raise SettingError(f"join={where}: it is no folder of a run; with an address HEADRACE_SECRET is needed too")
+            raise SettingError(f"{where} is not the folder of a run; an address needs HEADRACE_SECRET too")
         os.environ["HEADRACE_STORE"] = where
         return
     try:
         os.environ["HEADRACE_STORE"] = (folder / ADDRESS_FILE).read_text()
         os.environ.setdefault("HEADRACE_SECRET", (folder / SECRET_FILE).read_text())
     except OSError as error:
-        raise SettingError(f"join={where}: no run has started there: {error.filename}: {error.strerror}") from error
+        raise SettingError(f"no run has started in {where}: {error.filename}: {error.strerror}") from error
 
 
 def _take_places(roles: RoleSettings) -> tuple[Recipe, int, int]:

@@ -240,7 +240,7 @@ def _(event: ev.Trained, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.TrainerRestarted, state: HubState) -> None:
-    """What was handed out stays handed out: the next incarnation gets it again."""
+    """Groups that were handed out stay so: the next incarnation gets them again."""
     assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
     state.trainer_incarnation, state.trainer_restarts = event.incarnation, state.trainer_restarts + 1
     state.restarts_in_step += 1

@@ -191,7 +191,7 @@ def _processes_of(node: str, folder: Path) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on."""
+    """Free ports of this machine."""
     with ExitStack() as stack:
         found = [stack.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(count)]
         return [each.getsockname()[1] for each in found]

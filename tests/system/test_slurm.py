@@ -65,7 +65,7 @@ class SlurmJob(Job):
 
 
 def job_network() -> dict[str, str]:
-    """The nodes' names are no addresses here."""
+    """The nodes' names do not resolve here."""
     return {"FIRST_NODE": "127.0.0.1", "PORT": str(free_ports(1)[0])}
 
 

@@ -1,6 +1,6 @@
 """The Triton kernels compiled for GPUs that are not here: registers, shared memory and spills under bounds.
 
-Triton brings the assembler, which needs no GPU. It is 670 MB, so it is no requirement of the tests; where it is installed:
+Triton brings the assembler, which needs no GPU. It is 670 MB, so the tests do not require it; where it is installed:
 `python -m pytest tests/rollout/engine/test_triton_compiled.py`. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
 bfloat16, so its numbers are checked on a GPU alone.
 """
