@@ -11,6 +11,7 @@ import msgspec
 from ..comm.mailbox import Mailbox
 from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
 from .engine.sequence import Completion
+from .environments.base import Episode
 from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
@@ -32,6 +33,8 @@ class LeasedRow:
     """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
     num_kept: int = 0
     """Tokens of the response that an earlier holder drew before it died."""
+    episode: Episode | None = None
+    """Its turns, if it has an environment."""
 
     def token_versions(self) -> list[int]:
         """The version that drew each token of the finished response."""

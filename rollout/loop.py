@@ -5,8 +5,9 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import asdict
 
@@ -21,6 +22,9 @@ from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
+from .engine.sequence import Completion
+from .environments.pool import EnvironmentPool
+from .episodes import Episodes
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
 from .migration.migration import Migration, MoveDeadlines
@@ -33,6 +37,7 @@ from .row_writer import FinishedRow, RowWriter
 _log = logging.getLogger(__name__)
 
 IDLE_S = 0.01
+ENVIRONMENT_POLL_S = 0.002
 
 
 class Rollout:
@@ -64,6 +69,9 @@ class Rollout:
         self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._clock = Clock(recipe.emulated.speed)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
+        self.episodes = _open_episodes(recipe, generator, self.leases)
+        if self.episodes is not None:
+            self._params = replace(self._params, pause_at_stop=True)
         self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
@@ -82,15 +90,18 @@ class Rollout:
         self._fleet.nearest("relay", having="unit")
         self._storage.attach()
         self._row_writer.start()
+        if self.episodes is not None:
+            self.episodes.start()
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
         self._read_messages()
         self.migration.advance()
+        has_turns = self.episodes is not None and self._advance(self.episodes)
         self._request_leases(self._update_weights())
         self._generate()
         self._submit_scored()
-        if self.leases.can_continue and (rows := self._partial_rows.due()):
+        if self.leases.can_continue and (rows := self._partial_rows.due(has_turns=has_turns)):
             self._row_writer.submit(rows)
         self._report()
 
@@ -101,6 +112,8 @@ class Rollout:
             self._row_writer.submit(rows)
         self._row_writer.close()
         self._rewards.close()
+        if self.episodes is not None:
+            self.episodes.close()
         held = self.leases.held_rows(*self.migration.held())
         self.migration.close()
         self._mailbox.send("hub", held)
@@ -132,7 +145,7 @@ class Rollout:
         if self.generator.weights.version == grant.version:
             return True
         is_gone = False
-        if self.generator.idle and not self.migration.is_under_way:
+        if self._is_idle and not self.migration.is_under_way:
             try:
                 self._take_weights(grant.version)
             except VersionNotAvailable as error:
@@ -159,7 +172,7 @@ class Rollout:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
         weights = self.generator.weights
         is_outdated = weights.newest() > weights.version
-        if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self.generator.idle):
+        if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self._is_idle):
             return is_outdated
         self._take_weights()
         return False
@@ -182,55 +195,99 @@ class Rollout:
             self.handle(envelope)
 
     def _start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
-        if not fresh:
-            return
-        tokens = self.generator.prompt_ids(fresh[0].row)
+        begun = self._partial_rows.begun(lease, fresh, self._params)
+        if begun:
+            self.generator.import_sequences(begun)
+        continued = {state.trajectory_id for state in begun}
+        rows = [held for held in fresh if held.row_id.number not in continued]
+        if self.episodes is not None:
+            self.episodes.reset(rows)
+        elif rows:
+            self._generate_from(rows, rows[0].row)
+
+    def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
+        """Generate a sample for each of `rows` from the prompt of a row of the data set."""
+        tokens = self.generator.prompt_ids(data)
         if len(tokens) < self.generator.context:
-            begun = self._partial_rows.begun(lease, fresh, self._params)
-            if begun:
-                self.generator.import_sequences(begun)
-            continued = {state.trajectory_id for state in begun}
-            numbers = [held.row_id.number for held in fresh if held.row_id.number not in continued]
-            if numbers:
-                self.generator.add_group(tokens, self._params, numbers)
+            self.generator.add_group(tokens, self._params, [held.row_id.number for held in rows])
             return
         problem = (
-            f"prompt {lease.group.prompt} has {len(tokens)} tokens,"
+            f"prompt {rows[0].row_id.group.prompt} has {len(tokens)} tokens,"
             f" the context of the policy is {self.generator.context}"
         )
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
-        for held in fresh:
+        for held in rows:
             self._finish_row(held, reward=None, failure=problem)
 
+    def _advance(self, episodes: Episodes) -> bool:
+        """Begin and end what the environments have answered; returns whether turns have begun."""
+        num_begun = episodes.num_begun
+        started, ended = episodes.advance()
+        for rows in started:
+            assert rows[0].episode is not None
+            self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
+        for held, completion, failure in ended:
+            if completion is None:
+                self._finish_row(held, reward=None, failure=failure)
+            else:
+                self._score(held, completion, failure)
+        return episodes.num_begun > num_begun
+
+    @property
+    def _num_starting(self) -> int:
+        return 0 if self.episodes is None else self.episodes.num_starting
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no trajectory is unfinished here."""
+        return self.generator.idle and not self._num_starting
+
     def _request_leases(self, is_outdated: bool) -> None:
-        if self.generator.idle:
+        if self._is_idle:
             self.leases.drained()
-        busy = self.generator.num_running + self.generator.num_waiting
+        busy = self.generator.num_running + self.generator.num_waiting + self._num_starting
         room = 0 if is_outdated else self._pacing.free_slots(self.max_running, busy)
         self.leases.ask(self.generator.weights.version, room)
 
     def _generate(self) -> None:
-        """Step the generator; an idle one waits a moment for messages instead."""
+        """Step the generator; where nothing decodes, wait a moment for messages instead."""
         started = self._clock.now()
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
-            self._read_messages(IDLE_S)
+            self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
             self._totals.idle_s += self._clock.now() - started
             return
-        for completion in self.generator.step():
+        completions = self.generator.step()
+        if self.episodes is not None and not (completions or self.generator.num_running):
+            self._trace.enter("idle", version=self.generator.weights.version)
+            self._read_messages(ENVIRONMENT_POLL_S)
+            self._totals.idle_s += self._clock.now() - started
+            return
+        for completion in completions:
             held = self.leases.held.get(completion.trajectory_id)
+            if self.episodes is not None and self.episodes.end_turn(held, completion):
+                continue
             if held is None:
                 continue  # another rollout got the lease before it finished
-            held.completion = completion
-            self._totals.tokens += len(completion.token_ids) - held.num_kept
-            request = ScoreRequest(held, held.row, completion.text, completion.token_ids)
-            if completion.finish_reason == "error":
-                request.failure = "the policy's logits are not finite"
-                self._scored.append(request)
-            else:
-                self._rewards.submit(request)
+            failure = "the policy's logits are not finite" if completion.finish_reason == "error" else ""
+            self._score(held, completion, failure)
         self._totals.busy_s += self._clock.now() - started
+
+    def _score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
+        """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
+        held.completion = completion
+        self._totals.tokens += len(completion.token_ids) - held.num_kept
+        response, reward = completion.text, None
+        if held.episode is not None:
+            self._totals.tokens -= held.episode.num_inserted(start=held.num_kept)
+            response = held.episode.response()
+            reward = None if self._recipe.reward.path else held.episode.reward
+        request = ScoreRequest(held, held.row, response, completion.token_ids, reward, failure)
+        if failure or reward is not None:
+            self._scored.append(request)
+        else:
+            self._rewards.submit(request)
 
     def _submit_scored(self) -> None:
         """Queue scored rows for writing, except those whose claim is unanswered."""
@@ -242,7 +299,8 @@ class Rollout:
             if held.claim_id:
                 self._scored.append(each)
             else:
-                self._finish_row(held, each.reward, each.failure)
+                bonus = held.episode.reward if held.episode is not None and self._recipe.reward.path else 0.0
+                self._finish_row(held, None if each.reward is None else each.reward + bonus, each.failure)
 
     def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
         del self.leases.held[held.row_id.number]
@@ -273,6 +331,11 @@ class _Totals:
     idle_s: float = 0.0
     pull_s: float = 0.0
     reported_at: float = 0.0
+
+
+def _open_episodes(recipe: Recipe, generator: Generator, leases: HeldLeases) -> Episodes | None:
+    settings = recipe.environment
+    return Episodes(generator, leases, EnvironmentPool(settings), settings) if settings.is_set else None
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

@@ -37,10 +37,15 @@ class FinishedRow:
             "response_ids": np.array(done.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
             "versions": np.array(self.held.token_versions(), dtype=np.int32),
-            "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
+            "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
         }
+
+    def _loss_mask(self, num_tokens: int) -> np.ndarray:
+        """1 for the tokens that the policy drew, 0 for those that its environment inserted."""
+        episode = self.held.episode
+        return np.array([1] * num_tokens if episode is None else episode.loss_mask(num_tokens), dtype=np.uint8)
 
 
 class RowWriter:

@@ -11,7 +11,7 @@ from .devices import CommSettings, EmulatedSettings, RelaySettings
 from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
 from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
-from .run import DataSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
+from .run import DataSettings, EnvironmentSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
 from .training import AlgorithmSettings, CheckpointSettings, CriticSettings, OptimizerSettings, TrainerSettings
 
 
@@ -23,6 +23,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     reward: RewardSettings = RewardSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     batch: BatchSettings = BatchSettings()
     queue: QueueSettings = QueueSettings()
     repack: RepackSettings = RepackSettings()

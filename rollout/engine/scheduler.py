@@ -57,7 +57,13 @@ class Scheduler:
         """Tokens dropped from the cache and prefilled again."""
 
     def add(self, group: SequenceGroup) -> None:
-        self.waiting.append(group)
+        """Queue a group; a sequence whose turn is over is paused, with the pages that the group has."""
+        sequence = group.sequences[0]
+        if sequence.is_turn_over:
+            sequence.pages, sequence.num_cached = group.pages, group.num_cached
+            self.paused.append(sequence)
+        else:
+            self.waiting.append(group)
 
     def is_outdated(self, sequence: Sequence) -> bool:
         """Whether the cache of a running sequence does not serve its next token."""
@@ -122,9 +128,12 @@ class Scheduler:
         return forks
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a running sequence and free its pages."""
+        """Remove a running sequence and free its pages; with `pause_at_stop` one that stops is paused instead."""
         self.running.remove(sequence)
-        self._release(sequence)
+        if sequence.is_turn_over:
+            self.paused.append(sequence)
+        else:
+            self._release(sequence)
 
     def compact(self, is_shared: bool) -> list[tuple[int, int]]:
         """Close the holes between the private (or the shared) pages in use; returns the moves, (from, to) in order.
@@ -163,9 +172,11 @@ class Scheduler:
                 return True
         return False
 
-    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
-        """Queue a paused sequence again, with tokens of its environment."""
+    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> bool:
+        """Queue a paused sequence again, with tokens of its environment. False if they leave no room: it stays paused."""
         sequence = next(s for s in self.paused if s.trajectory_id == trajectory_id)
+        if len(sequence.token_ids) + len(token_ids) >= sequence.limit:
+            return False
         self.paused.remove(sequence)
         sequence.insert(token_ids)
         group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
@@ -174,6 +185,7 @@ class Scheduler:
             self._release(sequence)
         group.pages, group.num_cached, group.num_shared = sequence.pages, sequence.num_cached, sequence.num_shared
         self.waiting.append(group)
+        return True
 
     def reserve(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Take pages for the imported cache of a group, before it is added; False if it must be computed again."""

@@ -40,7 +40,8 @@ class ScoreRequest:
 
     key: Any
     row: dict[str, Any]
-    completion: str
+    completion: str | list[dict[str, Any]]
+    """Text, or messages of several turns."""
     completion_ids: list[int]
     reward: float | None = None
     failure: str = ""
@@ -230,8 +231,8 @@ def _drain(requests: "queue.Queue[ScoreRequest]", most: int | None = None) -> li
     return items
 
 
-def _as_message(item: ScoreRequest) -> str | list[dict[str, str]]:
-    """A completion in the form of its prompt: text for text, a chat message for chat messages."""
-    if isinstance(item.row["prompt"], str):
+def _as_message(item: ScoreRequest) -> str | list[dict[str, Any]]:
+    """A completion in the form of its prompt: text for text, chat messages for chat messages."""
+    if isinstance(item.row["prompt"], str) or not isinstance(item.completion, str):
         return item.completion
     return [{"role": "assistant", "content": item.completion}]
