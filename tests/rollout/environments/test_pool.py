@@ -36,6 +36,7 @@ class Counter:
 class Threaded(Counter):
     def reset(self, prompt, **row):
         self.turns = []
+        return " go"
 
     def step(self, completion):
         self.turns.append(completion)
