@@ -115,10 +115,10 @@ class Episodes:
         for number in self._known - self._leases.held.keys():
             self._forget(number)
         for held in self._leases.held.values():
-            episode = held.episode
-            is_waiting = episode is not None and episode.is_waiting and held.completion is None
-            if is_waiting and held.row_id.number not in self._calls:
-                self._call(held, episode)
+            if held.episode is None or held.completion is not None or held.row_id.number in self._calls:
+                continue
+            if held.episode.is_waiting:
+                self._call(held, held.episode)
         return begun, ended
 
     def close(self) -> None:

@@ -69,6 +69,8 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
+    if recipe.comm.tls:
+        _check_tls(recipe)
     if SCHEDULES[schedule].staleness is not None and queue.max_staleness is not None:
         raise SettingError(f"queue.max_staleness: run.schedule={schedule} has its own bound; leave this at null")
     if queue.on_stale == "evict" and queue.max_staleness is None:
@@ -85,6 +87,14 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError(
             f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
         )
+
+
+def _check_tls(recipe: Recipe) -> None:
+    if recipe.comm.link == "nccl":
+        raise SettingError("comm.tls: NCCL encrypts nothing; set comm.link=tcp, or comm.tls=false")
+    from ...comm.links.tls import TlsIdentity
+
+    TlsIdentity()
 
 
 def _check_trainer(recipe: Recipe) -> None:

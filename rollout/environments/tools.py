@@ -72,7 +72,7 @@ def tool_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]] | None:
     """
     tools = [load_object("environment.tools", path) for path in settings.tools]
     if settings.path and isinstance(made := load_object("environment.path", settings.path), type):
-        tools += [] if hasattr(made, "step") else tools_of(made.__new__(made))
+        tools += [] if hasattr(made, "step") else tools_of(object.__new__(made))
     if not tools:
         return None
     from transformers.utils import chat_template_utils as form
