@@ -108,6 +108,8 @@ class Episodes:
             if self._calls.get(call.number) is not call:
                 continue
             del self._calls[call.number]
+            if self._leases.held.get(call.number) is not call.key:
+                continue  # it went, and came back as another object
             if not call.episode.completions:
                 begun += self._on_reset(call, ended)
             elif (end := self._on_step(call.key, call)) is not None:
@@ -172,8 +174,9 @@ class Episodes:
         return None
 
     def _end(self, held: LeasedRow, reason: str) -> Completion:
-        """Take a paused trajectory out of the generator."""
+        """Take a paused trajectory out of the generator: it is complete."""
         assert held.episode is not None
         (state,) = self._generator.export_sequences([held.row_id.number])
         tokens = state.prompt_ids, state.token_ids, state.logprobs
-        return Completion(held.row_id.number, *tokens, reason, held.episode.completions[-1])
+        held.completion = Completion(held.row_id.number, *tokens, reason, held.episode.completions[-1])
+        return held.completion

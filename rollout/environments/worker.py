@@ -167,8 +167,9 @@ class _Watchdog:
 
 
 async def serve(worker: Worker, questions: IO[str], write: Answer, timeout_s: float) -> None:
-    """Answer questions until their stream ends."""
+    """Answer questions until their stream ends; then the process ends, with its abandoned threads."""
     loop, reader, tasks = asyncio.get_running_loop(), ThreadPoolExecutor(1), set[asyncio.Task[None]]()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS))
     _Watchdog(loop, timeout_s, write).start()
 
     async def reply(question: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ async def serve(worker: Worker, questions: IO[str], write: Answer, timeout_s: fl
         task = loop.create_task(reply(question), name=str(question.get("id", "")))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+    os._exit(0)
 
 
 def main() -> None:
@@ -207,7 +209,6 @@ def main() -> None:
         write({"ready": False, "error": explain(error, error.__traceback__)})
         os._exit(1)
     asyncio.run(serve(Worker(make, settings["timeout_s"]), questions, write, settings["timeout_s"]))
-    os._exit(0)  # abandoned threads would keep the process
 
 
 if __name__ == "__main__":

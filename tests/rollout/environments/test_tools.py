@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from headrace.comm.errors import SettingError
+from headrace.comm.plugins import load_object
 from headrace.comm.recipe import EnvironmentSettings
 from headrace.rollout.environments.tools import ToolCall, ToolEnvironment, parse_calls, tool_schemas, tools_of
 
@@ -64,7 +65,10 @@ def test_a_chat_models_calls_become_tool_messages_in_their_order():
         '<tool_call>{"name": "shout", "arguments": {"text": "a"}}</tool_call>'
     )
     (first, last) = run(ToolEnvironment([add, shout]), [{"role": "user", "content": "?"}], turn, "it is 5")
-    assert first[0] == [{"role": "tool", "name": "add", "content": "5"}, {"role": "tool", "name": "shout", "content": "A"}]
+    assert first[0] == [
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "tool", "name": "shout", "content": "A"},
+    ]
     assert not first[2] and last[2], "a turn without a call is the last"
 
 
@@ -98,9 +102,7 @@ def test_arguments_may_be_json_within_json_and_a_cut_call_counts():
 def test_a_class_without_step_offers_its_methods_as_tools_and_its_reward(tmp_path):
     file = tmp_path / "stock.py"
     file.write_text(FILE)
-    names: dict = {}
-    exec(FILE, names)
-    stock = names["Stock"]()
+    stock = load_object("environment.path", f"{file}:Stock")()
     assert [tool.__name__ for tool in tools_of(stock)] == ["take"]
     turn = '<tool_call>{"name": "take", "arguments": {"number": 4}}</tool_call>'
     steps = run(ToolEnvironment(tools_of(stock), stock), [{"role": "user", "content": "?"}], turn + turn, turn, "end")
