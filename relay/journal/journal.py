@@ -16,7 +16,7 @@ import msgspec
 
 from ...comm.disk import AppendFile, DiskReserve
 from ...comm.errors import DiskFull, HeadraceError
-from .events import Checkpointed, Event, Opened, Trained, decode_event
+from .events import Checkpointed, Evaluated, EvaluationBegun, Event, Opened, Trained, decode_event
 from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
@@ -148,6 +148,28 @@ def checkpoints_in(path: Path) -> dict[int, int]:
                 found[event.step] = trained[event.step]
     except JournalError as error:
         _log.warning("%s; the lines from there on are not used", error)
+    return found
+
+
+def evaluations_beyond(path: Path, step: int) -> list[Event]:
+    """The events of evaluations of versions up to a checkpoint's that are after its last optimizer step.
+
+    They stay true when the journal is cut there: the next writer appends them, so no evaluation is repeated.
+    """
+    last_line = checkpoints_in(path).get(step, 0)
+    numbers: set[int] = set()
+    found: list[Event] = []
+    try:
+        for line, event in read_events(path):
+            if isinstance(event, EvaluationBegun) and event.version <= step:
+                numbers.add(event.number)
+            number = event.number if isinstance(event, EvaluationBegun) else -1
+            if isinstance(event, Evaluated):
+                number = event.row.epoch
+            if line > last_line and number in numbers:
+                found.append(event)
+    except JournalError:
+        pass  # `checkpoints_in` has said so
     return found
 
 

@@ -173,6 +173,8 @@ class QueueIndex:
 
     def update(self, group: Group) -> None:
         """Count a group of the queue, one of whose rows changed, as what it is now."""
+        if group.id.is_evaluation:
+            return
         versions = [row.version for row in group.rows if row.status in _STARTED]
         if not versions or group.step is not None:
             self.remove(group.id)
