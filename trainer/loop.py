@@ -179,8 +179,10 @@ class Trainer:
         """This rank's share of the next groups of a step; rows of other tasks get their columns meanwhile."""
         while True:
             batch = self.next_batch(step)
-            if isinstance(batch.row_batch, TrainBatch):
-                return batch, batch.row_batch
+            if isinstance(taken := batch.row_batch, TrainBatch):
+                if taken.evaluation and self.recorder is not None:
+                    self.recorder.evaluation(taken.evaluation)
+                return batch, taken
             self.trace.enter(batch.task, step=step)
             self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
 
@@ -256,8 +258,11 @@ class RunRecorder:
         self.num_tokens += tokens
         self.log.write(step, metrics)
         print(console_line(step, self.num_steps, metrics), flush=True)
-        if "eval/version" in metrics:
-            print(evaluation_line(metrics), flush=True)
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """Show an evaluation that is complete; the line of the step in progress has it too."""
+        self.log.write_evaluation(metrics)
+        print(evaluation_line(metrics), flush=True)
 
     def finish(self, export: str) -> None:
         """Send the hub the facts for the summary."""

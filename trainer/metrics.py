@@ -36,10 +36,11 @@ class MetricsLog:
         row = {"step": step, "time_s": round(self._earlier_s + self.elapsed_s, 3), **metrics}
         self._file.append(json.dumps(row).encode() + b"\n")
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
-        evaluation = {name: value for name, value in scalars.items() if name.startswith("eval/")}
-        if evaluation:  # it is complete some steps after its version
-            self._board.write(int(evaluation["eval/version"]), evaluation)
-        self._board.write(step, {name: scalars[name] for name in scalars.keys() - evaluation.keys()})
+        self._board.write(step, {name: value for name, value in scalars.items() if not name.startswith("eval/")})
+
+    def write_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation at its version, which is some steps before the one whose line has it."""
+        self._board.write(int(metrics["eval/version"]), metrics)
 
     def close(self) -> None:
         self._file.close()

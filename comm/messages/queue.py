@@ -72,7 +72,7 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     groups: list[GroupRef]
     metrics: dict[str, float]
     checkpoint_after: int = -1
-    evaluation: dict[str, float] = {}
+    evaluation: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Metrics of the next evaluation that is complete, with the first answer of a step."""
 
     def rows(self) -> list[RowRef]:

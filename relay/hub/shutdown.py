@@ -165,6 +165,8 @@ class Shutdown:
             "exit_code": end.exit_code,
             "steps": state.step,
             "accounting": account,
+            "evaluations": state.evaluations.results,
+            "evaluated": state.evaluations.account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
             "failures": dict(state.failures.most_common(_MAX_REASONS)),

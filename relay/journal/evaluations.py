@@ -39,6 +39,12 @@ class EvaluationLog:
         return self.asked == self.evaluated + self.failed + self.open
 
     @property
+    def account(self) -> dict[str, int | bool]:
+        """The invariant's numbers, for print and file."""
+        counts = {"asked": self.asked, "evaluated": self.evaluated, "failed": self.failed, "open": self.open}
+        return counts | {"holds": self.is_balanced}
+
+    @property
     def is_untouched(self) -> bool:
         """Whether no sample has ended or is being generated."""
         return not self.scores and not self.num_leased
