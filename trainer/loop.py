@@ -70,7 +70,7 @@ class Trainer:
             tasks,
             steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
             max_tokens=recipe.optimizer.micro_tokens,
-            evaluated=self.recorder.num_evaluated if self.recorder is not None else 0,
+            evaluated=self.recorder.evaluated if self.recorder is not None else -1,
             thread_team=self.group.clone_for_thread(),
             caller_team=self.group,
             deadline_s=recipe.comm.deadline_s,
@@ -241,7 +241,8 @@ class RunRecorder:
         self.next_step: int = 1 + (self.log.kept[-1]["step"] if self.log.kept else -1)
         """The first step that has no line in the log."""
         self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
-        self.num_evaluated = sum("eval/version" in step for step in self.log.kept)
+        self.evaluated = max((int(step.get("eval/version", -1)) for step in self.log.kept), default=-1)
+        """The newest version whose evaluation is in the log."""
         self.num_tokens = 0
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:

@@ -18,8 +18,8 @@ class RequestRows(Message, frozen=True):
     received: int = 0
     open_batches: tuple[int, ...] = ()
     max_tokens: int = 1 << 14
-    evaluated: int = 0
-    """Evaluations whose metrics it has received, for `train`."""
+    evaluated: int = -1
+    """The newest version whose evaluation it has received, for `train`."""
 
 
 class RowRef(msgspec.Struct, frozen=True):

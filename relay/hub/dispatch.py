@@ -132,8 +132,8 @@ class Dispatcher(Handler):
 
     def _next_evaluation(self, request: RequestRows) -> dict[str, float]:
         """Metrics that the trainer has not received; one evaluation a step, since a step has one line of metrics."""
-        results = self.state.evaluations.results
-        return results[request.evaluated] if not request.received and request.evaluated < len(results) else {}
+        results = [] if request.received else self.state.evaluations.results
+        return next((result for result in results if result["eval/version"] > request.evaluated), {})
 
     def _hold_on(self, request: RequestRows) -> TrainBatch | None:
         """From time to time an answer without groups, while rollouts work on an evaluation in place of them."""

@@ -39,7 +39,7 @@ class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
     `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
-    The caller knows the metrics of `evaluated` evaluations. Up to `prefetch` + 1 batches wait for `next`.
+    The caller has the evaluations up to version `evaluated`. Up to `prefetch` + 1 batches wait for `next`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RowFetcher:
             batch = self._fetch(message)
             if isinstance(message, TrainBatch):
                 received += len(batch.row_batch.groups)
-                self._evaluated += bool(message.evaluation)
+                self._evaluated = int(message.evaluation.get("eval/version", self._evaluated))
                 if received == message.total:
                     step, received = step + 1, 0
             is_empty_answer = isinstance(message, TrainBatch) and not message.groups
@@ -140,7 +140,7 @@ class ExperienceStream:
     """Batches of `tasks`, the first in the list first, until the hub ends the run. The module's docstring has an example.
 
     `steps` are the optimizer steps to take groups for, if `train` is one of the tasks; the stream ends with the last.
-    The caller knows the metrics of `evaluated` evaluations already.
+    The caller has the evaluations up to version `evaluated`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ExperienceStream:
         steps: range = range(0),
         max_tokens: int = 1 << 14,
         prefetch: int = 1,
-        evaluated: int = 0,
+        evaluated: int = -1,
         thread_team: ThreadTeam | None = None,
         caller_team: CallerTeam | None = None,
         deadline_s: float = float("inf"),
