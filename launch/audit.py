@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..relay.journal.evaluations import EvaluationLog
 from ..relay.journal.events import Event, Leased, Returned, RowFailed
 from ..relay.journal.journal import JournalError, account_dict, replay
+from ..relay.journal.records import EvaluationLog
 
 _MAX_REASONS = 10
 

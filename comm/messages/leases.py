@@ -14,7 +14,7 @@ class LeaseRequest(Message, frozen=True):
     can_continue: bool = False
     """It continues trajectories that another rollout began, and takes an older version for them while it is idle."""
     only_evaluation: bool = False
-    """It has this version for an evaluation and wants more prompts of that, or an answer without any if there are none left."""
+    """It keeps this version for an evaluation: it wants more prompts of that, or an answer without prompts if all are leased."""
 
     @property
     def incarnation(self) -> int:

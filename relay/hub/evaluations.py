@@ -2,7 +2,7 @@
 
 An evaluation is pinned to the version at which it is due. A rollout takes a share of its prompts and keeps the version until
 none are left to take. An idle rollout that is ahead goes back to the version; once no process has the version any more,
-samples without a score are missing, and an evaluation that nobody began takes place on the next version instead.
+samples without a score are missing, and an evaluation without any begins again on the next version.
 """
 
 import math

@@ -37,7 +37,7 @@ from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
 from ..dataset import PromptPool, open_rows
 from ..journal import events as ev
-from ..journal.journal import Journal, account_dict, cut_at_checkpoint, evaluations_beyond, opened_by, replay
+from ..journal.journal import Journal, account_dict, cut_at_checkpoint, opened_by, replay
 from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
@@ -223,8 +223,7 @@ def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: st
         _commit(ev.HubRestarted(), state, journal)
         return state, journal
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
-        evaluations = evaluations_beyond(path, latest)
-        kept = [cut_at_checkpoint(path, latest), *evaluations]
+        kept = cut_at_checkpoint(path, latest)
         state = replay(path)
     elif path.exists() and recipe.run.resume == "auto":
         path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))

@@ -1,92 +1,41 @@
-"""Evaluations: their samples, which never enter the queue, and the metrics of their scores.
+"""Evaluations: the rules by which events change them, and the metrics of their scores.
 
-Invariant, in samples, after every event:  asked = evaluated + failed + open
-
-One evaluation is under way at a time, on one version. Each of its samples ends once, with a score or as failed.
+One evaluation is under way at a time, on one version. Each of its samples ends once, with a score or as failed, and never
+enters the queue.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import comb
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Group, Row, RowStatus
+from .records import EvaluationLog, Group, Row, RowStatus
 
 
-@dataclass(slots=True)
-class EvaluationLog:
-    """A part of the fold: the evaluation under way, or the last one, and the metrics of all that are complete, in order."""
+def begin_evaluation(event: ev.EvaluationBegun, log: EvaluationLog) -> None:
+    """An evaluation that no rollout began makes room for another one, on a version that there is."""
+    assert event.number == log.num_begun, f"evaluation {event.number} after {log.num_begun}"
+    assert not log.open or log.is_untouched, f"evaluation {log.num_begun - 1} is under way"
+    log.asked -= log.open
+    log.begun, log.num_begun = event, log.num_begun + 1
+    log.scores = {}
+    ids = (GroupId.of_evaluation(event.number, index) for index in range(sum(event.num_prompts.values())))
+    log.groups = {id_: Group(id_, index, _rows(event.samples)) for index, id_ in enumerate(ids)}
+    log.asked += log.open
 
-    begun: ev.EvaluationBegun | None = None
-    groups: dict[GroupId, Group] = field(default_factory=dict)
-    scores: dict[RowId, ev.Evaluated] = field(default_factory=dict)
-    num_begun: int = 0
-    num_leased: int = 0
-    """Samples that are being generated."""
-    asked: int = 0
-    evaluated: int = 0
-    failed: int = 0
-    results: list[dict[str, float]] = field(default_factory=list)
 
-    @property
-    def open(self) -> int:
-        """Samples without an end."""
-        return sum(len(group.samples(RowStatus.WANTED, RowStatus.LEASED)) for group in self.groups.values())
-
-    @property
-    def is_balanced(self) -> bool:
-        return self.asked == self.evaluated + self.failed + self.open
-
-    @property
-    def account(self) -> dict[str, int | bool]:
-        """The invariant's numbers, for print and file."""
-        counts = {"asked": self.asked, "evaluated": self.evaluated, "failed": self.failed, "open": self.open}
-        return counts | {"holds": self.is_balanced}
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no sample has ended or is being generated."""
-        return not self.scores and not self.num_leased
-
-    def is_after(self, due: int) -> bool:
-        """Whether the evaluation that was due at this version has begun."""
-        return self.begun is not None and self.begun.due >= due
-
-    def wanted(self) -> list[Group]:
-        """The groups with samples that no rollout has."""
-        return [group for group in self.groups.values() if group.samples(RowStatus.WANTED)]
-
-    def begin(self, event: ev.EvaluationBegun) -> None:
-        """An evaluation that no rollout began makes room for another one, on a version that there is."""
-        assert event.number == self.num_begun, f"evaluation {event.number} after {self.num_begun}"
-        assert not self.open or self.is_untouched, f"evaluation {self.num_begun - 1} is under way"
-        self.asked -= self.open
-        self.begun, self.num_begun = event, self.num_begun + 1
-        self.scores = {}
-        ids = (GroupId.of_evaluation(event.number, index) for index in range(sum(event.num_prompts.values())))
-        self.groups = {id_: Group(id_, index, _rows(event.samples)) for index, id_ in enumerate(ids)}
-        self.asked += self.open
-
-    def end_sample(self, event: ev.Evaluated) -> None:
-        """A sample has its score, or none for a reason; with the last one the evaluation is complete."""
-        row = self.groups[event.row.group].rows[event.row.sample]
-        assert row.status in (RowStatus.WANTED, RowStatus.LEASED), f"sample {event.row} is {row.status.name}"
-        self.num_leased -= row.status is RowStatus.LEASED
-        row.status = RowStatus.FAILED if event.failure else RowStatus.READY
-        self.evaluated += not event.failure
-        self.failed += bool(event.failure)
-        self.scores[event.row] = event
-        if self.begun is not None and len(self.scores) == sum(self.begun.num_prompts.values()) * self.begun.samples:
-            self.results.append(evaluation_metrics(self.begun, self.scores))
-            self.groups = {}
-
-    def reopen(self) -> None:
-        """Samples that were being generated have lost their holders."""
-        self.num_leased = 0
-        for group in self.groups.values():
-            for sample in group.samples(RowStatus.LEASED):
-                group.rows[sample].reset()
+def end_sample(event: ev.Evaluated, log: EvaluationLog) -> None:
+    """A sample has its score, or none for a reason; with the last one the evaluation is complete."""
+    row = log.groups[event.row.group].rows[event.row.sample]
+    assert row.status in (RowStatus.WANTED, RowStatus.LEASED), f"sample {event.row} is {row.status.name}"
+    log.num_leased -= row.status is RowStatus.LEASED
+    row.status = RowStatus.FAILED if event.failure else RowStatus.READY
+    log.evaluated += not event.failure
+    log.failed += bool(event.failure)
+    log.scores[event.row] = event
+    if log.begun is not None and len(log.scores) == sum(log.begun.num_prompts.values()) * log.begun.samples:
+        log.results.append(evaluation_metrics(log.begun, log.scores))
+        log.groups = {}
 
 
 def evaluation_metrics(begun: ev.EvaluationBegun, scores: Mapping[RowId, ev.Evaluated]) -> dict[str, float]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .evaluations import EvaluationLog
-from .records import Account, Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
+from .records import Account, EvaluationLog, Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
 from .window import Window
 
 

@@ -12,6 +12,7 @@ from functools import singledispatch
 
 from ...comm.errors import SettingError
 from . import events as ev
+from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
 from .records import Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
 
@@ -139,12 +140,12 @@ def _(event: ev.RowFailed, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.EvaluationBegun, state: HubState) -> None:
-    state.evaluations.begin(event)
+    begin_evaluation(event, state.evaluations)
 
 
 @_change.register
 def _(event: ev.Evaluated, state: HubState) -> None:
-    state.evaluations.end_sample(event)
+    end_sample(event, state.evaluations)
 
 
 @_change.register

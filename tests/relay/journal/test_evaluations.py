@@ -8,7 +8,7 @@ import pytest
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.evaluations import evaluation_metrics, pass_at_k, pass_sizes
-from headrace.relay.journal.journal import Journal, cut_at_checkpoint, evaluations_beyond, replay
+from headrace.relay.journal.journal import Journal, cut_at_checkpoint, replay
 from headrace.relay.journal.state import HubState, apply
 
 
@@ -132,9 +132,8 @@ def test_a_journal_that_is_cut_at_a_checkpoint_keeps_the_scores_of_its_version(t
     for event in (ev.Opened(epoch=1, samples_per_prompt=2), *zeroth, ev.Trained(step=0), *tail, *later):
         journal.append(event)
     journal.close()
-    kept = evaluations_beyond(path, 1)
-    assert kept == [begun(1, version=1), *scored]
-    cut_at_checkpoint(path, 1)
+    checkpointed, *kept = cut_at_checkpoint(path, 1)
+    assert isinstance(checkpointed, ev.Checkpointed) and kept == [begun(1, version=1), *scored]
     state = replay(path)
     for event in (ev.Opened(epoch=2, samples_per_prompt=2), *kept):
         apply(event, state)
