@@ -180,3 +180,8 @@ class Episodes:
         tokens = state.prompt_ids, state.token_ids, state.logprobs
         held.completion = Completion(held.row_id.number, *tokens, reason, held.episode.completions[-1])
         return held.completion
+
+
+def open_episodes(settings: EnvironmentSettings, generator: "Generator", leases: HeldLeases) -> Episodes | None:
+    """The episodes of a rollout, or None if its trajectories have one turn."""
+    return Episodes(generator, leases, EnvironmentPool(settings), settings) if settings.is_set else None

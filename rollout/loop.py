@@ -5,7 +5,7 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from ..comm.clock import Clock
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
-from ..comm.messages import Lease, LeaseGrant, LoadReport, Stop, WeightsPulled
+from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.signing import Envelope
 from ..comm.trace import Trace
@@ -23,10 +23,10 @@ from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
-from .environments.pool import EnvironmentPool
-from .episodes import Episodes
+from .episodes import Episodes, open_episodes
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
+from .load_report import LoadTotals
 from .migration.migration import Migration, MoveDeadlines
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
@@ -56,7 +56,8 @@ class Rollout:
         """It requests leases until it holds so many trajectories."""
         self._fleet = fleet
         self._recipe = recipe
-        self._params = SamplingParams(**asdict(recipe.sampling))
+        self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
+        self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
@@ -69,13 +70,11 @@ class Rollout:
         self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._clock = Clock(recipe.emulated.speed)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
-        self.episodes = _open_episodes(recipe, generator, self.leases)
-        if self.episodes is not None:
-            self._params = replace(self._params, pause_at_stop=True)
+        self.episodes = open_episodes(recipe.environment, generator, self.leases)
         self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
-        self._totals = _Totals()
+        self._totals = LoadTotals()
 
     def run(self) -> None:
         """Run until the hub's `Stop`."""
@@ -131,11 +130,12 @@ class Rollout:
                 self.migration.handle(envelope.sender, message)
 
     def _take_leases(self, grant: LeaseGrant) -> None:
-        """Start the groups of a grant, on the newest version if nothing runs; begun ones continue on their own."""
+        """Start the groups of a grant, on the newest version if nothing runs; begun ones and evaluations on their own."""
         is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.updates_mid_trajectory
-        if is_begun and not self.leases.is_answered(grant) and not self._has_version(grant):
+        is_pinned = is_begun or grant.is_evaluation
+        if is_pinned and not self.leases.is_answered(grant) and not self._has_version(grant):
             return
-        if not is_begun:
+        if not is_pinned:
             self._update_weights()  # a version may have come out since the last turn
         for lease, fresh in self.leases.take(grant, self.generator.weights.version):
             self._start_group(lease, fresh)
@@ -174,6 +174,8 @@ class Rollout:
         is_outdated = weights.newest() > weights.version
         if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self._is_idle):
             return is_outdated
+        if self.leases.pins_version:
+            return True
         self._take_weights()
         return False
 
@@ -195,7 +197,8 @@ class Rollout:
             self.handle(envelope)
 
     def _start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
-        begun = self._partial_rows.begun(lease, fresh, self._params)
+        params = self._evaluation_params if lease.group.is_evaluation else self._params
+        begun = self._partial_rows.begun(lease, fresh, params)
         if begun:
             self.generator.import_sequences(begun)
         continued = {state.trajectory_id for state in begun}
@@ -206,14 +209,14 @@ class Rollout:
             self._generate_from(rows, rows[0].row)
 
     def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
-        """Generate a sample for each of `rows` from the prompt of a row of the data set."""
-        tokens = self.generator.prompt_ids(data)
+        """Generate a sample for each of `rows`, of one group, from the prompt of a row of the data set."""
+        tokens, group = self.generator.prompt_ids(data), rows[0].row_id.group
         if len(tokens) < self.generator.context:
-            self.generator.add_group(tokens, self._params, [held.row_id.number for held in rows])
+            params = self._evaluation_params if group.is_evaluation else self._params
+            self.generator.add_group(tokens, params, [held.row_id.number for held in rows])
             return
         problem = (
-            f"prompt {rows[0].row_id.group.prompt} has {len(tokens)} tokens,"
-            f" the context of the policy is {self.generator.context}"
+            f"prompt {group.prompt} has {len(tokens)} tokens, the context of the policy is {self.generator.context}"
         )
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
@@ -247,8 +250,8 @@ class Rollout:
         if self._is_idle:
             self.leases.drained()
         busy = self.generator.num_running + self.generator.num_waiting + self._num_starting
-        room = 0 if is_outdated else self._pacing.free_slots(self.max_running, busy)
-        self.leases.ask(self.generator.weights.version, room)
+        room = self._pacing.free_slots(self.max_running, busy)
+        self.leases.ask(self.generator.weights.version, room, is_outdated=is_outdated)
 
     def _generate(self) -> None:
         """Step the generator; where nothing decodes, wait a moment for messages instead."""
@@ -277,14 +280,12 @@ class Rollout:
     def _score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
         """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
         held.completion = completion
-        self._totals.tokens += len(completion.token_ids) - held.num_kept
-        response, reward = completion.text, None
+        self._totals.tokens += held.num_drawn
+        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, failure=failure)
         if held.episode is not None:
-            self._totals.tokens -= held.episode.num_inserted(start=held.num_kept)
-            response = held.episode.response()
-            reward = None if self._recipe.reward.path else held.episode.reward
-        request = ScoreRequest(held, held.row, response, completion.token_ids, reward, failure)
-        if failure or reward is not None:
+            request.completion = held.episode.response()
+            request.reward = None if self._recipe.reward.path or failure else 0.0
+        if failure or request.reward is not None:
             self._scored.append(request)
         else:
             self._rewards.submit(request)
@@ -299,43 +300,26 @@ class Rollout:
             if held.claim_id:
                 self._scored.append(each)
             else:
-                bonus = held.episode.reward if held.episode is not None and self._recipe.reward.path else 0.0
-                self._finish_row(held, None if each.reward is None else each.reward + bonus, each.failure)
+                gained = 0.0 if held.episode is None else held.episode.reward
+                self._finish_row(held, None if each.reward is None else each.reward + gained, each.failure)
 
     def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
         del self.leases.held[held.row_id.number]
-        self._row_writer.submit(FinishedRow(held, reward, failure))
+        row = FinishedRow(held, reward, failure)
+        if held.row_id.is_evaluation:
+            self._mailbox.send("hub", row.sample_scored())
+        else:
+            self._row_writer.submit(row)
 
     def _report(self) -> None:
         now = self._clock.now()
         if now - self._totals.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
             return
         self._totals.reported_at = now
-        m, g = self._totals, self.generator
-        kv_util = g.kv_load / g.kv_capacity
-        load = LoadReport(
-            version=g.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
-            tokens=m.tokens, busy_s=m.busy_s, idle_s=m.idle_s, pull_s=m.pull_s, kv_used=self.migration.kv_used,
-            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound,
-        )  # fmt: skip
+        load, recomputed = self._totals.report(self.generator, self.migration), self.generator.num_recomputed
         self._mailbox.send("hub", load)
-        self._trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Totals of a rollout since it started; tokens and seconds."""
-
-    tokens: int = 0
-    busy_s: float = 0.0
-    idle_s: float = 0.0
-    pull_s: float = 0.0
-    reported_at: float = 0.0
-
-
-def _open_episodes(recipe: Recipe, generator: Generator, leases: HeldLeases) -> Episodes | None:
-    settings = recipe.environment
-    return Episodes(generator, leases, EnvironmentPool(settings), settings) if settings.is_set else None
+        counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}
+        self._trace.counters(**counters, recomputed=recomputed)
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..comm.mailbox import Mailbox
-from ..comm.messages import RowDone
+from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .partial_rows import StreamedRow, write_streamed
@@ -41,6 +41,19 @@ class FinishedRow:
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
         }
+
+    def sample_scored(self) -> SampleScored:
+        """The report of a sample of an evaluation, which no row is written for."""
+        held, done = self.held, self.held.completion
+        return SampleScored(
+            row=held.row_id,
+            attempt=held.attempt,
+            versions=sorted(set(held.token_versions())) or [held.version],
+            num_tokens=len(done.token_ids) if done else 0,
+            is_truncated=done is not None and done.finish_reason == "length",
+            reward=self.reward,
+            failure=self.failure,
+        )
 
     def _loss_mask(self, num_tokens: int) -> np.ndarray:
         """1 for the tokens that the policy drew, 0 for those that its environment inserted."""
