@@ -44,6 +44,11 @@ class LeasedRow:
         inserted = 0 if self.episode is None else self.episode.num_inserted(start=self.num_kept)
         return len(self.completion.token_ids) - self.num_kept - inserted
 
+    @property
+    def episode_reward(self) -> float:
+        """What its environment gave, 0 without one."""
+        return 0.0 if self.episode is None else self.episode.reward
+
     def token_versions(self) -> list[int]:
         """The version that drew each token of the finished response."""
         done = self.completion

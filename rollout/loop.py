@@ -31,7 +31,8 @@ from .migration.migration import Migration, MoveDeadlines
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
-from .rewards.pool import ScoreRequest
+from .rewards.groups import WholeGroups
+from .rewards.process import ScoreRequest
 from .row_writer import FinishedRow, RowWriter
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Rollout:
         self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
+        self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
         self._totals = LoadTotals()
 
     def run(self) -> None:
@@ -221,7 +223,7 @@ class Rollout:
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
         for held in rows:
-            self._finish_row(held, reward=None, failure=problem)
+            self._fail(held, problem)
 
     def _advance(self, episodes: Episodes) -> bool:
         """Begin and end what the environments have answered; returns whether turns have begun."""
@@ -232,7 +234,7 @@ class Rollout:
             self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
         for held, completion, failure in ended:
             if completion is None:
-                self._finish_row(held, reward=None, failure=failure)
+                self._fail(held, failure)
             else:
                 self._score(held, completion, failure)
         return episodes.num_begun > num_begun
@@ -281,17 +283,21 @@ class Rollout:
         """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
         held.completion = completion
         self._totals.tokens += held.num_drawn
-        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, failure=failure)
+        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version, failure=failure)
         if held.episode is not None:
             request.completion = held.episode.response()
             request.reward = None if self._recipe.reward.path or failure else 0.0
         if failure or request.reward is not None:
             self._scored.append(request)
+        elif self._groups is not None:
+            self._groups.add(request)
         else:
             self._rewards.submit(request)
 
     def _submit_scored(self) -> None:
-        """Queue scored rows for writing, except those whose claim is unanswered."""
+        """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
+        for group in self._groups.complete() if self._groups is not None else []:
+            self._rewards.submit(*group)
         scored, self._scored = [*self._scored, *self._rewards.finished()], []
         for each in scored:
             held: LeasedRow = each.key
@@ -300,12 +306,16 @@ class Rollout:
             if held.claim_id:
                 self._scored.append(each)
             else:
-                gained = 0.0 if held.episode is None else held.episode.reward
-                self._finish_row(held, None if each.reward is None else each.reward + gained, each.failure)
+                each.reward = None if each.reward is None else each.reward + held.episode_reward
+                self._finish_row(held, each)
 
-    def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
+    def _fail(self, held: LeasedRow, failure: str) -> None:
+        """Finish a trajectory that has not begun."""
+        self._finish_row(held, ScoreRequest(held, held.row, "", [], failure=failure))
+
+    def _finish_row(self, held: LeasedRow, scored: ScoreRequest) -> None:
         del self.leases.held[held.row_id.number]
-        row = FinishedRow(held, reward, failure)
+        row = FinishedRow(held, scored.reward, scored.failure, scored.info)
         if held.row_id.is_evaluation:
             self._mailbox.send("hub", row.sample_scored())
         else:
@@ -325,4 +335,4 @@ class Rollout:
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The rollout's process."""
     generator = open_generator(fleet, recipe)
-    Rollout(fleet, recipe, generator, open_rewards(recipe.rollout.engine, recipe.reward)).run()
+    Rollout(fleet, recipe, generator, open_rewards(recipe)).run()

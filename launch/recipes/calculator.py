@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 CHARACTERS = "0123456789*=<>/acelrstu"
-CALLS = 0.7
+CALLS = 0.6
 """Share of the demonstrations that call the tool."""
 
 

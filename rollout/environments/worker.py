@@ -55,7 +55,7 @@ class Worker:
         except TimeoutError:
             return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}
         except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's environment
-            return {"error": explain(error, error.__traceback__)}
+            return {"error": explain(error)}
 
     async def drop(self, keys: list[int]) -> None:
         """Close the environments of trajectories that have ended."""
@@ -206,7 +206,7 @@ def main() -> None:
         make = open_factory(settings["path"], settings["tools"])
         write({"ready": True})
     except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
-        write({"ready": False, "error": explain(error, error.__traceback__)})
+        write({"ready": False, "error": explain(error)})
         os._exit(1)
     asyncio.run(serve(Worker(make, settings["timeout_s"]), questions, write, settings["timeout_s"]))
 
