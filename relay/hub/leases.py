@@ -33,10 +33,15 @@ class Leases(Handler):
         }
 
     def advance(self) -> None:
+        state = self.state
+        if not self.context.is_leasing or not (state.unassigned or self.admission.free_places(state)):
+            return  # at scale hundreds ask, and most messages change nothing for them
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
-        requests = list(self._requests.items()) if self.context.is_leasing else []
+        requests = list(self._requests.items())
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
-            share = math.ceil(self.admission.free_places(self.state) / num_asking)
+            if request.version in refused and not state.unassigned:
+                continue
+            share = math.ceil(self.admission.free_places(state) / num_asking)
             if (older := self._older_version(holder, request)) is not None:
                 self._grant(holder, request, older, share=0)
             elif request.version not in refused and not self._grant(holder, request, request.version, share):
