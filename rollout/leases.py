@@ -3,15 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.mailbox import Mailbox
 from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
 from .engine.sequence import Completion
-from .pacing import RolloutPacing
+
+if TYPE_CHECKING:
+    from ..comm.mailbox import Mailbox
+    from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
 
@@ -70,10 +72,10 @@ class HeldLeases:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: "Mailbox",
         incarnation: int,
         samples_per_prompt: int,
-        pacing: RolloutPacing,
+        pacing: "RolloutPacing",
         *,
         can_continue: bool = False,
         clock: Clock = REAL_TIME,

@@ -16,7 +16,6 @@ from ...comm.waits import waiting
 from ..config.checks import check_recipe
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml, save_recipe
 from ..processes.child import Child, print_message
-from ..virtual.run import VirtualRun
 from .figures import Figures, figures_of, window_of
 from .plots import draw_gantt
 from .timeline import Timeline
@@ -64,6 +63,8 @@ class Experiment:
         check_recipe(recipe)
         print_message(f"{run_dir.name} runs")
         if self.is_virtual:
+            from ..virtual.run import VirtualRun  # it loads torch, which runs of processes do not need here
+
             save_recipe(recipe)
             VirtualRun(recipe).run()
             result = _result(run_dir, recipe, lambda start, end: None, None)

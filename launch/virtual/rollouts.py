@@ -12,7 +12,6 @@ from ...comm.messages.migration import TransferOffered
 from ...comm.recipe import Recipe
 from ...relay.weights.slots import Receipt
 from ...rollout.generators.emulated import EmulatedGenerator
-from ...rollout.loop import Rollout
 from ...rollout.migration.codec import MovedRow
 from ...rollout.partial_rows import StreamedRow
 from ...rollout.rewards.emulated import EmulatedRewards
@@ -101,6 +100,8 @@ class VirtualRollout:
     def __init__(
         self, world: World, fleet: Fleet, recipe: Recipe, versions: VirtualVersions, transfers: VirtualTransfers
     ) -> None:
+        from ...rollout.loop import Rollout  # a role's loop is imported where its process begins
+
         self.clock = OwnClock(world, recipe.emulated.speed)
         self.generator = EmulatedGenerator(fleet, recipe, self.clock, versions)
         self.loop = Rollout(

@@ -10,7 +10,6 @@ from ...comm.messages import TrainingDone, VersionReady
 from ...comm.recipe import Recipe
 from ...relay.hub.loop import open_hub
 from ...trainer.learners.emulated import EmulatedLearner
-from ...trainer.loop import Trainer
 from .network import VirtualFleet, VirtualMailboxes
 from .rollouts import VirtualRollout, VirtualTransfers, VirtualVersions
 from .training import VirtualPublisher, VirtualStream
@@ -23,6 +22,8 @@ class VirtualRun:
     """A recipe of emulated devices as one process; its files in `run.dir` are those of a real run."""
 
     def __init__(self, recipe: Recipe) -> None:
+        from ...trainer.loop import Trainer  # a role's loop is imported where its process begins
+
         self.recipe = recipe = replace(recipe, run=replace(recipe.run, save_rows=False))
         self.world = World()
         self._clock = WorldClock(self.world, recipe.emulated.speed)
@@ -40,7 +41,7 @@ class VirtualRun:
         self.trainer = Trainer(fleet, recipe, learner=learner, stream=stream, clock=self._clock)
 
     def run(self) -> None:
-        """Train to the last step. What a real run prints is in `CONSOLE_FILE`."""
+        """Train to the last step. `CONSOLE_FILE` has the lines that a real run prints."""
         path = Path(self.recipe.run.dir) / CONSOLE_FILE
         with path.open("w", encoding="utf-8") as console, redirect_stdout(console):
             self.trainer.run()

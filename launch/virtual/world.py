@@ -27,7 +27,7 @@ class World:
         heapq.heappush(self._events, (max(moment, self.now), next(self._order), act))
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Handle events until something is true. Raises `AssertionError` if there are none left."""
+        """Handle events until something is true. Raises `AssertionError` at the end of the heap."""
         while not is_done():
             assert self._events, (
                 f"nothing is left to happen after {self.now:.1f} emulated seconds: the run stands still"

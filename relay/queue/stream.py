@@ -133,7 +133,7 @@ class RowFetcher:
 
 
 class Stream(Protocol):
-    """What the trainer's loop asks of its stream."""
+    """A source of batches, as the trainer's loop uses it."""
 
     def start(self) -> object: ...
 

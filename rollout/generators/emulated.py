@@ -48,7 +48,7 @@ class EmulatedWeights:
 
     @property
     def next_at(self) -> float:
-        """When the next version on its way becomes available; infinite if there is none."""
+        """When the next version on its way becomes available; infinite without one."""
         return min(self._pending.values(), default=math.inf)
 
     def newest(self) -> int:
