@@ -3,9 +3,10 @@
 import queue
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from ..comm.mailbox import Mailbox
@@ -27,6 +28,8 @@ class FinishedRow:
     held: "LeasedRow"
     reward: float | None
     failure: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Notes of the reward functions, as in `ScoreRequest`."""
 
     def report(self, storage_ids: list[str]) -> RowDone:
         """The message to the hub about the row, which these units have."""
@@ -55,6 +58,7 @@ class FinishedRow:
             "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
+            "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
         }
 
 
