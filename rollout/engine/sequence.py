@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .prefix_cache import Chain
 from .sampling import SamplingParams
 
 
@@ -75,8 +76,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    num_shared: int = 0
-    """Leading pages from the shared range."""
+    chain: Chain | None = None
     num_cached: int = 0
     finish_reason: str = ""
 
@@ -132,8 +132,12 @@ class SequenceGroup:
     sequences: list[Sequence]
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
-    num_shared: int = 0
+    chain: Chain | None = None
     num_cached: int = 0
+    num_dropped: int = 0
+    """Tokens whose keys and values were computed before, and dropped."""
+    digest: bytes = b""
+    """Of all tokens, while the group waits to be reached."""
 
     @property
     def prefix_length(self) -> int:

@@ -94,7 +94,7 @@ class PoolAttention:
 
     def _plan(self, batch: "DecodeBatch") -> None:
         columns = np.arange(int(batch.num_pages.max()))[None, :]
-        is_shared = columns < batch.num_shared[:, None]
+        is_shared = batch.is_shared[:, : columns.size]
         parts = np.zeros((len(batch), columns.size), dtype=np.int64)
         rows, cols = np.nonzero((columns < batch.num_pages[:, None]) & ~is_shared)
         pages = batch.table[rows, cols]

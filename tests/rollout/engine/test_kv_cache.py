@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.engine.kv_cache import PagePool
+from headrace.rollout.engine.page_pool import PagePool
 
 
 def test_private_pages_come_from_the_low_end_and_shared_ones_from_the_high_end():

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.engine.kv_cache import PagePool
+from headrace.rollout.engine.page_pool import PagePool
 from headrace.rollout.engine.sampling import SamplingParams
 from headrace.rollout.engine.scheduler import Scheduler
 from headrace.rollout.engine.sequence import Sequence, SequenceGroup
@@ -25,10 +25,7 @@ def step(scheduler) -> list[Sequence]:
     chunks = scheduler.next_chunks()
     assert sum(c.stop - c.start for c in chunks) <= scheduler.prefill_tokens
     scheduler.fork_ready()
-    for is_shared in (False, True):
-        moves = scheduler.compact(is_shared)
-        assert all((target > source) == is_shared for source, target in moves)
-        assert len({target for _, target in moves}) == len(moves)
+    scheduler.compact()
     scheduler.check()
     assert len(scheduler.running) <= scheduler.max_running
     finished = []
@@ -67,8 +64,8 @@ def test_a_prefix_is_prefilled_once_and_its_full_pages_are_shared():
     chunks = scheduler.next_chunks()
     assert [(c.start, c.stop) for c in chunks] == [(0, 10)]
     forks = scheduler.fork_ready()
-    assert [f.source == forks[0].source for f in forks] == [True, True, True, False]
-    pages = [f.sequence.pages for f in forks]
+    pages = [sequence.pages for sequence in forks]
+    assert scheduler.pool.take_copies() == [(pages[3][2], own[2]) for own in pages[:3]]
     assert len({tuple(p[:2]) for p in pages}) == 1 and len({p[2] for p in pages}) == 4
     assert scheduler.pool.num_owners[pages[0][0]] == 4
 
