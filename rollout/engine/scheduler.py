@@ -300,9 +300,8 @@ class Scheduler:
         group.pages, group.num_cached, group.chain = [], 0, None
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.finish_reason != "error":
-            tokens = sequence.prompt_ids + sequence.token_ids
-            # A step whose token is not read yet may have cached one more.
-            self.prefixes.register(sequence, tokens, min(sequence.num_cached, len(tokens)))
+        tokens = sequence.prompt_ids + sequence.token_ids
+        # A step whose token is not read yet may have cached one more.
+        self.prefixes.register(sequence, tokens, min(sequence.num_cached, len(tokens)))
         self.pool.give_back(sequence.pages)
         sequence.pages, sequence.num_cached, sequence.chain = [], 0, None
