@@ -84,14 +84,13 @@ class Engine:
         self.policy = policy
         self.seed = seed
         page_size = page_size or page_size_for(attention)
-        num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
         self.runner = Runner(policy, max_running, exact)
         plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
-        shape = (plan.num_pages, num_kv_heads, page_size, policy.head_dim)
+        shape = (plan.num_pages, policy.num_kv_heads // policy.tensor_parallel.size, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.runner.use(self.cache, attention)
-        in_ranges = self.runner.attention.name == "pool"
-        self.pool = PagePool(plan.num_pages, page_size, plan.max_kept if prefix_cache else 0, in_ranges)
+        kept, in_ranges = plan.max_kept if prefix_cache else 0, self.runner.attention.name == "pool"
+        self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
         self.description = f"{self.runner.description}, {plan}"
@@ -267,6 +266,7 @@ class Engine:
             sequence.restore(state)
             group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
             if state.cache is not None and self.scheduler.reserve(group, state.cache.shape[2]):
+                self.cache.copy_pages(self.pool.take_copies())
                 self.cache.load(group.pages, state.cache)
                 group.num_cached = state.cache.shape[2]
             self.scheduler.add(group)

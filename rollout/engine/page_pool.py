@@ -76,7 +76,7 @@ class PagePool:
             self._set_digest(page, digest)
 
     def find(self, digest: bytes, is_shared: bool) -> int | None:
-        """The page with this digest, with one more owner; None if there is none."""
+        """The page with this digest, with one more owner; None if no page has it."""
         page = self._pages.get(digest)
         if page is None:
             return None

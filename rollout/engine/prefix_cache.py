@@ -7,24 +7,16 @@ of them; pages of responses when their sequence leaves. No page outlives its ver
 
 from array import array
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from .sequence import Chain, Sequence, SequenceGroup
 
 if TYPE_CHECKING:
     from ...trainer.policy.rope import RopeRows
     from .page_pool import PagePool
-    from .sequence import Sequence, SequenceGroup
 
 _DIGEST_BYTES = 16
 """128 bits: no two prefixes of a run have the same digest by chance."""
-
-
-class Chain(NamedTuple):
-    """The first pages of a sequence that are registered, computed by one version of the weights."""
-
-    version: int
-    num_pages: int
-    digest: bytes
-    """Of the last one; with no page, of the kind of rotary embedding."""
 
 
 class PrefixCache:
@@ -37,7 +29,7 @@ class PrefixCache:
         self.num_found = 0
         """Tokens so far that were found and not prefilled."""
 
-    def find(self, group: "SequenceGroup", num_reserved: int) -> None:
+    def find(self, group: SequenceGroup, num_reserved: int) -> None:
         """Give a group without pages those of its prefix that are known, as long as `num_reserved` pages stay free."""
         if self._pool.max_kept == 0:
             return
@@ -55,7 +47,7 @@ class PrefixCache:
         group.num_cached = chain.num_pages * size
         self.num_found += group.num_cached
 
-    def register(self, holder: "Sequence | SequenceGroup", tokens: list[int], num_cached: int) -> None:
+    def register(self, holder: Sequence | SequenceGroup, tokens: list[int], num_cached: int) -> None:
         """Let the full pages of the first `num_cached` tokens be found, if this version of the weights computed them all."""
         chain = holder.chain
         if chain is None or chain.version != self._version:

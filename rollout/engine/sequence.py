@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .prefix_cache import Chain
 from .sampling import SamplingParams
 
 
@@ -58,6 +57,15 @@ class SequenceState:
     logprobs: list[float]
     cache: Tensor | None = None
     """Keys and values of every token but the newest, [layers, 2, tokens, kv_heads, head_dim]; None: compute them again."""
+
+
+class Chain(NamedTuple):
+    """The first pages of a sequence in the prefix cache, computed by one version of the weights."""
+
+    version: int
+    num_pages: int
+    digest: bytes
+    """Of the last one; with no page, of the kind of rotary embedding."""
 
 
 @dataclass(slots=True, eq=False)

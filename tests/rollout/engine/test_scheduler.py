@@ -20,7 +20,7 @@ def group(first_id, num_samples, prompt_length, limit):
 
 
 class Slots:
-    """What each slot of the cache was computed from: the tokens up to its own, and the version of the weights."""
+    """The tokens, up to its own, and the version of the weights that each slot of the cache was computed from."""
 
     def __init__(self):
         self.version = 0
