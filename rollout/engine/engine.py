@@ -81,8 +81,7 @@ class Engine:
             )
         else:
             self.text = Text(tokenizer)
-        self.policy = policy
-        self.seed = seed
+        self.policy, self.seed = policy, seed
         page_size = page_size or page_size_for(attention)
         self.runner = Runner(policy, max_running, exact)
         plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
