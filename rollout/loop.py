@@ -272,7 +272,7 @@ class Rollout:
         load = LoadReport(
             version=g.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
             tokens=m.tokens, busy_s=m.busy_s, idle_s=m.idle_s, pull_s=m.pull_s, kv_used=self.migration.kv_used,
-            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound,
+            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound, prefilled=g.num_prefilled, found=g.num_found,
         )  # fmt: skip
         self._mailbox.send("hub", load)
         self._trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
