@@ -25,6 +25,7 @@ class BuiltinGenerator:
     can_stream = True
 
     def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
+        self._data = recipe.data
         replica, self.engine, self.weights = open_rank(fleet, recipe)
         self.lead = LeadEngine(replica, self.engine)
         fleet.announce(generator=self.engine.description)
@@ -62,7 +63,7 @@ class BuiltinGenerator:
         return (self.engine.pool.num_pages - self.engine.pool.num_free) * self.engine.pool.page_size
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        return prompt_tokens(row, self.engine.text.tokenizer)
+        return prompt_tokens(row, self.engine.text.tokenizer, self._data)
 
     def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
         self.lead.add_group(prompt_ids, params, trajectory_ids)
