@@ -1,5 +1,6 @@
 """What a rollout has done since it started, and how full it is: its report to the hub."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,13 @@ class LoadTotals:
     idle_s: float = 0.0
     pull_s: float = 0.0
     reported_at: float = 0.0
+    idle_since: float = math.inf
+    """When the idle turn before this one began; infinite after another one."""
+
+    def end_idle(self, now: float) -> None:
+        """Count the idle turn before this one, which ends now."""
+        self.idle_s += max(0.0, now - self.idle_since)
+        self.idle_since = math.inf
 
     def report(self, generator: "Generator", migration: "Migration") -> LoadReport:
         return LoadReport(
@@ -33,4 +41,6 @@ class LoadTotals:
             kv_used=migration.kv_used,
             kv_max=generator.kv_capacity,
             batch_bound=migration.batch_bound,
+            prefilled=generator.num_prefilled,
+            found=generator.num_found,
         )

@@ -28,12 +28,13 @@ from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
 from .load_report import LoadTotals
 from .migration.migration import Migration, MoveDeadlines
+from .migration.transport import Transfers
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
 from .rewards.groups import WholeGroups
 from .rewards.process import ScoreRequest
-from .row_writer import FinishedRow, RowWriter
+from .row_writer import FinishedRow, RowWriter, Writer
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class Rollout:
         generator: Generator,
         rewards: Rewards,
         deadlines: MoveDeadlines | None = None,
+        *,
+        clock: Clock | None = None,
+        row_writer: Writer | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self.generator = generator
         self.max_running = recipe.generator.max_running
@@ -62,17 +67,18 @@ class Rollout:
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
+        self._clock = clock or Clock(recipe.emulated.speed)
         streams = generator.can_stream and recipe.rollout.stream_tokens > 0
-        self.leases = HeldLeases(
-            self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self._pacing, can_continue=streams
-        )
+        settings = (recipe.batch.samples_per_prompt, self._pacing)
+        self.leases = HeldLeases(self._mailbox, fleet.incarnation, *settings, can_continue=streams, clock=self._clock)
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
-        self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
-        self._clock = Clock(recipe.emulated.speed)
+        self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
         self.episodes = open_episodes(recipe.environment, generator, self.leases)
-        self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
+        self.migration = Migration(
+            fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
+        )
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
         self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
@@ -96,6 +102,7 @@ class Rollout:
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
+        self._totals.end_idle(self._clock.now())
         self._read_messages()
         self.migration.advance()
         has_turns = self.episodes is not None and self._advance(self.episodes)
@@ -166,9 +173,13 @@ class Rollout:
                 self._read_messages(IDLE_S)
                 wait.check()
         if not self._is_stopped:
-            self._take_weights()
-            if self._pacing.repacks:
-                self.migration.begin()
+            self.begin()
+
+    def begin(self) -> None:
+        """Take the first version, which is there."""
+        self._take_weights()
+        if self._pacing.repacks:
+            self.migration.begin()
 
     def _update_weights(self) -> bool:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
@@ -260,14 +271,14 @@ class Rollout:
         started = self._clock.now()
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
+            self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
-            self._totals.idle_s += self._clock.now() - started
             return
         completions = self.generator.step()
         if self.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)
+            self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S)
-            self._totals.idle_s += self._clock.now() - started
             return
         for completion in completions:
             held = self.leases.held.get(completion.trajectory_id)

@@ -59,13 +59,28 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`data.*`: the prompts."""
 
     path: str = ""
-    """JSONL or parquet file, or Hugging Face data set, with prompts (text or chat messages) in the column `prompt`."""
+    """JSONL or parquet file, or Hugging Face data set."""
+    subset: str = ""
+    """Subset (configuration) of a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
+    prompt_column: str = "prompt"
+    """Column of the prompts: text, or chat messages with `role` and `content`."""
+    system_prompt: str = ""
+    """System message before each prompt that has none; text prompts become messages of the user."""
+    chat_template: str = ""
+    """File or text of a chat template in place of the tokenizer's; `tokenizer` is its own, for text prompts too."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether text prompts become messages of the user."""
+        return bool(self.system_prompt or self.chat_template)
 
 
 class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

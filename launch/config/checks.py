@@ -260,8 +260,8 @@ def check_function(setting: str, path: str) -> None:
 
 def check_data(settings: DataSettings) -> list[Any]:
     """The prompts of the data; every row is checked."""
-    _given("data.path", settings.path, "a file or data set with a `prompt` column")
-    return list(checked_prompts(open_rows(settings), settings.path))
+    _given("data.path", settings.path, "a file or data set with a column of prompts")
+    return list(checked_prompts(open_rows(settings), settings.path, settings.prompt_column))
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
@@ -269,7 +269,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     context, wanted = policy.context, recipe.sampling.max_new_tokens
     if not context:
         return []
-    lengths = _long_lengths(prompts, policy, room=context - wanted)
+    lengths = _long_lengths(prompts, policy, recipe.data, room=context - wanted)
     too_long = [number for number, length in lengths.items() if length >= context]
     if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
         number = too_long[0]
@@ -289,7 +289,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     return warnings
 
 
-def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int, int]:
+def _long_lengths(prompts: list[Any], policy: ModelFiles, settings: DataSettings, room: int) -> dict[int, int]:
     """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
     doubtful = [
         number
@@ -302,7 +302,7 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int
     from ...trainer.policy.model import load_tokenizer
 
     tokenizer = load_tokenizer(policy.folder)
-    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer)) for number in doubtful}
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer, settings)) for number in doubtful}
 
 
 def _given(name: str, value: str, meaning: str) -> str:

@@ -28,6 +28,7 @@ class BuiltinGenerator:
     can_stream = True
 
     def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
+        self._data = recipe.data
         replica, self.engine, self.weights = open_rank(fleet, recipe)
         self.lead = LeadEngine(replica, self.engine)
         self._tools = tool_schemas(recipe.environment)
@@ -49,6 +50,14 @@ class BuiltinGenerator:
         return self.engine.num_recomputed
 
     @property
+    def num_prefilled(self) -> int:
+        return self.engine.scheduler.num_prefilled
+
+    @property
+    def num_found(self) -> int:
+        return self.engine.scheduler.prefixes.num_found
+
+    @property
     def idle(self) -> bool:
         return self.engine.idle
 
@@ -58,10 +67,10 @@ class BuiltinGenerator:
         return (self.engine.pool.num_pages - self.engine.pool.num_free) * self.engine.pool.page_size
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        return prompt_tokens(row, self.engine.text.tokenizer, self._tools)
+        return prompt_tokens(row, self.engine.text.tokenizer, self._data, self._tools)
 
     def observation_ids(self, episode: "Episode", observation: "str | Messages") -> list[int]:
-        return observation_tokens(episode, observation, self.engine.text.tokenizer, self._tools)
+        return observation_tokens(episode, observation, self.engine.text.tokenizer, self._data, self._tools)
 
     def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
         self.lead.add_group(prompt_ids, params, trajectory_ids)
@@ -113,6 +122,7 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
         kv_gb=g.kv_gb,
         exact=g.exact,
         prefill_tokens=g.prefill_tokens,
+        prefix_cache=g.prefix_cache,
         attention=g.attention,
         gpu_share=g.gpu_share,
         tokenizer=load_tokenizer(recipe.model.path),

@@ -59,6 +59,7 @@ class EngineGenerator(Engine):
 
     can_migrate = True
     can_stream = True
+    num_prefilled = num_found = 0
 
     def __init__(self, path: Path, **settings: float) -> None:
         super().__init__(path, exact=True, **settings)  # pyright: ignore[reportArgumentType]

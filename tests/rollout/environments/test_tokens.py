@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.policies import character_tokenizer
 
 from headrace.comm.errors import SettingError
+from headrace.comm.recipe import DataSettings
 from headrace.rollout.engine.chat_template import prompt_tokens
 from headrace.rollout.engine.sampling import SamplingParams
 from headrace.rollout.engine.sequence import Sequence
@@ -39,7 +40,7 @@ def template(head: str, tail: str, opening: str, *, hides_thoughts: bool = False
 def talk(tokenizer: Any, prompt: Any, script: list[tuple[str, bool, Any]]) -> tuple[Sequence, Episode, list[list[int]]]:
     """A trajectory that draws these turns, with a stop token or without, and what was inserted after each."""
     params = SamplingParams(pause_at_stop=True)
-    prompt_ids = prompt_tokens({"prompt": prompt}, tokenizer)
+    prompt_ids = prompt_tokens({"prompt": prompt}, tokenizer, DataSettings())
     sequence = Sequence(1, 0, prompt_ids, params, 10_000, frozenset([tokenizer.eos_token_id]))
     episode, inserted = Episode(prompt), []
     for text, ends_by_token, observation in script:
@@ -49,7 +50,7 @@ def talk(tokenizer: Any, prompt: Any, script: list[tuple[str, bool, Any]]) -> tu
             sequence.append(tokenizer.eos_token_id, -1.0)
         sequence.finish_reason = "stop"
         episode.end_turn(text, sequence.token_ids)
-        inserted.append(observation_tokens(episode, observation, tokenizer))
+        inserted.append(observation_tokens(episode, observation, tokenizer, DataSettings()))
         sequence.insert(inserted[-1])
         episode.insert(observation, len(inserted[-1]))
         assert sequence.turn_start == episode.turn_start == len(sequence.token_ids)
