@@ -54,7 +54,7 @@ TASKS = {
         {"reward.path": f"{Path(sort_digits.__file__)}:reward"},
     ),
     CALCULATOR: Task(
-        "calculator-policy", calculator.CHARACTERS, _calculating, 350, calculator.write_data,
+        "calculator-policy", calculator.CHARACTERS, _calculating, 500, calculator.write_data,
         {
             "reward.path": f"{Path(calculator.__file__)}:reward",
             "environment.tools": f"[{Path(calculator.__file__)}:calc]",

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 CHARACTERS = "0123456789*=<>/acelrstu"
-CALLS = 0.6
+CALLS = 0.4
 """Share of the demonstrations that call the tool."""
 
 

@@ -95,10 +95,10 @@ def warm_up(
 def _batches(
     tokenizer: PreTrainedTokenizerFast, example: Callable[[Random], Example], random: Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, each [B, T], of examples of like lengths (padding would double the time)."""
+    """Inputs and targets, each [B, T], of examples with like prompts: padding to the longest of all would double the time."""
     while True:
         examples = [example(random) for _ in range(BATCH * BATCHES_AT_ONCE)]
-        examples.sort(key=lambda pieces: sum(map(len, pieces)))
+        examples.sort(key=lambda pieces: len(pieces[0]))
         starts = list(range(0, len(examples), BATCH))
         random.shuffle(starts)
         for start in starts:
