@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from support.closing import at_end
@@ -21,6 +21,8 @@ from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.weights.slots import Receipt, VersionNotAvailable
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.engine.chat_template import text_tokens
+from headrace.rollout.environments.base import Episode, Messages
 from headrace.rollout.generators.base import Weights
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.calibration import GeneratorProfile
@@ -80,6 +82,9 @@ class EngineGenerator(Engine):
         self.weights.version = wanted
         return Receipt(wanted, "digest")
 
+    def observation_ids(self, episode: Episode, observation: str | Messages) -> list[int]:
+        return text_tokens(str(observation), self.text.tokenizer)
+
     def close(self) -> None:
         pass
 
@@ -112,7 +117,7 @@ class ManualRollout(Rollout):
         super().__init__(fleet, recipe, EngineGenerator(policy), TokenSums(), deadlines)
         self.fleet = fleet
         self.max_running = 0
-        self._params = PARAMS
+        self._params = replace(PARAMS, pause_at_stop=recipe.environment.is_set, stop=recipe.sampling.stop)
         self.migration.profile = GeneratorProfile(16, 1e-4)
         self.loses: set[type] = set()
 
@@ -137,12 +142,13 @@ class Play:
         hosts: tuple[str, ...] = ("here",) * 3,
         transfer: str = "pages",
         deadlines: MoveDeadlines = FAST_LINK,
+        settings: tuple[str, ...] = (),
     ) -> None:
         folder.mkdir()
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(9)))
         self.network = MemoryNetwork()
-        recipe = read_recipe(None, [f"run.dir={folder}", f"repack.transfer={transfer}", *SETTINGS])
+        recipe = read_recipe(None, [f"run.dir={folder}", f"repack.transfer={transfer}", *SETTINGS, *settings])
         pool = PromptPool(JsonLines(data), shuffle=False, seed=0)
         admission = Admission(recipe.batch, recipe.queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"

@@ -1,0 +1,129 @@
+"""Turns, while rollouts die, trajectories move, and environments take their time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.policies import tiny_policy
+from support.rollout_play import SAMPLES, ManualRollout, Play
+
+from headrace.comm.messages import RowId
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.state import RowStatus
+
+ENVIRONMENT = '''
+"""Counts turns; while the file `hold` is there, the third turn has no answer."""
+
+import asyncio
+from pathlib import Path
+
+class Counter:
+    def reset(self, prompt, **row):
+        self.turns = []
+
+    async def step(self, completion):
+        self.turns.append(completion)
+        while len(self.turns) == 3 and Path(__file__).with_name("hold").exists():
+            await asyncio.sleep(0.01)
+        return f"[{sum(map(len, self.turns))}]", len(completion), False
+'''
+Stage = Callable[..., Play]
+Rows = dict[RowId, dict[str, np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, llama: Path) -> Stage:
+    file = tmp_path / "environment.py"
+    file.write_text(ENVIRONMENT)
+    words = (
+        f"environment.path={file}:Counter", "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s]",
+        "rollout.stream_tokens=256",
+    )  # fmt: skip
+    return lambda name, *more: Play(tmp_path / name, llama, settings=(*words, *more))
+
+
+def rows_of(play: Play) -> Rows:
+    """The rows of the first prompt at the end, without their versions. A rollout whose trajectories wait leases others."""
+    play.finish()
+    storage = play.rollouts[-1].fleet.open_rows(play.unit.address)
+    ready = [event for _, event in read_events(play.path) if isinstance(event, ev.RowReady)]
+    attempts = {event.row: play.hub.state.groups[event.row.group].rows[event.row.sample].attempt for event in ready}
+    rows = {row: storage.get(row.key(attempt)) for row, attempt in attempts.items()}
+    storage.close()
+    return {
+        row: {name: c for name, c in columns.items() if name != "versions"}
+        for row, columns in rows.items()
+        if not row.prompt
+    }
+
+
+def assert_same(rows: Rows, unbroken: Rows) -> None:
+    assert rows.keys() == unbroken.keys() and len(rows) == SAMPLES
+    for row, columns in unbroken.items():
+        for name, column in columns.items():
+            assert np.array_equal(column, rows[row][name]), f"{name} of {row}"
+
+
+def until_third_turn_ends(play: Play, rollout: ManualRollout) -> None:
+    play.until(lambda: all(len(h.episode.completions) == 3 for h in rollout.leases.held.values() if h.episode))
+
+
+def test_a_rollout_killed_between_turns_loses_at_most_one_turn_of_each_trajectory(stage: Stage, tmp_path: Path):
+    play = stage("unbroken")
+    play.lease(play.rollouts[0])
+    unbroken = rows_of(play)
+    play.close()
+    (tmp_path / "hold").touch()
+    play = stage("broken")
+    dead, other, _ = play.rollouts
+    play.lease(dead)
+    until_third_turn_ends(play, dead)
+    starts = {held.row_id: held.episode.turn_start for held in dead.leases.held.values() if held.episode}
+
+    def has_arrived() -> bool:
+        streamed = play.hub.partials.rows
+        return all(row in streamed and streamed[row].num_tokens >= start for row, start in starts.items())
+
+    play.until_hub(has_arrived)
+    play.kill(dead)
+    (tmp_path / "hold").unlink()
+    play.lease(other)
+    assert_same(rows_of(play), unbroken)
+    kept = {event.row: event.num_kept for _, event in read_events(play.path) if isinstance(event, ev.RowReady)}
+    assert len(starts) > 1 and all(kept[row] >= start > 0 for row, start in starts.items())
+
+
+def test_trajectories_that_wait_for_their_environments_move_and_wait_elsewhere(stage: Stage, tmp_path: Path):
+    play = stage("still")
+    play.lease(play.rollouts[0])
+    unbroken = rows_of(play)
+    play.close()
+    (tmp_path / "hold").touch()
+    play = stage("moved")
+    source, target, _ = play.rollouts
+    play.lease(source)
+    until_third_turn_ends(play, source)
+    play.order(source, target)
+    play.until(lambda: len(target.leases.held) > 1 and not source.leases.held)
+    assert target.generator.num_running == 0, "they wait here too"
+    (tmp_path / "hold").unlink()
+    assert_same(rows_of(play), unbroken)
+
+
+def test_a_hung_environment_costs_the_trajectories_that_ask_it_and_no_others(stage: Stage, tmp_path: Path):
+    (tmp_path / "hold").touch()
+    for turns, is_failed in ((2, False), (3, True)):
+        play = stage(f"{turns} turns", "environment.timeout_s=2", f"environment.max_turns={turns}")
+        play.lease(play.rollouts[0])
+        play.finish()
+        ends = [row.status for group in play.hub.state.groups.values() for row in group.rows]
+        num_failed = ends.count(RowStatus.FAILED)
+        assert (0 < num_failed < len(ends)) if is_failed else not num_failed, "one has no third turn: it is long"
+        play.close()
