@@ -5,6 +5,7 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from .engine.sampling import SamplingParams
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
 from .migration.migration import Migration, MoveDeadlines
+from .migration.transport import Transfers
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
 from .rewards.groups import WholeGroups
 from .rewards.process import ScoreRequest
-from .row_writer import FinishedRow, RowWriter
+from .row_writer import FinishedRow, RowWriter, Writer
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ class Rollout:
         generator: Generator,
         rewards: Rewards,
         deadlines: MoveDeadlines | None = None,
+        *,
+        clock: Clock | None = None,
+        row_writer: Writer | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self.generator = generator
         self.max_running = recipe.generator.max_running
@@ -57,16 +63,17 @@ class Rollout:
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
+        self._clock = clock or Clock(recipe.emulated.speed)
         streams = generator.can_stream and recipe.rollout.stream_tokens > 0
-        self.leases = HeldLeases(
-            self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self._pacing, can_continue=streams
-        )
+        settings = (recipe.batch.samples_per_prompt, self._pacing)
+        self.leases = HeldLeases(self._mailbox, fleet.incarnation, *settings, can_continue=streams, clock=self._clock)
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
-        self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
-        self._clock = Clock(recipe.emulated.speed)
+        self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
-        self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
+        self.migration = Migration(
+            fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
+        )
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
         self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
@@ -88,6 +95,7 @@ class Rollout:
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
+        self._totals.end_idle(self._clock.now())
         self._read_messages()
         self.migration.advance()
         self._request_leases(self._update_weights())
@@ -155,9 +163,13 @@ class Rollout:
                 self._read_messages(IDLE_S)
                 wait.check()
         if not self._is_stopped:
-            self._take_weights()
-            if self._pacing.repacks:
-                self.migration.begin()
+            self.begin()
+
+    def begin(self) -> None:
+        """Take the first version, which is there."""
+        self._take_weights()
+        if self._pacing.repacks:
+            self.migration.begin()
 
     def _update_weights(self) -> bool:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
@@ -222,8 +234,8 @@ class Rollout:
         started = self._clock.now()
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
+            self._totals.idle_since = started
             self._read_messages(IDLE_S)
-            self._totals.idle_s += self._clock.now() - started
             return
         for completion in self.generator.step():
             held = self.leases.held.get(completion.trajectory_id)
@@ -287,6 +299,13 @@ class _Totals:
     idle_s: float = 0.0
     pull_s: float = 0.0
     reported_at: float = 0.0
+    idle_since: float = math.inf
+    """When the idle turn before this one began; infinite after another one."""
+
+    def end_idle(self, now: float) -> None:
+        """Count the idle turn before this one, which ends now."""
+        self.idle_s += max(0.0, now - self.idle_since)
+        self.idle_since = math.inf
 
 
 def _scored(held: LeasedRow, reward: float | None, failure: str) -> SampleScored:
