@@ -122,6 +122,8 @@ class Scheduler:
                 continue
             stop = group.num_cached + min(missing, budget)
             while not self._take_pages(group, stop):
+                if self._drop_behind(group):
+                    continue
                 if self.running or chunks or not self._drop_something(keep=group):
                     return chunks
             chunks.append(Chunk(group, group.num_cached, stop))
@@ -140,8 +142,11 @@ class Scheduler:
             if group.num_cached < group.prefix_length:
                 break
             while not self._can_fork(group):
+                if self._drop_behind(group):
+                    continue
                 if self.running or not self._drop_something(keep=group):
                     return forks
+            self._untouched.pop(group.digest, None)  # a prompt of one token needs no chunk
             forks.append(self._fork(group))
             self.running.append(forks[-1])
             if not group.sequences:
@@ -295,6 +300,23 @@ class Scheduler:
         tokens, num_dropped = sequence.prompt_ids + sequence.token_ids, sequence.num_cached
         self._release(sequence)
         self.waiting.appendleft(SequenceGroup([sequence], tokens, num_dropped=num_dropped))
+
+    def _drop_behind(self, group: SequenceGroup) -> bool:
+        """Free the pages of the newest paused sequence, else of the newest waiting group behind `group`.
+
+        Else resumed sequences in the queue would hold all pages, and few sequences would run.
+        """
+        for sequence in reversed(self.paused):
+            if sequence.pages:
+                self._release(sequence)
+                return True
+        for other in reversed(self.waiting):
+            if other is group:
+                return False
+            if other.pages:
+                self._forget_prefix(other)
+                return True
+        return False
 
     def _drop_something(self, keep: SequenceGroup | None = None) -> bool:
         """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`."""
