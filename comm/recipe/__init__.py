@@ -12,7 +12,14 @@ from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
 from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
 from .run import DataSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
-from .training import AlgorithmSettings, CheckpointSettings, CriticSettings, OptimizerSettings, TrainerSettings
+from .training import (
+    AlgorithmSettings,
+    CheckpointSettings,
+    CriticSettings,
+    LoraSettings,
+    OptimizerSettings,
+    TrainerSettings,
+)
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +37,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     generator: GeneratorSettings = GeneratorSettings()
     rollout: RolloutSettings = RolloutSettings()
     trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings = LoraSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     critic: CriticSettings = CriticSettings()

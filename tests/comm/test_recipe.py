@@ -22,6 +22,7 @@ sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
+lora.rank lora.alpha lora.targets
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
 algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in
