@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
+
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.generation import LEAST_TEMPERATURE
@@ -20,6 +22,7 @@ from ...trainer.policy.families import FAMILIES, check_exact_supported, check_su
 from ..placement import check_replicas
 from .adapter_checks import check_adapter
 from .algorithm_checks import check_algorithm
+from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, read_config
 from .run_folder import make_run_folder
@@ -33,6 +36,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     check_combinations(recipe)
     check_replicas(recipe.roles, recipe.rollout.tp)
     check_run_folder(recipe)
+    evaluation = check_evaluation(recipe)
     if is_emulated(recipe):
         check_data(recipe.data)
         return []
@@ -44,7 +48,10 @@ def check_recipe(recipe: Recipe) -> list[str]:
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
     warnings += check_adapter(recipe, policy.folder)
-    return warnings + check_lengths(recipe, data, policy)
+    warnings += check_lengths(recipe, data, policy)
+    for settings, prompts in evaluation:
+        warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
+    return warnings
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -71,6 +78,8 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
+    if recipe.comm.tls:
+        _check_tls(recipe)
     if SCHEDULES[schedule].staleness is not None and queue.max_staleness is not None:
         raise SettingError(f"queue.max_staleness: run.schedule={schedule} has its own bound; leave this at null")
     if queue.on_stale == "evict" and queue.max_staleness is None:
@@ -83,6 +92,14 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_trainer(recipe)
     _check_emulation(recipe)
+
+
+def _check_tls(recipe: Recipe) -> None:
+    if recipe.comm.link == "nccl":
+        raise SettingError("comm.tls: NCCL encrypts nothing; set comm.link=tcp, or comm.tls=false")
+    from ...comm.links.tls import TlsIdentity
+
+    TlsIdentity()
 
 
 def _check_trainer(recipe: Recipe) -> None:

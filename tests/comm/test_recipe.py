@@ -21,6 +21,7 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
+eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 lora.rank lora.alpha lora.targets
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
@@ -37,7 +38,7 @@ emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulat
 emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.train_us
 emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
 emulated.reshard_gb_s emulated.buffer_kb
-comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.link comm.delta comm.chunk_bytes comm.max_bytes_per_s
+comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.delta comm.chunk_bytes comm.max_bytes_per_s
 """
 
 

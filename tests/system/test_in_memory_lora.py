@@ -15,8 +15,8 @@ from headrace.relay.journal.events import Published
 from headrace.relay.weights.checkpoint_source import CheckpointSource
 from headrace.relay.weights.layout import Layout
 from headrace.rollout.generators import builtin
-from headrace.trainer.policy.adapter_files import read_adapter
-from headrace.trainer.policy.lora import adapter_shapes, merge_adapter, target_layers
+from headrace.trainer.policy.adapter_files import merge_adapter, read_adapter
+from headrace.trainer.policy.lora import adapter_shapes, target_layers
 from headrace.trainer.policy.model import load_policy
 from headrace.trainer.replay import replay_steps
 from headrace.trainer.step_log import StepReplay

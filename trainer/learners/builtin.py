@@ -18,8 +18,8 @@ from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import load_state, save_state, staged
 from ..logprobs import response_logprobs
-from ..policy.adapter_files import write_adapter
-from ..policy.lora import adapter_weights, merge_adapter, without_adapter
+from ..policy.adapter_files import merge_adapter, write_adapter
+from ..policy.lora import adapter_weights, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from .actor import Actor

@@ -1,4 +1,7 @@
-"""An adapter on disk, in the format of `peft`: `adapter_config.json` and `adapter_model.safetensors`."""
+"""The export of a policy with an adapter: merged weights, and the adapter in the format of `peft`.
+
+That is `adapter_config.json` and `adapter_model.safetensors`.
+"""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +11,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...comm.recipe import LoraSettings
-from .lora import ALL_LINEAR
+from .lora import ALL_LINEAR, A, B, is_adapter, merged
 
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 """Around the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
+
+
+def merge_adapter(weights: dict[str, Tensor], scaling: float) -> dict[str, Tensor]:
+    """Take the adapter out of the weights of a model, which become the merged ones, in fp32; returns the adapter."""
+    adapter = {name: weights.pop(name) for name in list(weights) if is_adapter(name)}
+    for name in {name.rpartition(".")[0] for name in adapter}:
+        weight, a, b = weights[f"{name}.weight"], adapter[f"{name}.{A}"], adapter[f"{name}.{B}"]
+        weights[f"{name}.weight"] = merged(weight.float(), a, b, scaling)
+    return adapter
 
 
 def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSettings, base: str) -> None:

@@ -109,11 +109,6 @@ def add_adapter(model: nn.Module, settings: "LoraSettings", seed: int, base_dtyp
         model.set_submodule(name, LoraLinear(layer, a, b, settings.alpha / settings.rank))
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with an adapter, by name; none of a model without one."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is of an adapter."""
     return name.rpartition(".")[2] in (A, B)
@@ -133,19 +128,10 @@ def adapter_shapes(layers: dict[str, nn.Linear], rank: int) -> dict[str, Tensor]
     }
 
 
-def merge_adapter(weights: dict[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """Take the adapter out of the weights of a model, which become the merged ones, in fp32; returns the adapter."""
-    adapter = {name: weights.pop(name) for name in list(weights) if is_adapter(name)}
-    for name in {name.rpartition(".")[0] for name in adapter}:
-        weight, a, b = weights[f"{name}.weight"], adapter[f"{name}.{A}"], adapter[f"{name}.{B}"]
-        weights[f"{name}.weight"] = merged(weight.float(), a, b, scaling)
-    return adapter
-
-
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """The model of the frozen weights alone."""
-    scalings = {layer: layer.scaling for layer in adapted_layers(model).values()}
+    scalings = {layer: layer.scaling for layer in model.modules() if isinstance(layer, LoraLinear)}
     for layer in scalings:
         layer.scaling = 0.0
     try:
