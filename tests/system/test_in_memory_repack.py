@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.closing import at_end
 from support.in_memory import MemoryFleet
-from support.system import System
+from support.system import TURNS, System
 
 from headrace.comm.messages import HeldRows, Interrupted, Message, Stop
 from headrace.comm.messages.migration import MigrateOrder, TransferOffered
@@ -67,16 +67,17 @@ def rows_of(system: System) -> dict[str, np.ndarray]:
     return rows
 
 
-def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path):
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns: bool):
     outcomes = []
-    for folder, has_moves, rank in (
-        (tmp_path / "still", False, 0),
-        (tmp_path / "moved", True, 0),
-        (tmp_path / "adapter", True, 4),  # it has no effect, since the learning rate is 0
-    ):
+    for folder, has_moves in ((tmp_path / "still", False), (tmp_path / "moved", True)):
         folder.mkdir()
-        changes = {"repack.enabled": str(has_moves).lower(), "lora.rank": rank}
-        system = System(folder, **LONG | changes).start_all(num_rollouts=3)
+        words = LONG | {"repack.enabled": str(has_moves).lower()}
+        if has_turns:
+            words |= TURNS | {"environment.path": f"{folder / 'environments.py'}:Counter"}
+        elif has_moves:
+            words |= {"lora.rank": 4}  # without effect, since the learning rate is 0
+        system = System(folder, **words).start_all(num_rollouts=3)
         random_moves = RandomMoves(system) if has_moves else None
         summary = system.wait()
         if random_moves is not None:
@@ -86,11 +87,10 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path):
         account = account_dict(replay(system.dir / "journal.jsonl"))
         assert account == summary["accounting"] and account["holds"] and account["trained"] == 16
         assert summary["versions_per_trajectory"] == {"1": 16}
-    still = outcomes[0]
-    for moved in outcomes[1:]:
-        both = still.keys() & moved.keys()
-        assert len(both) >= 0.8 * len(still)  # which of the queued groups come last may differ
-        assert all(np.array_equal(still[name], moved[name]) for name in both)
+    still, moved = outcomes
+    both = still.keys() & moved.keys()
+    assert len(both) >= 0.8 * len(still)  # which of the queued groups come last may differ
+    assert all(np.array_equal(still[name], moved[name]) for name in both)
 
 
 WHOLE = """
