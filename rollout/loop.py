@@ -27,7 +27,8 @@ from .migration.migration import Migration, MoveDeadlines
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
-from .rewards.pool import ScoreRequest
+from .rewards.groups import WholeGroups
+from .rewards.process import ScoreRequest
 from .row_writer import FinishedRow, RowWriter
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Rollout:
         self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
+        self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
         self._totals = _Totals()
 
     def run(self) -> None:
@@ -206,7 +208,7 @@ class Rollout:
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
         for held in fresh:
-            self._finish_row(held, reward=None, failure=problem)
+            self._finish_row(held, ScoreRequest(held, held.row, "", [], failure=problem))
 
     def _request_leases(self, is_outdated: bool) -> None:
         if self.generator.idle:
@@ -229,16 +231,20 @@ class Rollout:
                 continue  # another rollout got the lease before it finished
             held.completion = completion
             self._totals.tokens += len(completion.token_ids) - held.num_kept
-            request = ScoreRequest(held, held.row, completion.text, completion.token_ids)
+            request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version)
             if completion.finish_reason == "error":
                 request.failure = "the policy's logits are not finite"
                 self._scored.append(request)
+            elif self._groups is not None:
+                self._groups.add(request)
             else:
                 self._rewards.submit(request)
         self._totals.busy_s += self._clock.now() - started
 
     def _submit_scored(self) -> None:
-        """Queue scored rows for writing, except those whose claim is unanswered."""
+        """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
+        for group in self._groups.complete() if self._groups is not None else []:
+            self._rewards.submit(*group)
         scored, self._scored = [*self._scored, *self._rewards.finished()], []
         for each in scored:
             held: LeasedRow = each.key
@@ -247,14 +253,14 @@ class Rollout:
             if held.claim_id:
                 self._scored.append(each)
             else:
-                self._finish_row(held, each.reward, each.failure)
+                self._finish_row(held, each)
 
-    def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
+    def _finish_row(self, held: LeasedRow, scored: ScoreRequest) -> None:
         del self.leases.held[held.row_id.number]
         if held.row_id.is_evaluation:
-            self._mailbox.send("hub", _scored(held, reward, failure))
+            self._mailbox.send("hub", _scored(held, scored.reward, scored.failure))
         else:
-            self._row_writer.submit(FinishedRow(held, reward, failure))
+            self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info))
 
     def _report(self) -> None:
         now = self._clock.now()
@@ -266,7 +272,7 @@ class Rollout:
         load = LoadReport(
             version=g.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
             tokens=m.tokens, busy_s=m.busy_s, idle_s=m.idle_s, pull_s=m.pull_s, kv_used=self.migration.kv_used,
-            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound,
+            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound, prefilled=g.num_prefilled, found=g.num_found,
         )  # fmt: skip
         self._mailbox.send("hub", load)
         self._trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
@@ -299,4 +305,4 @@ def _scored(held: LeasedRow, reward: float | None, failure: str) -> SampleScored
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The rollout's process."""
     generator = open_generator(fleet, recipe)
-    Rollout(fleet, recipe, generator, open_rewards(recipe.rollout.engine, recipe.reward)).run()
+    Rollout(fleet, recipe, generator, open_rewards(recipe)).run()

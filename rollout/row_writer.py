@@ -3,9 +3,10 @@
 import queue
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from ..comm.mailbox import Mailbox
@@ -27,6 +28,8 @@ class FinishedRow:
     held: "LeasedRow"
     reward: float | None
     failure: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Notes of the reward functions, as in `ScoreRequest`."""
 
     def columns(self) -> dict[str, np.ndarray]:
         """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
@@ -40,6 +43,7 @@ class FinishedRow:
             "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
+            "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
         }
 
 

@@ -1,10 +1,15 @@
 """`run`, `roles`, `model`, `data` and `reward`: what a run trains on, and with which processes."""
 
+from pathlib import PurePath
 from typing import Literal
 
 from msgspec import Struct
 
+from ..errors import SettingError
 from .fields import Count, NotNegative, OptionalCount, ScheduleName
+
+_STATISTICS = ("mean", "std", "min", "max")
+"""Metrics of the sum, `reward/mean` and so on."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,11 +69,29 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`reward.*`: the user's reward function."""
+    """`reward.*`: the reward functions."""
 
-    path: str = ""
-    """`FILE.py:FUNCTION`, called as f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]."""
+    path: str | tuple[str, ...] = ""
+    """`FILE.py:FUNCTION` in TRL's or verl's form, math, gsm8k, format or length, or a list of these (docs/rewards.md)."""
+    weights: tuple[float, ...] = ()
+    """Weights of the functions' rewards in their sum; empty is 1 for each."""
+    batch: Literal["sample", "group"] = "sample"
+    """Unit of a call: with `group` it gets all samples of each of its prompts, for functions that compare them."""
     timeout_s: NotNegative = 30.0
     """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1
     """Reward processes per rollout."""
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The functions by name; functions of one name get that of their file before it. Raises `SettingError`."""
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        names = [path.rpartition(":")[2] for path in paths]
+        unique = [
+            name if names.count(name) == 1 else f"{PurePath(path.rpartition(':')[0]).stem}.{name}"
+            for name, path in zip(names, paths, strict=True)
+        ]
+        for name in unique:
+            if unique.count(name) > 1 or name in _STATISTICS:
+                raise SettingError(f"reward.path: the name '{name}' is taken already; give the function another one")
+        return dict(zip(unique, paths, strict=True))

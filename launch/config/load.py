@@ -158,7 +158,7 @@ def _typed(kind: kinds.Type, value: Any) -> Any:
                     return int(value)
                 case kinds.FloatType(), str():
                     return float(value.replace(".inf", "inf"))
-                case kinds.VarTupleType(), str():
+                case kinds.VarTupleType(), str() if member is kind or value.startswith("["):
                     return yaml.load(value, _Loader)
     return value
 

@@ -66,6 +66,16 @@ class Generator(Protocol):
         ...
 
     @property
+    def num_prefilled(self) -> int:
+        """Tokens so far whose keys and values were computed by a prefill; 0 if that is unknown."""
+        ...
+
+    @property
+    def num_found(self) -> int:
+        """Tokens so far whose keys and values were found in the prefix cache."""
+        ...
+
+    @property
     def idle(self) -> bool:
         """Whether it holds no trajectory."""
         ...

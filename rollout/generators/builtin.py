@@ -45,6 +45,14 @@ class BuiltinGenerator:
         return self.engine.num_recomputed
 
     @property
+    def num_prefilled(self) -> int:
+        return self.engine.scheduler.num_prefilled
+
+    @property
+    def num_found(self) -> int:
+        return self.engine.scheduler.prefixes.num_found
+
+    @property
     def idle(self) -> bool:
         return self.engine.idle
 
@@ -103,6 +111,7 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
         kv_gb=g.kv_gb,
         exact=g.exact,
         prefill_tokens=g.prefill_tokens,
+        prefix_cache=g.prefix_cache,
         attention=g.attention,
         gpu_share=g.gpu_share,
         tokenizer=load_tokenizer(recipe.model.path),

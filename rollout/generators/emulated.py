@@ -58,6 +58,7 @@ class EmulatedGenerator:
 
     can_migrate = True
     can_stream = False
+    num_prefilled = num_found = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.settings = e = recipe.emulated

@@ -42,6 +42,7 @@ class TransformersGenerator:
     can_stream = False
     num_running = 0
     num_recomputed = 0
+    num_prefilled = num_found = 0
     kv_load = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:

@@ -88,6 +88,7 @@ class Migration:
         self._generator = generator
         self._leases = leases
         self._settings = recipe.repack
+        self._keeps_groups = recipe.reward.batch == "group"
         self._max_batch = recipe.generator.max_running
         self._trace = trace
         self._deadlines = deadlines or MoveDeadlines()
@@ -188,11 +189,14 @@ class Migration:
             self._mailbox.send("hub", MigrateResult(order.request_id, refusal=refusal))
 
     def _export(self, order: MigrateOrder, to: Member, token_bytes: int, prefill_s: float) -> bool:
-        """Export all trajectories whose lease is certain and offer them; returns whether there were any."""
+        """Export all trajectories whose lease is certain and offer them; returns whether there were any.
+
+        With `reward.batch=group` a group with a finished sample stays, since that one waits for the others.
+        """
         started, began = time.monotonic(), self._trace.now()
-        movable = [
-            x.trajectory_id for x in self._generator.unfinished() if not self._leases.held[x.trajectory_id].claim_id
-        ]
+        staying = {x.row_id.group for x in self._leases.held.values() if x.completion} if self._keeps_groups else ()
+        live = [(x.trajectory_id, self._leases.held[x.trajectory_id]) for x in self._generator.unfinished()]
+        movable = [number for number, held in live if not (held.claim_id or held.row_id.group in staying)]
         with_cache = self._costs.should_send_cache(to.host == self._fleet.me.host, token_bytes, prefill_s)
         states = self._generator.export_sequences(movable, with_cache)
         if not states:
