@@ -4,13 +4,13 @@ import queue
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 
 from ..comm.mailbox import Mailbox
-from ..comm.messages import RowDone
+from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .partial_rows import StreamedRow, write_streamed
@@ -31,6 +31,21 @@ class FinishedRow:
     info: dict[str, Any] = field(default_factory=dict)
     """Notes of the reward functions, as in `ScoreRequest`."""
 
+    def report(self, storage_ids: list[str]) -> RowDone:
+        """The message to the hub about the row, which these units have."""
+        held, done, versions = self.held, self.held.completion, self.held.drawn_by()
+        return RowDone(
+            row=held.row_id,
+            attempt=held.attempt,
+            version=min(versions, default=held.version),
+            storage_ids=storage_ids,
+            num_tokens=len(done.prompt_ids) + len(done.token_ids) if done else 0,
+            reward=self.reward,
+            num_versions=len(versions) or 1,
+            failure=self.failure,
+            num_kept=held.num_kept,
+        )
+
     def columns(self) -> dict[str, np.ndarray]:
         """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
         done = self.held.completion
@@ -40,11 +55,39 @@ class FinishedRow:
             "response_ids": np.array(done.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
             "versions": np.array(self.held.token_versions(), dtype=np.int32),
-            "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
+            "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
             "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
         }
+
+    def sample_scored(self) -> SampleScored:
+        """The report of a sample of an evaluation, which no row is written for."""
+        held, done = self.held, self.held.completion
+        return SampleScored(
+            row=held.row_id,
+            attempt=held.attempt,
+            versions=sorted(set(held.token_versions())) or [held.version],
+            num_tokens=len(done.token_ids) if done else 0,
+            is_truncated=done is not None and done.finish_reason == "length",
+            reward=self.reward,
+            failure=self.failure,
+        )
+
+    def _loss_mask(self, num_tokens: int) -> np.ndarray:
+        """1 for the tokens that the policy drew, 0 for those that its environment inserted."""
+        episode = self.held.episode
+        return np.array([1] * num_tokens if episode is None else episode.loss_mask(num_tokens), dtype=np.uint8)
+
+
+class Writer(Protocol):
+    """Takes finished trajectories, and the first tokens of unfinished ones."""
+
+    def start(self) -> None: ...
+
+    def submit(self, row: FinishedRow | list[StreamedRow]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RowWriter:
@@ -90,16 +133,6 @@ class RowWriter:
             self._error = error
 
     def _write(self, row: FinishedRow) -> None:
-        held, done, versions = row.held, row.held.completion, row.held.token_versions()
-        message = RowDone(
-            row=held.row_id,
-            attempt=held.attempt,
-            version=min(versions, default=held.version),
-            storage_ids=[] if row.failure else self._storage.put_row(held.row_id.key(held.attempt), row.columns()),
-            num_tokens=len(done.prompt_ids) + len(done.token_ids) if done else 0,
-            reward=row.reward,
-            num_versions=len(set(versions)) or 1,
-            failure=row.failure,
-            num_kept=held.num_kept,
-        )
-        self._mailbox.send("hub", message)
+        held = row.held
+        units = [] if row.failure else self._storage.put_row(held.row_id.key(held.attempt), row.columns())
+        self._mailbox.send("hub", row.report(units))
