@@ -260,8 +260,14 @@ def check_function(setting: str, path: str) -> None:
 
 def check_data(settings: DataSettings) -> list[Any]:
     """The prompts of the data; every row is checked."""
-    _given("data.path", settings.path, "a file or data set with a column of prompts")
-    return list(checked_prompts(open_rows(settings), settings.path, settings.prompt_column))
+    _given("data.path", "".join(settings.paths), "a file or data set with a column of prompts")
+    weights = settings.weights
+    if weights and (len(weights) != len(settings.paths) or not sum(weights)):
+        raise SettingError(
+            f"data.weights: {len(weights)} weights, not all 0, for {len(settings.paths)} sets of data.path"
+        )
+    each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
+    return [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column)]
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
