@@ -216,7 +216,7 @@ class RunRecorder:
         self.next_step: int = 1 + (self.log.kept[-1]["step"] if self.log.kept else -1)
         """The first step that has no line in the log."""
         self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
-        self.num_tokens = 0
+        self.num_tokens = sum(round(step["perf/throughput"] * step["timing_s/step"]) for step in self.log.kept)
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
         tokens = sum(row.num_tokens for row in stats.rows)

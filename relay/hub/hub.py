@@ -35,6 +35,7 @@ from .leases import Leases
 from .partial_pool import PartialPool
 from .repacking import Repacking
 from .results import Results
+from .saved_queue import SavedQueue
 from .telemetry import FleetStats
 
 MAX_RESTARTS_IN_STEP = 3
@@ -64,10 +65,12 @@ class Hub:
         self.results = Results(self.context, queue)
         self.partials = PartialPool(self.context, clock, mixes_versions=admission.schedule.updates_mid_trajectory)
         self.leases = Leases(self.context, pool, admission, self.partials)
+        self.saved_queue = SavedQueue(self.context, pool, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {})
         # Rows are handed out before groups are leased, since that makes room in the queue.
-        self.handlers: tuple[Handler, ...] = (self.results, dispatcher, self.partials, self.leases, self.repacking)
+        handlers = (self.results, self.saved_queue, dispatcher, self.partials, self.leases, self.repacking)
+        self.handlers: tuple[Handler, ...] = handlers
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
             WeightsPulled: self._on_pulled,
@@ -134,6 +137,8 @@ class Hub:
             if not is_full(error):
                 raise
             say(describe_full(folder.root / "latest"))
+        if self.state.ending is None:  # at the end of the run it is saved once more, with what the rollouts leave
+            self.saved_queue.save()
 
     def _on_actor_failed(self, sender: str, message: ActorFailed) -> None:
         """The first error counts: the other ranks fail because of it."""

@@ -34,7 +34,8 @@ class Leases(Handler):
 
     def advance(self) -> None:
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
-        requests = list(self._requests.items()) if self.context.is_leasing else []
+        may_lease = self.context.is_leasing and not self.context.awaits_queue
+        requests = list(self._requests.items()) if may_lease else []
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
             share = math.ceil(self.admission.free_places(self.state) / num_asking)
             if (older := self._older_version(holder, request)) is not None:
