@@ -29,6 +29,7 @@ from .errors import STORE_LOST_EXIT, MessageRefused, SettingError, StoreGone
 from .links.base import Link
 from .links.host import bind_process_groups, host_id, own_address
 from .links.opening import open_link, throttled
+from .links.tls import TlsIdentity
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
 from .signing import sign_entry, verify_entry
@@ -43,9 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One member as another one sees it; `info` are the facts that it announced.
-
-    host: the identity of its host (`comm.links.host`); `host_name` is for messages.
+    """One member as another one sees it; `info` are the facts that it announced, `host` is the identity of its host
+    (`comm.links.host`), and `host_name` is for messages.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Fleet(ABC):
         self.mailboxes = mailboxes
         self.settings = settings
         self._secret = secret
+        self._tls = TlsIdentity() if settings.tls else None
 
     @staticmethod
     def join(
@@ -124,11 +125,11 @@ class Fleet(ABC):
 
     def host_rows(self, on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None) -> StorageServer:
         """A storage unit in this process, open to every process of the run."""
-        return StorageServer(self.address, self._secret, on_client_lost=on_client_lost).start()
+        return StorageServer(self.address, self._secret, on_client_lost=on_client_lost, tls=self._tls).start()
 
     def open_rows(self, address: str) -> StorageClient:
         """A client of the unit at an address; raises `PeerGone`."""
-        me = {"member": self.name, "incarnation": self.incarnation}
+        me = {"member": self.name, "incarnation": self.incarnation, "tls": self._tls}
         return StorageClient(address, self._secret, self.settings.deadline_s, **me)
 
     def alive_members(self, role: str, having: str = "") -> list[Member]:
@@ -201,7 +202,7 @@ class StoreFleet(Fleet):
         name = member_name(role, index)
         incarnation = self._store.add(f"fleet/incarnation/{name}", 1)
         me = Member(name, role, index, incarnation, host_id(), os.getpid(), dict(info), host_name=socket.gethostname())
-        self._outbox = StoreMailboxes(clone_store(self._store), secret)
+        self._outbox = StoreMailboxes(clone_store(self._store), secret, settings.tls)
         super().__init__(me, self._outbox, settings, secret, address)
         self._on_gone = on_store_gone or _end_process
         self._table = MemberTable(settings.expiry_s)
@@ -239,10 +240,9 @@ class StoreFleet(Fleet):
             self._store.check([ROSTER])
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
-        options = {"secret": self._secret, "interface": self.address}
-        return throttled(
-            open_link(backend, self._store, name, end, deadline_s, **options), self.settings.max_bytes_per_s
-        )
+        options = {"secret": self._secret, "tls": self._tls, "interface": self.address}
+        link = open_link(backend, self._store, name, end, deadline_s, **options)
+        return throttled(link, self.settings.max_bytes_per_s)
 
     def open_group(
         self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta

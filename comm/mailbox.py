@@ -78,8 +78,8 @@ class Unconfirmed:
 class Mailboxes(ABC):
     """Opens the mailboxes of a process and delivers their messages."""
 
-    def __init__(self, secret: bytes) -> None:
-        self.signer = MessageSigner(secret)
+    def __init__(self, secret: bytes, encrypts: bool = False) -> None:
+        self.signer = MessageSigner(secret, encrypts)
         self.gone: DistError | None = None
         """The error by which the store was found gone."""
 
@@ -171,8 +171,8 @@ class StoreMailboxes(Mailboxes):
     `store` is a client for this object alone.
     """
 
-    def __init__(self, store: StoreClient, secret: bytes) -> None:
-        super().__init__(secret)
+    def __init__(self, store: StoreClient, secret: bytes, encrypts: bool = False) -> None:
+        super().__init__(secret, encrypts)
         self._store = store
         self._open: dict[str, tuple[str, threading.Thread]] = {}
         self._outbox: queue.SimpleQueue[Outgoing | Mapping[str, int] | None] = queue.SimpleQueue()

@@ -1,10 +1,12 @@
 """Signatures under the run's secret (HMAC-SHA256): of messages, and of the entries that members write into the store.
 
 An envelope is one line of JSON (sender, sequence number, signature), then the message's JSON. The signature is over sender,
-receiver, sequence number and body. Each purpose has a key of its own, so no signature serves twice.
+receiver, sequence number and body. Each purpose has a key of its own, so no signature serves twice. With `comm.tls` the
+message is encrypted (AES-256-GCM), and the signature is over what was encrypted.
 """
 
 import hmac
+import os
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from .messages.base import Message
 from .messages.codec import decode, encode
 
 _SIGNATURE_BYTES = 32
+_NONCE_BYTES = 12
 _MAX_ENVELOPE_BYTES = 4 << 20  # a store takes 8 MiB a value; above that it resets the connection
 
 
@@ -29,6 +32,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     sender: str
     sequence: int
     signature: str
+    is_encrypted: bool = False
 
 
 def derive_key(secret: bytes, purpose: str) -> bytes:
@@ -49,11 +53,35 @@ def verify_entry(secret: bytes, name: str, signed: bytes) -> bytes:
     return entry
 
 
-class MessageSigner:
-    """Signs messages and verifies them; remembers the highest sequence number seen of each sender."""
+def encrypt(key: bytes, text: bytes) -> bytes:
+    """A random nonce, then the text under AES-256-GCM (NIST SP 800-38D) with its tag; `key` has 32 bytes."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # an extra: `comm.tls` is checked at the start
 
-    def __init__(self, secret: bytes) -> None:
+    nonce = os.urandom(_NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, text, None)
+
+
+def decrypt(key: bytes, encrypted: bytes) -> bytes:
+    """The text that was encrypted; raises `MessageRefused`."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    try:
+        return AESGCM(key).decrypt(encrypted[:_NONCE_BYTES], encrypted[_NONCE_BYTES:], None)
+    except (InvalidTag, ValueError) as error:
+        raise MessageRefused("an encrypted message that this run's secret does not open") from error
+
+
+class MessageSigner:
+    """Signs messages and verifies them; remembers the highest sequence number seen of each sender.
+
+    With `encrypts` those that it signs are encrypted; it reads both kinds.
+    """
+
+    def __init__(self, secret: bytes, encrypts: bool = False) -> None:
         self._key = derive_key(secret, "messages")
+        self._cipher_key = derive_key(secret, "message cipher")
+        self._encrypts = encrypts
         self._seen: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def sign(self, sender: str, to: str, sequence: int, message: Message) -> bytes:
@@ -63,7 +91,9 @@ class MessageSigner:
             raise ValueError(
                 f"a {type(message).__name__} of {len(body)} bytes to {to}: at most {_MAX_ENVELOPE_BYTES} fit"
             )
-        head = _Head(sender, sequence, self._signature(sender, to, sequence, body))
+        if self._encrypts:
+            body = encrypt(self._cipher_key, body)
+        head = _Head(sender, sequence, self._signature(sender, to, sequence, body), self._encrypts)
         return msgspec.json.encode(head) + b"\n" + body
 
     def verify(self, to: str, envelope: bytes) -> Envelope:
@@ -79,7 +109,7 @@ class MessageSigner:
         if head.sequence <= self._seen[to].get(head.sender, -1):
             raise MessageRefused(f"message {head.sequence} of {head.sender!r} was seen before")
         self._seen[to][head.sender] = head.sequence
-        return Envelope(head.sender, decode(body))
+        return Envelope(head.sender, decode(decrypt(self._cipher_key, body) if head.is_encrypted else body))
 
     def seen(self, to: str) -> dict[str, int]:
         """The highest sequence number of each sender that the inbox `to` has seen."""

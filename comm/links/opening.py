@@ -22,11 +22,13 @@ from ..errors import LinkBroken, SettingError
 from ..recipe import CommSettings, RelaySettings
 from ..store import StoreClient, clone_store
 from ..waits import Wait, waiting
-from .base import Link, authenticate
+from .base import Link
+from .handshake import authenticate
 from .host import listen, split_address
 from .process_group import open_group
 from .staged import StagedLink
 from .tcp import TcpLink
+from .tls import TlsIdentity
 
 _CREDIT_S = 2e-3
 _NCCL_START_S = 120.0
@@ -41,6 +43,7 @@ def open_link(
     deadline_s: float,
     *,
     secret: bytes = b"",
+    tls: TlsIdentity | None = None,
     interface: str = "127.0.0.1",
 ) -> Link:
     """Open end 0 or 1 of the link `name`; returns once both ends are open and each has proved to know `secret`.
@@ -56,8 +59,8 @@ def open_link(
     try:
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s) as wait:
             if backend == "tcp":
-                return _open_socket(store, name, end, wait, secret, interface)
-            control_link = _open_socket(store, f"{name}/control", end, wait, secret, interface)
+                return _open_socket(store, name, end, wait, secret, tls, interface)
+            control_link = _open_socket(store, f"{name}/control", end, wait, secret, tls, interface)
             try:
                 return _open_staged(backend, store, name, end, deadline_s, interface, control_link)
             except BaseException:
@@ -82,7 +85,9 @@ def remote_backend(settings: CommSettings) -> str:
     return "nccl" if settings.link == "nccl" else "tcp"
 
 
-def _open_socket(store: StoreClient, name: str, end: int, wait: Wait, secret: bytes, interface: str) -> TcpLink:
+def _open_socket(
+    store: StoreClient, name: str, end: int, wait: Wait, secret: bytes, tls: TlsIdentity | None, interface: str
+) -> TcpLink:
     """End 0 listens and puts its address into the store; end 1 connects."""
     key = f"link/{name}"
     if end == 0:
@@ -90,17 +95,17 @@ def _open_socket(store: StoreClient, name: str, end: int, wait: Wait, secret: by
         with listener:
             store.set(key, address)
             try:
-                return _accept(listener, name, wait, secret)
+                return _accept(listener, name, wait, secret, tls)
             finally:
                 store.delete_key(key)
     wait.until(lambda: store.check([key]), interval_s=0.001)
     address = split_address(store.get(key).decode())
     link = TcpLink(socket.create_connection(address, _remaining_s(wait)))
-    authenticate(link, name, 1, secret, _remaining_s(wait))
+    authenticate(link, name, 1, secret, _remaining_s(wait), tls)
     return link
 
 
-def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes) -> TcpLink:
+def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes, tls: TlsIdentity | None) -> TcpLink:
     """The first connection that proves to know the secret; others are closed."""
     while True:
         listener.settimeout(_remaining_s(wait))
@@ -109,7 +114,7 @@ def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes) -> Tc
         except TimeoutError as error:
             raise LinkBroken(f"link {name}: no end connected within {wait.deadline_s:.0f} s") from error
         try:
-            authenticate(link, name, 0, secret, _remaining_s(wait))
+            authenticate(link, name, 0, secret, _remaining_s(wait), tls)
             return link
         except LinkBroken:
             link.close()

@@ -1,27 +1,35 @@
 """Links over plain TCP sockets. A socket reports a dead neighbour sooner than any other back end."""
 
 import contextlib
+import select
 import socket
+import ssl
 import struct
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import LinkBroken
-from .seal import Seal
+
+if TYPE_CHECKING:
+    from .seal import Seal
+    from .tls import TlsIdentity
 
 _UNANSWERED_MS = 20_000
 """Milliseconds after which a connection breaks whose bytes the other host does not take: it is cut off."""
+_TLS_BYTES = 1 << 30  # ssl takes less than 2 GiB in one call
+_TLS_WAIT_S = 1e6  # and less than 2**31 ms
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
 
 
 class TcpLink:
-    """One end of a TCP connection."""
+    """One end of a TCP connection, encrypted from `start_tls` on."""
 
     backend = "tcp"
 
     def __init__(self, connection: socket.socket) -> None:
         self.seal: Seal | None = None
-        self._socket = connection
+        self._socket: socket.socket | ssl.SSLSocket = connection
         self._timeouts: dict[int, float] = {}
         # The kernel keeps the deadlines: it then moves a whole buffer in one call, without a poll for every segment.
         connection.settimeout(None)
@@ -30,6 +38,16 @@ class TcpLink:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
         for option, value in _KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def start_tls(self, tls: "TlsIdentity", end: int, deadline_s: float) -> bytes:
+        """Encrypt all that follows; returns what both ends of this connection know, and no end of another (32 bytes)."""
+        try:
+            self._socket = connection = tls.wrap(self._socket, end)
+            self._limit(socket.SO_RCVTIMEO, deadline_s)
+            connection.do_handshake()
+            return tls.binding(connection, end)
+        except (OSError, ValueError) as error:  # a connection that ends within the hand-shake is a ValueError for ssl
+            raise self._broken("TLS hand-shake", OSError(str(error))) from error
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         try:
@@ -43,7 +61,7 @@ class TcpLink:
         try:
             self._limit(socket.SO_RCVTIMEO, deadline_s)
             while view:
-                if not (num_bytes := self._socket.recv_into(view, 0, socket.MSG_WAITALL)):
+                if not (num_bytes := self._receive_into(view)):
                     raise ConnectionResetError("closed by the other end")
                 view = view[num_bytes:]
         except OSError as error:
@@ -52,19 +70,27 @@ class TcpLink:
     def is_closed(self) -> bool:
         """Whether this end is closed, or the other end is and all its bytes were received. Reads nothing, waits for nothing."""
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
+            readable = select.poll()
+            readable.register(self._socket, select.POLLIN)
+            return bool(readable.poll(0)) and not socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
+        except (OSError, ValueError):  # ValueError: this end is closed
             return True
 
     def close(self) -> None:
         """Close the socket; a thread that waits in it is woken."""
         with contextlib.suppress(OSError):  # the connection has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # an SSLSocket's own would go on in clear
         self._socket.close()
 
+    def _receive_into(self, view: memoryview) -> int:
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._socket.recv_into(view[:_TLS_BYTES])
+        return self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+
     def _limit(self, option: int, seconds: float) -> None:
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.settimeout(min(seconds, _TLS_WAIT_S))  # ssl ignores the kernel's deadlines
+            return
         if self._timeouts.get(option) != seconds:
             self._socket.setsockopt(
                 socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
@@ -73,5 +99,9 @@ class TcpLink:
 
     def _broken(self, operation: str, error: OSError) -> LinkBroken:
         self.close()
-        why = "the other end did nothing before the deadline" if isinstance(error, BlockingIOError) else str(error)
+        why = (
+            "the other end did nothing before the deadline"
+            if isinstance(error, BlockingIOError | TimeoutError)
+            else str(error)
+        )
         return LinkBroken(f"{operation}: {why}")

@@ -76,6 +76,8 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds without a heartbeat after which a process counts as dead; the end of its connection counts at once."""
     deadline_s: Annotated[float, Meta(ge=0.1)] = 300.0
     """Longest blocking wait in seconds. A longer one ends the run with a message that names both sides."""
+    tls: bool = False
+    """Encrypt connections and messages between processes (extra `tls`); keys are made for each start of the run."""
     link: Literal["auto", "shm", "tcp", "nccl"] = "auto"
     """Transport of the weights; `auto` is shared memory on one host and tcp between hosts."""
     delta: bool = False

@@ -15,9 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, PeerGone, StorageFull, WrongDigest
-from ..links.base import authenticate
+from ..links.handshake import authenticate
 from ..links.host import host_id, split_address
 from ..links.tcp import TcpLink
+from ..links.tls import TlsIdentity
 from ..waits import waiting
 from .arena import ArenaFile, round_up
 from .codec import LINK_NAME, decode_columns, encode_columns, receive_frame, send_frame, wrong_columns
@@ -62,6 +63,7 @@ class StorageClient:
         through_memory: bool = True,
         member: str = "",
         incarnation: int = 0,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.address = address
         self._deadline_s = deadline_s
@@ -69,7 +71,7 @@ class StorageClient:
         self._arena: ArenaFile | None = None
         with self._waiting("a connection"):
             self._link = TcpLink(socket.create_connection(split_address(address), deadline_s))
-            authenticate(self._link, LINK_NAME, 1, secret, deadline_s)
+            authenticate(self._link, LINK_NAME, 1, secret, deadline_s, tls)
             send_frame(self._link, Attach(member, incarnation), deadline_s)
             hello = receive_frame(self._link, HELLOS, deadline_s)
         if through_memory and hello.host == host_id():

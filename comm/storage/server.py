@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, StorageFull, WrongDigest
-from ..links.base import authenticate
+from ..links.handshake import authenticate
 from ..links.host import host_id, listen
 from ..links.tcp import TcpLink
+from ..links.tls import TlsIdentity
 from ..waits import join_thread
 from .arena import Arena, memory_limit
 from .codec import LINK_NAME, receive_frame, send_frame, wrong_columns
@@ -69,12 +70,14 @@ class StorageServer:
         secret: bytes = b"",
         capacity_bytes: int | None = None,
         on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self._on_client_lost = on_client_lost
         self._closing = threading.Event()
         self.arena = Arena(capacity_bytes or memory_limit())
         self._index = RowIndex()
         self._secret = secret
+        self._tls = tls
         self._serial = 0
         self._lock = threading.Lock()
         self._links: dict[TcpLink, Attach | None] = {}
@@ -141,7 +144,7 @@ class StorageServer:
         reserved: dict[int, Allocation] = {}
         is_broken = False
         try:
-            authenticate(link, LINK_NAME, 0, self._secret, _HANDSHAKE_S)
+            authenticate(link, LINK_NAME, 0, self._secret, _HANDSHAKE_S, self._tls)
             client = receive_frame(link, ATTACHMENTS, _HANDSHAKE_S)
             with self._lock:
                 self._links[link] = client

@@ -53,6 +53,7 @@ CATALOGUE = (
              "a GRPO step over TRL's on the same rollouts (--trl-python): tokens/s, peak memory", ("trainer-tokens", "trainer-memory")),
     Workload("end-to-end", "trainer", "end_to_end.beside_trl", "a run on two cores over one of TRL's GRPOTrainer (--trl-python)"),
     Workload("tcp-link", "weights", "links.tcp_link", "GB/s of a tcp link over a raw loopback socket"),
+    Workload("tls-link", "weights", "links.tcp_link", "GB/s of a link with comm.tls over a raw loopback socket"),
     Workload("shm-copies", "weights", "weights.shm_copies",
              "GB/s of push, pull and digest on one host over numpy.copyto", ("shm-push", "shm-pull", "digest")),
     Workload("actor-stall-6-relays", "weights", "weights.actor_stall", "the actor's stall with 6 relays over that with 1"),

@@ -69,6 +69,8 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
+    if recipe.comm.tls:
+        _check_tls(recipe)
     if SCHEDULES[schedule].staleness is not None and queue.max_staleness is not None:
         raise SettingError(f"queue.max_staleness: run.schedule={schedule} has its own bound; leave this at null")
     if queue.on_stale == "evict" and queue.max_staleness is None:
@@ -81,6 +83,14 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_trainer(recipe)
     _check_emulation(recipe)
+
+
+def _check_tls(recipe: Recipe) -> None:
+    if recipe.comm.link == "nccl":
+        raise SettingError("comm.tls: NCCL encrypts nothing; set comm.link=tcp, or comm.tls=false")
+    from ...comm.links.tls import TlsIdentity
+
+    TlsIdentity()
 
 
 def _check_trainer(recipe: Recipe) -> None:

@@ -18,7 +18,7 @@ from .to_device import to_device
 if TYPE_CHECKING:
     from ...trainer.policy.attention import Attention
     from ...trainer.policy.decoder import Head
-    from .attention_cuda import TableAttention
+    from .attention.cuda import TableAttention
     from .batch import DecodeBatch
 
 _NARROWEST, _WIDER = 1024, 4

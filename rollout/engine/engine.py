@@ -18,7 +18,7 @@ from ...comm.errors import SettingError
 from ...trainer.policy.model import Policy, default_device, load_policy
 from ...trainer.policy.tensor_parallel import TensorParallel
 from . import exact_check
-from .attention_backends import page_size_for
+from .attention.backends import page_size_for
 from .batch import DecodeBatch
 from .kv_cache import KVCache, PagePool
 from .memory import available_memory, plan_cache
@@ -46,7 +46,7 @@ class Engine:
     then announce with `weights_changed`). `dtype` and `device` (None: a GPU if there is one) apply to a path only.
     max_running: sequences that decode together. seed: of all sampling without a seed of its own.
     kv_gb, gpu_share: memory of the KV cache, see `memory.plan_cache`. attention: the back-end of decoding, see
-    `attention_backends`; it determines the default of page_size. prefill_tokens: most prompt tokens of one step.
+    `attention.backends`; it determines the default of page_size. prefill_tokens: most prompt tokens of one step.
     exact: log-probabilities equal those of an exact `Policy` bit for bit. tp_group: for a path, the ranks of one
     tensor-parallel replica (a `Policy` arrives `split`); all ranks get the same calls and return the same results.
     `description` names the choices.

@@ -11,9 +11,9 @@ from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact_attention import Run
 from ...trainer.policy.exact_decoder import BLOCK
 from ...trainer.policy.model import Policy
-from .attention_backends import DecodeAttention, choose
-from .attention_cuda import TableAttention
-from .attention_prefill import ExactPrefillAttention, PrefillAttention
+from .attention.backends import DecodeAttention, choose
+from .attention.cuda import TableAttention
+from .attention.prefill import ExactPrefillAttention, PrefillAttention
 from .cuda_graphs import DecodeGraphs
 from .sampling import Sample, sample
 from .to_device import to_device

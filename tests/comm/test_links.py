@@ -20,6 +20,7 @@ from headrace.comm.links.opening import ThrottledLink, open_link
 from headrace.comm.links.process_group import open_group
 from headrace.comm.links.seal import Seal
 from headrace.comm.links.staged import StagedLink
+from headrace.comm.links.tls import TlsIdentity
 from headrace.comm.store import StoreServer, clone_store, connect_store
 from headrace.comm.waits import waiting
 
@@ -38,14 +39,13 @@ class Clock:
         self.now += seconds + self.oversleeps_s
 
 
-def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=PATIENCE_S):
+def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=PATIENCE_S, tls=False):
+    def open_end(end):
+        store, identity = connect_store(address, PATIENCE_S), TlsIdentity() if tls else None
+        return open_link(backend, store, name, end, deadline_s, secret=secrets[end], tls=identity)
+
     with ThreadPoolExecutor(2) as pool:
-        ends = [
-            pool.submit(
-                open_link, backend, connect_store(address, PATIENCE_S), name, end, deadline_s, secret=secrets[end]
-            )
-            for end in (0, 1)
-        ]
+        ends = [pool.submit(open_end, end) for end in (0, 1)]
         return [end.result() for end in ends]
 
 
@@ -54,10 +54,11 @@ def store():
     return StoreServer("127.0.0.1")
 
 
-@pytest.fixture(params=["tcp", "staged", "memory"])
+@pytest.fixture(params=["tcp", "tls", "staged", "memory"])
 def pair(request, store):
-    name = request.node.name
-    ends = MemoryLink.pair() if request.param == "memory" else open_pair(request.param, store.address, name)
+    name, backend = request.node.name, request.param.replace("tls", "tcp")
+    is_tls = request.param == "tls"
+    ends = MemoryLink.pair() if backend == "memory" else open_pair(backend, store.address, name, tls=is_tls)
     yield ends
     for end in ends:
         end.close()
@@ -177,10 +178,10 @@ def test_a_group_of_nccl_is_made_so_that_an_error_breaks_the_link_and_not_the_pr
     assert seen == ["2"] and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == set_by_user
 
 
-@pytest.mark.parametrize("backend", ["tcp", "staged"])
-def test_an_end_without_the_secret_gets_no_link(store, backend):
+@pytest.mark.parametrize(("backend", "tls"), [("tcp", False), ("tcp", True), ("staged", False)])
+def test_an_end_without_the_secret_gets_no_link(store, backend, tls):
     with pytest.raises(LinkBroken):
-        open_pair(backend, store.address, f"forged {backend}", secrets=(SECRET, b"guess"), deadline_s=1)
+        open_pair(backend, store.address, f"forged {backend} {tls}", secrets=(SECRET, b"guess"), deadline_s=1, tls=tls)
 
 
 def test_an_end_whose_other_end_never_comes_raises_an_error_that_names_the_link(store):

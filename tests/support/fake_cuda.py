@@ -7,7 +7,7 @@ import torch
 
 from headrace.rollout import Engine
 from headrace.rollout.engine import cuda_graphs
-from headrace.rollout.engine.attention_cuda import TableAttention
+from headrace.rollout.engine.attention.cuda import TableAttention
 from headrace.rollout.engine.cuda_graphs import DecodeGraphs
 from headrace.trainer.policy.attention import masked_attention
 

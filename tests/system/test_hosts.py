@@ -109,7 +109,7 @@ def hosts_job(tmp_path: Path) -> Callable[..., HostsJob]:
 
 
 def test_hosts_with_actors_train_together_end_together_and_are_replayed_bit_for_bit(hosts_job):
-    job = hosts_job(2, roles__actor=3, roles__rollout=3, checkpoint__every=2).start()
+    job = hosts_job(2, roles__actor=3, roles__rollout=3, checkpoint__every=2, comm__tls=True).start()
     assert job.end() == [0, 0], job.logs()
     job.assert_account(4 * 16)
     assert job.summary()["hosts"] == {

@@ -8,7 +8,7 @@ import pytest
 from support.in_memory import MemoryFleet
 from support.system import PATIENCE_S, System
 
-from headrace.comm.links.base import authenticate
+from headrace.comm.links.handshake import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.messages import DropRows, HeldRows, LeaseGrant, LeaseRequest, Stop
 from headrace.comm.recipe import Recipe

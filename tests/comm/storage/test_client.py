@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.in_memory_storage import MemoryRows
 
 from headrace.comm.errors import PeerGone, StorageFull, WrongDigest
-from headrace.comm.links.base import authenticate
+from headrace.comm.links.handshake import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.codec import LINK_NAME, receive_frame, send_frame

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.rollout.engine.attention_cpu import attend_by_products
+from headrace.rollout.engine.attention.cpu import attend_by_products
 from headrace.trainer.policy.exact_attention import MASKED_SCORE, attend_pages
 
 

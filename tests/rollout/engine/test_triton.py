@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or 
 
 @pytest.fixture
 def paged_decode(monkeypatch):
-    from headrace.rollout.engine.attention_triton import paged_decode
+    from headrace.rollout.engine.attention.triton_decode import paged_decode
 
     if DEVICE == "cpu":
         from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]

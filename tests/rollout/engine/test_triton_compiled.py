@@ -31,13 +31,13 @@ def resources(
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from headrace.rollout.engine import attention_triton
+    from headrace.rollout.engine.attention import triton_decode
 
     signature = arguments | dict.fromkeys(constants, "constexpr")
     aligned = {
         (i,): [[POINTER, NUMBER]] for i, (k, v) in enumerate(arguments.items()) if v[0] == "*" or k.endswith("stride")
     }
-    source = ASTSource(getattr(attention_triton, name), signature, constants, aligned)
+    source = ASTSource(getattr(triton_decode, name), signature, constants, aligned)
     kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])

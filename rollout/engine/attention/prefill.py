@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...trainer.policy.attention import AttentionSpec, PackedAttention, chunk_attention
-from ...trainer.policy.exact_attention import Run, TileAttention
-from .to_device import to_device
+from ....trainer.policy.attention import AttentionSpec, PackedAttention, chunk_attention
+from ....trainer.policy.exact_attention import Run, TileAttention
+from ..to_device import to_device
 
 if TYPE_CHECKING:
-    from .kv_cache import KVCache
+    from ..kv_cache import KVCache
 
 
 class PrefillAttention:

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ...comm.errors import SettingError
-from ...trainer.policy.attention import Attention
-from ...trainer.policy.exact_attention import PAGE
-from ...trainer.policy.families import has_sinks
-from .attention_cpu import GatherAttention, PoolAttention
-from .attention_cuda import FLASH_PAGE, FlashAttention, TritonAttention, VarlenAttention, has_varlen
+from ....comm.errors import SettingError
+from ....trainer.policy.attention import Attention
+from ....trainer.policy.exact_attention import PAGE
+from ....trainer.policy.families import has_sinks
+from .cpu import GatherAttention, PoolAttention
+from .cuda import FLASH_PAGE, FlashAttention, TritonAttention, VarlenAttention, has_varlen
 
 if TYPE_CHECKING:
-    from ...trainer.policy.model import Policy
-    from .batch import DecodeBatch
-    from .kv_cache import KVCache
+    from ....trainer.policy.model import Policy
+    from ..batch import DecodeBatch
+    from ..kv_cache import KVCache
 
 
 class DecodeAttention(Attention, Protocol):

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...trainer.policy.attention import AttentionSpec, masked_attention
-from ...trainer.policy.exact_attention import MASKED_SCORE, ROWS, attend_pages, merge_in_order
+from ....trainer.policy.attention import AttentionSpec, masked_attention
+from ....trainer.policy.exact_attention import MASKED_SCORE, ROWS, attend_pages, merge_in_order
 
 if TYPE_CHECKING:
-    from .batch import DecodeBatch
-    from .kv_cache import KVCache
+    from ..batch import DecodeBatch
+    from ..kv_cache import KVCache
 
 NO_POSITION = 1 << 40
 """Position of a key that no query may see."""

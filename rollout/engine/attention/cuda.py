@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...comm.errors import SettingError
-from .to_device import to_device
+from ....comm.errors import SettingError
+from ..to_device import to_device
 
 if TYPE_CHECKING:
-    from ...trainer.policy.attention import AttentionSpec
-    from .batch import DecodeBatch
-    from .kv_cache import KVCache
+    from ....trainer.policy.attention import AttentionSpec
+    from ..batch import DecodeBatch
+    from ..kv_cache import KVCache
 
 FLASH_PAGE = 256
 """The page size of FlashAttention-2 is a multiple of this."""
@@ -60,7 +60,7 @@ class TritonAttention(TableAttention):
 
     def __init__(self, cache: "KVCache") -> None:
         super().__init__(cache)
-        from .attention_triton import paged_decode  # Triton is installed only where there is a GPU
+        from .triton_decode import paged_decode  # Triton is installed only where there is a GPU
 
         self._paged_decode = paged_decode
 

@@ -1,0 +1,127 @@
+"""Encrypted connections and messages, in front of a program on the path between two processes."""
+
+import socket
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.comm.errors import MessageRefused, PeerGone
+from headrace.comm.links.tcp import TcpLink
+from headrace.comm.links.tls import TlsIdentity
+from headrace.comm.messages.run import Stop
+from headrace.comm.signing import MessageSigner
+from headrace.comm.storage.client import StorageClient
+from headrace.comm.storage.server import StorageServer
+
+SECRET = b"a secret of the run"
+TEXT = b"48 clips in April" * 4
+
+
+class Eavesdropper:
+    """Passes the bytes of one connection on in both directions and keeps them; with `tls` it is an end of both halves."""
+
+    def __init__(self, address, tls=None):
+        self.heard = bytearray()
+        self.tls = tls
+        host, _, port = address.rpartition(":")
+        self.listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self.listener.getsockname()[1]}"
+        self.inner = socket.create_connection((host, int(port)))
+        self.threads = [threading.Thread(target=self.serve)]
+        self.threads[0].start()
+
+    def serve(self):
+        self.outer = self.listener.accept()[0]
+        if self.tls is not None:
+            self.outer, self.inner = self.tls.wrap(self.outer, 0), self.tls.wrap(self.inner, 1)
+            self.outer.do_handshake()
+            self.inner.do_handshake()
+        self.threads.append(threading.Thread(target=self.copy, args=(self.inner, self.outer)))
+        self.threads[-1].start()
+        self.copy(self.outer, self.inner)
+
+    def copy(self, source, to):
+        try:
+            while data := source.recv(1 << 16):
+                self.heard += data
+                to.sendall(data)
+        except OSError:
+            pass
+        for each in (source, to):
+            socket.socket.close(each)
+
+    def close(self):
+        self.listener.close()
+        for each in (self.inner, self.outer):
+            socket.socket.close(each)
+        for thread in self.threads:
+            thread.join(60)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_row_cannot_be_read_on_its_way(encrypted):
+    def identity():
+        return TlsIdentity() if encrypted else None
+
+    unit = StorageServer("127.0.0.1", SECRET, tls=identity()).start()
+    path = Eavesdropper(unit.address)
+    client = StorageClient(path.address, SECRET, through_memory=False, tls=identity())
+    client.put("row", {"prompt": np.frombuffer(TEXT, np.uint8)})
+    assert client.get("row")["prompt"].tobytes() == TEXT
+    client.close()
+    path.close()
+    unit.close()
+    assert (TEXT in path.heard) == (not encrypted)
+
+
+def test_a_program_on_the_path_cannot_be_an_end_of_both_halves():
+    unit = StorageServer("127.0.0.1", SECRET, tls=TlsIdentity()).start()
+    path = Eavesdropper(unit.address, TlsIdentity())
+    with pytest.raises(PeerGone, match="does not know the run's secret|closed by the other end"):
+        StorageClient(path.address, SECRET, through_memory=False, tls=TlsIdentity())
+    path.close()
+    unit.close()
+
+
+def test_an_end_without_tls_gets_no_connection():
+    unit = StorageServer("127.0.0.1", SECRET, tls=TlsIdentity()).start()
+    with pytest.raises(PeerGone):
+        StorageClient(unit.address, SECRET, deadline_s=5)
+    unit.close()
+
+
+def test_a_closed_end_is_seen_without_reading():
+    links = tcp_pair()
+    server = threading.Thread(target=links[0].start_tls, args=(TlsIdentity(), 0, 60))
+    server.start()
+    links[1].start_tls(TlsIdentity(), 1, 60)
+    server.join(60)
+    assert not links[0].is_closed() and not links[1].is_closed()
+    links[0].close()
+    assert links[0].is_closed() and links[1].is_closed()
+    links[1].close()
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connecting = socket.create_connection(listener.getsockname())
+        return [TcpLink(listener.accept()[0]), TcpLink(connecting)]
+
+
+def test_an_encrypted_message_is_read_with_the_secret_alone():
+    envelope = MessageSigner(SECRET, encrypts=True).sign("hub", "rollout-0", 1, Stop("48 clips in April"))
+    assert b"clips" not in envelope
+    assert MessageSigner(SECRET).verify("rollout-0", envelope).message == Stop("48 clips in April")
+    with pytest.raises(MessageRefused):
+        MessageSigner(b"another").verify("rollout-0", envelope)
+
+
+def test_a_message_whose_mark_of_encryption_was_changed_is_refused():
+    for encrypts, change in ((True, (b"true", b"false")), (False, (b"false", b"true"))):
+        envelope = MessageSigner(SECRET, encrypts).sign("hub", "rollout-0", 1, Stop("x"))
+        head, _, body = envelope.partition(b"\n")
+        assert msgspec.json.decode(head)[3] is encrypts
+        with pytest.raises(MessageRefused):
+            MessageSigner(SECRET).verify("rollout-0", head.replace(*change) + b"\n" + body)
