@@ -35,7 +35,7 @@ class SaveQueue(Message, frozen=True):
 
 
 class QueueSaved(Message, frozen=True):
-    """A relay's answer to `SaveQueue`: so many rows are on the disk; `problem` says why there are none."""
+    """A relay's answer to `SaveQueue`: so many rows are on the disk; `problem` says why it is 0."""
 
     number: int
     num_rows: int

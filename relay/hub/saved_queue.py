@@ -1,7 +1,7 @@
 """The queue on the disk: a relay writes it with each checkpoint and at the end, and a resumed run takes its rows back.
 
-The rows' names and figures come from the hub, the bytes stay with the relays (`relay/queue/saved_queue.py`). What a resumed run
-cannot read is generated again.
+The names and figures of rows come from the hub, the bytes stay with the relays (`relay/queue/saved_queue.py`). Rows that a resumed
+run cannot read are generated again.
 """
 
 from collections.abc import Callable, Iterable

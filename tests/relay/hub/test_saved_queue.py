@@ -1,4 +1,4 @@
-"""What the hub takes back from the disk when a run is resumed."""
+"""The rows that the hub takes back from the disk when a run is resumed."""
 
 from collections.abc import Iterator
 from pathlib import Path
