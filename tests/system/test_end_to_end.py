@@ -146,6 +146,7 @@ def test_a_scheduler_may_send_sigterm_to_every_process_of_a_run_that_is_queued_a
     steps = run.summary()["steps"]
     assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{steps}"
     assert_account_adds_up(run)
+    assert (run.dir / f"queue/step_{steps}/manifest.json").exists()
     output = run.run(**{"run.resume": "auto", "run.steps": steps + 1})
     assert f"continues after step {steps}" in output
     assert [m["step"] for m in run.metrics()] == list(range(steps + 1))

@@ -7,18 +7,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from support.closing import at_end
 from support.cluster import Cluster, interrupt, obstacle, wait_for_exits
-from support.job import DEADLINE_S, RATIO_OF_As
+from support.job import DEADLINE_S, LONG_TAILS, RATIO_OF_As
 from support.policies import tiny_policy
 
 from headrace.launch import quickstart
 from headrace.launch.audit import main as audit
 from headrace.launch.config.load import read_recipe
-from headrace.relay.journal.events import Published, Received
+from headrace.relay.journal.events import Moved, Published, Received
 from headrace.relay.journal.journal import read_events
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.xdist_group("hosts")]
@@ -88,6 +89,13 @@ class HostsJob:
             ended = [launcher.poll() for launcher in self.launchers[:1]]
             assert ended == [None] and time.monotonic() < deadline, self.logs()
             time.sleep(0.05)
+
+    def wait_for_event(self, number: int) -> None:
+        """Wait until the journal has so many events."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (self.dir / "journal.jsonl").read_bytes().count(b"\n") < number:
+            assert self.launchers[0].poll() is None and time.monotonic() < deadline, self.logs()
+            time.sleep(0.001)
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.dir / "metrics.jsonl"
@@ -190,13 +198,46 @@ def test_a_host_that_lacks_a_file_ends_the_run_with_the_setting_and_its_name(hos
     assert message.partition(" (on")[0] in job.output(1)
 
 
-def test_a_host_that_is_killed_whole_costs_its_unfinished_trajectories_alone(hosts_job):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_a_host_that_is_killed_whole_at_any_moment_costs_its_unfinished_trajectories_alone(hosts_job, seed: int):
     job = hosts_job(3, roles__relay=3, roles__rollout=2, run__steps=30).start()
-    job.wait_for_step(2)
+    job.wait_for_step(0)
+    job.wait_for_event(Random(seed).randrange(100, 400))
     job.hosts[2].kill()
     assert job.end()[:2] == [0, 0], job.logs()
     job.assert_account(30 * 16)
     assert job.summary()["hosts"]["host2"] == ["relay-2", "rollout-1"]
+
+
+@pytest.mark.slow
+def test_a_sharded_rollout_and_a_reference_work_on_a_host_without_a_relay(hosts_job):
+    job = hosts_job(2, roles__relay=1, roles__rollout=4, rollout__tp=2, roles__reference=1, algorithm__kl_coef=0.01)
+    assert job.start(ranks="2,5").end() == [0, 0], job.logs()
+    job.assert_account(4 * 16)
+    others = ["reference-0", "rollout-0", "rollout-1", "shard-0", "shard-1"]
+    assert job.summary()["hosts"] == {"host0": ["actor-0", "hub", "relay-0"], "host1": others}
+    assert job.metrics()[-1]["actor/kl_loss"] > 0
+    received = {event.version for _, event in read_events(job.dir / "journal.jsonl") if isinstance(event, Received)}
+    assert len(received) >= 2, "the rollouts get versions over a link"
+
+
+@pytest.mark.slow
+def test_trajectories_move_with_their_pages_to_another_host(hosts_job):
+    job = hosts_job(2, run__steps=100_000, repack__transfer="pages", **LONG_TAILS).start()
+    here, there = {"rollout-0"}, {"rollout-1", "rollout-2"}
+
+    def has_crossed() -> bool:
+        moves = [event for _, event in read_events(job.dir / "journal.jsonl") if isinstance(event, Moved)]
+        return any({move.source, move.holder} & here and {move.source, move.holder} & there for move in moves)
+
+    job.wait_for_step(0)
+    deadline = time.monotonic() + DEADLINE_S
+    while not has_crossed():
+        assert job.launchers[0].poll() is None and time.monotonic() < deadline, job.logs()
+        time.sleep(0.2)
+    interrupt(job.launchers[0])
+    assert job.end() == [130, 130], job.logs()
+    assert job.summary()["accounting"]["holds"] is True and audit([str(job.dir)]) == 0
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.messages import DropRows, LeaseGrant, LeaseRequest, QueueRestored, RestoreQueue, SavedRow
+from headrace.comm.messages import (
+    CheckpointWritten,
+    DropRows,
+    LeaseGrant,
+    LeaseRequest,
+    QueueRestored,
+    RestoreQueue,
+    RowsStreamed,
+    SavedRow,
+    SaveQueue,
+)
 from headrace.comm.messages.base import GroupId
 from headrace.relay.hub.saved_queue import PATIENCE_S
 from headrace.relay.journal.journal import account_dict, replay
@@ -28,6 +38,21 @@ def group_at(scene: Scene, position: int) -> GroupId:
 
 def finished(group: GroupId, sample: int, attempt: int = 1) -> SavedRow:
     return SavedRow(group.row(sample), attempt, UNIT, version=0, num_tokens=5, reward=0.5)
+
+
+def test_with_a_checkpoint_the_rows_of_its_version_and_of_older_ones_are_saved(scene: Scene):
+    old = scene.lease(request=1, version=0)
+    scene.finish(old)
+    new = scene.lease(request=2, version=1)
+    scene.finish(new)
+    group = scene.lease(request=3, version=0).leases[0].group
+    begun = RowsStreamed(rows=[group.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=UNIT)
+    scene.say("rollout-0", begun)
+    scene.say("actor-0", CheckpointWritten(0, "checkpoints/step_0"))
+    [order] = [message for message in scene.heard("relay-0") if isinstance(message, SaveQueue)]
+    assert (order.step, order.cursor) == (0, 3)
+    rows = [SavedRow(old.leases[0].group.row(n), 1, UNIT, 0, 5, float(n)) for n in range(2)]
+    assert order.rows == [*rows, SavedRow(group.row(0), 1, UNIT, 0, 3)]
 
 
 def test_a_group_leased_after_the_checkpoint_takes_its_place_with_the_rows_that_were_saved(scene: Scene):
