@@ -55,14 +55,14 @@ def test_a_rollout_joins_works_is_drained_and_the_run_is_stopped(job: MakeJob, t
     run.wait_for_step(1)
     joined = Joined(run, "roles.rollout=2", "roles.relay=1")
     run.until(lambda: has_leased(run, "rollout-2", "rollout-3"))
-    assert ctl.main([str(run.dir), "status"]) == 0
-    status = capsys.readouterr().out
-    assert re.search(r"^step \d+ in training, version \d+ published\n", status) and "holds True" in status
-    assert [name for name in ("rollout-0", "rollout-3", "relay-1", "hub") if f"\n{name} " not in status] == []
     assert launch([f"join={tmp_path}"]) == 2
     assert f"no run has started in {tmp_path}" in capsys.readouterr().err
     assert launch(["join=127.0.0.1:1"]) == 2
     assert "127.0.0.1:1 is not the folder of a run; an address needs HEADRACE_SECRET too" in capsys.readouterr().err
+    assert ctl.main([str(run.dir), "status"]) == 0
+    status = capsys.readouterr().out
+    assert re.search(r"^step \d+ in training, version \d+ published\n", status) and "holds True" in status
+    assert [name for name in ("rollout-0", "rollout-3", "relay-1", "hub") if f"\n{name} " not in status] == []
     assert ctl.main([str(run.dir), "drain", "rollout-2"]) == 0
     run.until(lambda: "rollout-2 " not in told(run, capsys))
     joined.process.send_signal(signal.SIGTERM)  # drains rollout-3, and ends the relay
