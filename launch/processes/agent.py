@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,8 +163,7 @@ class Torchrun:
         supervisors = children_of(torchrun.pid)
         if number == signal.SIGUSR1:
             print_message("SIGUSR1: the run writes a checkpoint after the next step and continues")
-            for pid in supervisors:
-                os.kill(pid, number)
+            send_signal(supervisors, number)
             return
         if self.received:
             print_message("interrupted again: the run is killed")
@@ -175,10 +175,16 @@ class Torchrun:
             f"{signal.Signals(number).name}: the run writes a checkpoint and ends in order, within {self._grace_s:g} s"
             " (a second signal kills it)"
         )
-        for pid in supervisors:
-            os.kill(pid, number)
+        send_signal(supervisors, number)
         if not supervisors:
             torchrun.send(_END)
+
+
+def send_signal(pids: Sequence[int], number: int) -> None:
+    """Send a signal to processes, of which some may have ended meanwhile."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def has_other_hosts() -> bool:

@@ -66,7 +66,7 @@ def test_a_rollout_joins_works_is_drained_and_the_run_is_stopped(job: MakeJob, t
     assert ctl.main([str(run.dir), "drain", "rollout-2"]) == 0
     run.until(lambda: "rollout-2 " not in told(run, capsys))
     joined.process.send_signal(signal.SIGTERM)  # drains rollout-3, and ends the relay
-    assert joined.end() == 128 + signal.SIGTERM
+    assert joined.end() == 128 + signal.SIGTERM, joined.output.read_text() + run.logs()
     assert ctl.main([str(run.dir), "drain", "rollout-2"]) == 2
     assert "drain rollout-2: no such rollout; there are rollout-0, rollout-1" in capsys.readouterr().err
     assert ctl.main([str(run.dir), "stop"]) == 0
