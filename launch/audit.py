@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..relay.journal.events import Event, Leased, Returned, RowFailed
 from ..relay.journal.journal import JournalError, account_dict, replay
+from ..relay.journal.records import EvaluationLog
 
 _MAX_REASONS = 10
 
@@ -41,6 +42,15 @@ class AuditReport:
             yield f"{count} x {reason}"
 
 
+def _evaluations(log: EvaluationLog) -> Iterator[str]:
+    """One line for each evaluation that is complete, and the account of all samples."""
+    for result in log.results:
+        named = (f"{name.removeprefix('eval/')} {value:g}" for name, value in result.items() if name != "eval/version")
+        yield f"evaluation of version {result['eval/version']:g}: {', '.join(named)}"
+    if log.begun is not None:
+        yield f"evaluated samples {log.account}"
+
+
 def main(arguments: list[str]) -> int:
     """Print the account of the run folders named; 1 if one of their journals does not verify."""
     if not arguments:
@@ -57,7 +67,7 @@ def main(arguments: list[str]) -> int:
         print(f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}")
         print(f"  staleness {dict(sorted(state.staleness.items()))}")
         print(f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}")
-        for text in report.lines():
+        for text in [*_evaluations(state.evaluations), *report.lines()]:
             print(f"  {text}")
     return 0
 

@@ -72,31 +72,46 @@ class HeldLeases:
         self._pacing = pacing
         self._taken = 0
         self.can_continue = can_continue
+        self._evaluates = False
+        """More prompts of an evaluation of the present version may be left."""
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._request = LeaseRequest(incarnation << 32, -1, 0)
         self._answered = self._request.request_id
         self._is_asking = False
         self._asked_at = 0.0
 
+    @property
+    def pins_version(self) -> bool:
+        """Whether an evaluation needs the present version: samples of it run here, or more of its prompts may be left."""
+        return self._evaluates or any(
+            held.completion is None for held in self.held.values() if held.row_id.is_evaluation
+        )
+
     def begin_version(self) -> None:
         """Reset the share after a change of weights, and forget an open request."""
-        self._is_asking, self._taken = False, 0
+        self._is_asking, self._taken, self._evaluates = False, 0, False
 
     def drained(self) -> None:
         """Reset the share: nothing is held."""
         self._taken = 0
 
-    def ask(self, version: int, room: int) -> None:
-        """Request groups for `room` trajectories, at most the rest of the share. An open request is repeated instead."""
+    def ask(self, version: int, room: int, *, is_outdated: bool = False) -> None:
+        """Request groups for `room` trajectories, at most the rest of the share. An open request is repeated instead.
+
+        While an evaluation may have prompts left it requests those alone, even if a newer version is out.
+        """
         if self._is_asking:
             if time.monotonic() - self._asked_at > REPEAT_S:
                 self._send()
             return
         groups = math.ceil(room / self._samples_per_prompt)
-        if self._pacing.share is not None:
+        if not self._evaluates and is_outdated:
+            return
+        if not self._evaluates and self._pacing.share is not None:
             groups = min(groups, self._pacing.share - self._taken)
         if groups > 0:
-            self._request = LeaseRequest(self._request.request_id + 1, version, groups, self.can_continue)
+            number = self._request.request_id + 1
+            self._request = LeaseRequest(number, version, groups, self.can_continue, self._evaluates)
             self._is_asking = True
             self._send()
 
@@ -114,7 +129,8 @@ class HeldLeases:
         if grant.version != version and not is_present and not self._pacing.updates_mid_trajectory:
             self._return(grant)
             return []
-        self._taken += len(grant.leases)
+        self._evaluates = grant.is_evaluation
+        self._taken += 0 if grant.is_evaluation else len(grant.leases)
         return [(lease, self._hold(lease, version)) for lease in grant.leases]
 
     def is_answered(self, grant: LeaseGrant) -> bool:

@@ -5,7 +5,7 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec.structs import asdict
@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from ..comm.clock import Clock
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
-from ..comm.messages import Lease, LeaseGrant, LoadReport, Stop, WeightsPulled
+from ..comm.messages import Lease, LeaseGrant, LoadReport, SampleScored, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.signing import Envelope
 from ..comm.trace import Trace
@@ -52,6 +52,7 @@ class Rollout:
         self._fleet = fleet
         self._recipe = recipe
         self._params = SamplingParams(**asdict(recipe.sampling))
+        self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
@@ -118,11 +119,12 @@ class Rollout:
                 self.migration.handle(envelope.sender, message)
 
     def _take_leases(self, grant: LeaseGrant) -> None:
-        """Start the groups of a grant, on the newest version if nothing runs; begun ones continue on their own."""
+        """Start the groups of a grant, on the newest version if nothing runs; begun ones and evaluations on their own."""
         is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.updates_mid_trajectory
-        if is_begun and not self.leases.is_answered(grant) and not self._has_version(grant):
+        is_pinned = is_begun or grant.is_evaluation
+        if is_pinned and not self.leases.is_answered(grant) and not self._has_version(grant):
             return
-        if not is_begun:
+        if not is_pinned:
             self._update_weights()  # a version may have come out since the last turn
         for lease, fresh in self.leases.take(grant, self.generator.weights.version):
             self._start_group(lease, fresh)
@@ -161,6 +163,8 @@ class Rollout:
         is_outdated = weights.newest() > weights.version
         if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self.generator.idle):
             return is_outdated
+        if self.leases.pins_version:
+            return True
         self._take_weights()
         return False
 
@@ -185,14 +189,15 @@ class Rollout:
         if not fresh:
             return
         tokens = self.generator.prompt_ids(fresh[0].row)
+        params = self._evaluation_params if lease.group.is_evaluation else self._params
         if len(tokens) < self.generator.context:
-            begun = self._partial_rows.begun(lease, fresh, self._params)
+            begun = self._partial_rows.begun(lease, fresh, params)
             if begun:
                 self.generator.import_sequences(begun)
             continued = {state.trajectory_id for state in begun}
             numbers = [held.row_id.number for held in fresh if held.row_id.number not in continued]
             if numbers:
-                self.generator.add_group(tokens, self._params, numbers)
+                self.generator.add_group(tokens, params, numbers)
             return
         problem = (
             f"prompt {lease.group.prompt} has {len(tokens)} tokens,"
@@ -207,8 +212,8 @@ class Rollout:
         if self.generator.idle:
             self.leases.drained()
         busy = self.generator.num_running + self.generator.num_waiting
-        room = 0 if is_outdated else self._pacing.free_slots(self.max_running, busy)
-        self.leases.ask(self.generator.weights.version, room)
+        room = self._pacing.free_slots(self.max_running, busy)
+        self.leases.ask(self.generator.weights.version, room, is_outdated=is_outdated)
 
     def _generate(self) -> None:
         """Step the generator; an idle one waits a moment for messages instead."""
@@ -246,7 +251,10 @@ class Rollout:
 
     def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
         del self.leases.held[held.row_id.number]
-        self._row_writer.submit(FinishedRow(held, reward, failure))
+        if held.row_id.is_evaluation:
+            self._mailbox.send("hub", _scored(held, reward, failure))
+        else:
+            self._row_writer.submit(FinishedRow(held, reward, failure))
 
     def _report(self) -> None:
         now = self._clock.now()
@@ -273,6 +281,19 @@ class _Totals:
     idle_s: float = 0.0
     pull_s: float = 0.0
     reported_at: float = 0.0
+
+
+def _scored(held: LeasedRow, reward: float | None, failure: str) -> SampleScored:
+    done = held.completion
+    return SampleScored(
+        row=held.row_id,
+        attempt=held.attempt,
+        versions=sorted(set(held.token_versions())) or [held.version],
+        num_tokens=len(done.token_ids) if done else 0,
+        is_truncated=done is not None and done.finish_reason == "length",
+        reward=reward,
+        failure=failure,
+    )
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

@@ -22,7 +22,7 @@ from ..relay.queue.stream import ExperienceStream, RunStopped
 from ..relay.queue.tasks import REFERENCE
 from .checkpoint import CheckpointWriter
 from .learners.base import open_learner
-from .metrics import MetricsLog, Value, console_line
+from .metrics import MetricsLog, Value, console_line, evaluation_line
 from .recovery import request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
 from .step_stats import StepStats
@@ -60,6 +60,7 @@ class Trainer:
         self.checkpoint_after = -1
         """A checkpoint of a later step than this is wanted, beside those of `checkpoint.every`."""
         self.metrics: dict[str, Value] = {}
+        self.evaluates = bool(recipe.eval.paths)
         tasks = [TRAIN]
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
             tasks.append(REFERENCE.name)
@@ -67,8 +68,9 @@ class Trainer:
             self.mailbox,
             self.storage,
             tasks,
-            steps=range(self.first_step, recipe.run.steps),
+            steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
             max_tokens=recipe.optimizer.micro_tokens,
+            evaluated=self.recorder.evaluated if self.recorder is not None else -1,
             thread_team=self.group.clone_for_thread(),
             caller_team=self.group,
             deadline_s=recipe.comm.deadline_s,
@@ -121,15 +123,14 @@ class Trainer:
         started, self.waited_s = self.clock.now(), 0.0
         stats, received, total = StepStats(), 0, 1
         fleet_metrics: dict[str, float] = {}
+        evaluation: dict[str, float] = {}
         while received < total:
-            batch = self.next_batch(step)
-            taken = batch.row_batch
-            if not isinstance(taken, TrainBatch):
-                self.trace.enter(batch.task, step=step)
-                self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
+            batch, taken = self.next_groups(step)
+            evaluation |= taken.evaluation
+            self.checkpoint_after = max(self.checkpoint_after, taken.checkpoint_after)
+            if not taken.groups:
                 continue
             received, total, fleet_metrics = received + len(taken.groups), taken.total, taken.metrics
-            self.checkpoint_after = max(self.checkpoint_after, taken.checkpoint_after)
             if self.step_log is not None:
                 self.step_log.add(batch)
             self.trace.enter("train", step=step)
@@ -140,9 +141,12 @@ class Trainer:
         if self.recorder is not None:
             self.mailbox.send("hub", self.step_trained(step))
         metrics |= self.publish()
-        self.metrics = metrics | fleet_metrics
+        step_s, waited_s = self.clock.now() - started, self.waited_s
+        if self.evaluates and step + 1 == self.recipe.run.steps:
+            evaluation |= self.last_evaluations()
+        self.metrics = metrics | fleet_metrics | evaluation
         if self.recorder is not None:
-            self.recorder.step(step, self.clock.now() - started, self.waited_s, stats, self.metrics)
+            self.recorder.step(step, step_s, waited_s, stats, self.metrics)
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every `checkpoint.every` steps and where the hub asks for one."""
@@ -170,6 +174,27 @@ class Trainer:
         busy_s, speed = self.clock.now() - self.resumed_at - self.waited_s, self.clock.speed
         self.resumed_at = self.clock.now()
         return StepTrained(step, self.incarnation, busy_s / speed, self.waited_s / speed)
+
+    def next_groups(self, step: int) -> tuple[Batch, TrainBatch]:
+        """This rank's share of the next groups of a step; rows of other tasks get their columns meanwhile."""
+        while True:
+            batch = self.next_batch(step)
+            if isinstance(taken := batch.row_batch, TrainBatch):
+                if taken.evaluation and self.recorder is not None:
+                    self.recorder.evaluation(taken.evaluation)
+                return batch, taken
+            self.trace.enter(batch.task, step=step)
+            self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
+
+    def last_evaluations(self) -> dict[str, float]:
+        """After the last step: wait for the evaluations that are due; the metrics of the last one."""
+        metrics: dict[str, float] = {}
+        try:
+            while (taken := self.next_groups(self.recipe.run.steps)[1]).total:
+                metrics |= taken.evaluation
+        except RunStopped:
+            print("the run ends before its last evaluation is complete", flush=True)
+        return metrics
 
     def next_batch(self, step: int) -> Batch:
         """This rank's share of the next batch. Raises `RunStopped` on all ranks when the hub ends the run."""
@@ -216,6 +241,8 @@ class RunRecorder:
         self.next_step: int = 1 + (self.log.kept[-1]["step"] if self.log.kept else -1)
         """The first step that has no line in the log."""
         self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
+        self.evaluated = max((int(step.get("eval/version", -1)) for step in self.log.kept), default=-1)
+        """The newest version whose evaluation is in the log."""
         self.num_tokens = sum(round(step["perf/throughput"] * step["timing_s/step"]) for step in self.log.kept)
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
@@ -232,6 +259,11 @@ class RunRecorder:
         self.num_tokens += tokens
         self.log.write(step, metrics)
         print(console_line(step, self.num_steps, metrics), flush=True)
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """Show an evaluation that is complete; the line of the step in progress has it too."""
+        self.log.write_evaluation(metrics)
+        print(evaluation_line(metrics), flush=True)
 
     def finish(self, export: str) -> None:
         """Send the hub the facts for the summary."""

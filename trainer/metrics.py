@@ -36,7 +36,12 @@ class MetricsLog:
         """Record the metrics of optimizer step `step` (counted from 0)."""
         row = {"step": step, "time_s": round(self.elapsed_s, 3), **metrics}
         self._file.append(json.dumps(row).encode() + b"\n")
-        self._board.write(step, {name: value for name, value in metrics.items() if not isinstance(value, Mapping)})
+        scalars = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
+        self._board.write(step, {name: value for name, value in scalars.items() if not name.startswith("eval/")})
+
+    def write_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation at its version, which is some steps before the one whose line has it."""
+        self._board.write(int(metrics["eval/version"]), metrics)
 
     def close(self) -> None:
         self._file.close()
@@ -53,6 +58,21 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str
         f"  mismatch {mismatch:>7}"
         f"  {m['perf/throughput']:6.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f})"
     )
+
+
+def evaluation_line(metrics: Mapping[str, Value]) -> str:
+    """The line of a complete evaluation on the console; `avg@k` and `pass@k` of each file, and its mean length."""
+    files = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("eval/") and name.count("/") > 1)
+    parts = [f"evaluation of version {metrics['eval/version']:.0f}"]
+    for file in files:
+        found = {
+            name.removeprefix(f"eval/{file}/"): value for name, value in metrics.items() if f"eval/{file}/" in name
+        }
+        shown = [f"{name} {value:.3f}" for name, value in found.items() if "@" in name]
+        shown += [f"length {found['response_length/mean']:.1f}"] if "response_length/mean" in found else []
+        shown += [f"{found['missing']:.0f} missing"] if found["missing"] else []
+        parts.append(f"{file}: {' '.join(shown)}")
+    return "  ".join(parts)
 
 
 def _keep_before(path: Path, step: int) -> list[dict[str, Any]]:

@@ -9,7 +9,17 @@ Start reading at `base.py` (the base class and ids), then `leases.py`.
 from . import migration
 from .base import GroupId, Message, RowId
 from .codec import decode, encode
-from .leases import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, LoadReport, RowDone, RowsStreamed
+from .leases import (
+    HeldRows,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    LeaseReturn,
+    LoadReport,
+    RowDone,
+    RowsStreamed,
+    SampleScored,
+)
 from .queue import (
     ColumnsAdded,
     DropRows,

@@ -8,6 +8,8 @@ _EPOCH_BITS, _PROMPT_BITS, _SAMPLE_BITS = 15, 36, 12
 _PARTIAL = "/partial"
 MAX_SAMPLES = 1 << _SAMPLE_BITS
 """Most samples of one group."""
+_EVALUATION = 1 << (_PROMPT_BITS - 1)
+"""Prompts from this number on are those of an evaluation."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
@@ -15,10 +17,24 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defa
 
 
 class GroupId(msgspec.Struct, frozen=True, order=True):
-    """A prompt's name: `epoch` over the data and index in the data set."""
+    """A prompt's name: `epoch` over the data and index in the data set, or number of an evaluation and index in its prompts."""
 
     epoch: int
     prompt: int
+
+    @staticmethod
+    def of_evaluation(number: int, index: int) -> "GroupId":
+        """A prompt of evaluation `number`; no prompt of training has its name, nor the random numbers of its samples."""
+        return GroupId(number, _EVALUATION + index)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.prompt >= _EVALUATION
+
+    @property
+    def evaluation_index(self) -> int:
+        """The index of a prompt of an evaluation."""
+        return self.prompt - _EVALUATION
 
     def row(self, sample: int) -> "RowId":
         return RowId(self.epoch, self.prompt, sample)
@@ -37,6 +53,10 @@ class RowId(msgspec.Struct, frozen=True, order=True):
     @property
     def group(self) -> GroupId:
         return GroupId(self.epoch, self.prompt)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.group.is_evaluation
 
     @property
     def number(self) -> int:

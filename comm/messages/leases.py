@@ -13,6 +13,8 @@ class LeaseRequest(Message, frozen=True):
     num_groups: int
     can_continue: bool = False
     """It continues trajectories that another rollout began, and takes an older version for them while it is idle."""
+    only_evaluation: bool = False
+    """It keeps this version for an evaluation: it wants more prompts of that, or an answer without prompts if all are leased."""
 
     @property
     def incarnation(self) -> int:
@@ -47,6 +49,11 @@ class LeaseGrant(Message, frozen=True):
     request_id: int
     version: int
     leases: list[Lease]
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the groups are those of an evaluation, which no other version may generate."""
+        return any(lease.group.is_evaluation for lease in self.leases)
 
 
 class LeaseReturn(Message, frozen=True):
@@ -85,6 +92,18 @@ class RowDone(Message, frozen=True):
     num_versions: int = 1
     failure: str = ""
     num_kept: int = 0
+
+
+class SampleScored(Message, frozen=True, kw_only=True):
+    """A rollout has finished a sample of an evaluation, of `num_tokens` new tokens; `versions` are those that drew them."""
+
+    row: RowId
+    attempt: int
+    versions: list[int]
+    num_tokens: int
+    is_truncated: bool
+    reward: float | None
+    failure: str = ""
 
 
 class HeldRows(Message, frozen=True):

@@ -18,6 +18,8 @@ class RequestRows(Message, frozen=True):
     received: int = 0
     open_batches: tuple[int, ...] = ()
     max_tokens: int = 1 << 14
+    evaluated: int = -1
+    """The newest version whose evaluation it has received, for `train`."""
 
 
 class RowRef(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     """The answer to `RequestRows` for `train`: groups of `step` from number `first` of `total` on.
 
     `metrics` are the fleet's figures at this moment. A checkpoint of a later step than `checkpoint_after` is wanted.
+    Without groups it says that an evaluation takes time; after the last step, with a total of 0, that all are done.
     """
 
     request_id: int = 0
@@ -69,6 +72,8 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     groups: list[GroupRef]
     metrics: dict[str, float]
     checkpoint_after: int = -1
+    evaluation: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Metrics of the next evaluation that is complete, with the first answer of a step."""
 
     def rows(self) -> list[RowRef]:
         return [row for group in self.groups for row in group.rows()]

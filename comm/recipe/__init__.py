@@ -8,6 +8,7 @@ A section is a struct in one of these files; `Recipe` below is their sum.
 from msgspec import Struct
 
 from .devices import CommSettings, EmulatedSettings, RelaySettings
+from .evaluation import EvalSettings
 from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
 from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
@@ -29,6 +30,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: SamplingSettings = SamplingSettings()
     generator: GeneratorSettings = GeneratorSettings()
     rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
     trainer: TrainerSettings = TrainerSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
+
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.generation import LEAST_TEMPERATURE
@@ -19,6 +21,7 @@ from ...relay.queue.tasks import pipeline
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .algorithm_checks import check_algorithm
+from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, read_config
 from .run_folder import make_run_folder
@@ -32,6 +35,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     check_combinations(recipe)
     check_replicas(recipe.roles, recipe.rollout.tp)
     check_run_folder(recipe)
+    evaluation = check_evaluation(recipe)
     if is_emulated(recipe):
         check_data(recipe.data)
         return []
@@ -42,7 +46,10 @@ def check_recipe(recipe: Recipe) -> list[str]:
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    return warnings + check_lengths(recipe, data, policy)
+    warnings += check_lengths(recipe, data, policy)
+    for settings, prompts in evaluation:
+        warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
+    return warnings
 
 
 def is_emulated(recipe: Recipe) -> bool:

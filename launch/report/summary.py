@@ -1,7 +1,7 @@
 """The table that a run prints at its end, from `summary.json`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = {
         "run": f"{summary.get('status')} after {summary.get('steps')} steps",
         "reward": reward.format_map(summary) if "reward_first" in summary else "",
+        **dict(_evaluation_rows(summary.get("evaluations", []))),
         "tokens/s": f"{summary.get('tokens_per_s', 0):,.0f}",
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
@@ -62,6 +63,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "exported model": str(summary.get("export") or ""),
     }
     return [(name, text) for name, text in rows.items() if text]
+
+
+def _evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
+    """First, best and last avg@k of each file, with their versions."""
+    for name in dict.fromkeys(name for result in results for name in result if "/avg@" in name):
+        found = [(result[name], int(result["eval/version"])) for result in results if name in result]
+        best = max(found, key=lambda each: each[0])
+        shown = (
+            f"{word} {value:.3f} (version {version})"
+            for word, (value, version) in (("first", found[0]), ("best", best), ("last", found[-1]))
+        )
+        yield name, ", ".join(shown)
 
 
 def _histogram(counts: Mapping[str, int]) -> str:

@@ -74,3 +74,8 @@ class Handler:
 
     def on_process_death(self, process: str, reason: str) -> None:
         """Forget a dead process, named as in the fleet, and take back what it holds."""
+
+
+def is_power_of_ten(count: int) -> bool:
+    """Whether a count is 1, 10, 100, ...: often enough to print what is counted."""
+    return count in (10**power for power in range(len(str(count))))

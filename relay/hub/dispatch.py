@@ -28,9 +28,12 @@ from .telemetry import FleetStats, Snapshot
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
+    from .evaluations import Evaluations
 
 _MICRO_BATCHES_PER_RANK = (2, 8)
 """Micro-batches for each rank of the trainer in one answer: enough to fill them well, few enough that the first begins early."""
+WAIT_S = 30.0
+"""Longest time without an answer to the trainer while rollouts work on an evaluation; its own wait has a deadline."""
 _PARTS = 8
 """Answers for a step, where that many micro-batches allow it: rows that are handed out early only grow older."""
 
@@ -39,14 +42,22 @@ class Dispatcher(Handler):
     """The requests for rows, and the batches that consumers work on."""
 
     def __init__(
-        self, context: HubContext, admission: "Admission", fleet_stats: FleetStats, tasks: Mapping[str, Task]
+        self,
+        context: HubContext,
+        admission: "Admission",
+        fleet_stats: FleetStats,
+        tasks: Mapping[str, Task],
+        evaluations: "Evaluations",
     ) -> None:
         super().__init__(context)
+        self.evaluations = evaluations
         self.admission = admission
         self.fleet_stats = fleet_stats
         # The consumers of one task ask one by one, for equal shares.
         self.controllers = {name: Controller(task, TokenBalanced) for name, task in tasks.items() if name != TRAIN}
         self._pending_requests: dict[str, RequestRows] = {}
+        self._answered_at = context.wall_clock()
+        """When the trainer got its last answer."""
         self._consumers: dict[str, set[str]] = {}
         self._reported: Snapshot | None = None
         self.routes = {
@@ -90,6 +101,8 @@ class Dispatcher(Handler):
         state = self.state
         if request.step != state.step:
             return None
+        if request.step == self.admission.num_steps:
+            return self._after_last_step(request)
         part = state.tokens_trained / max(state.step, 1) / _PARTS
         least, most = (number * request.max_tokens for number in _MICRO_BATCHES_PER_RANK)
         max_tokens = min(max(part, least), most)
@@ -99,13 +112,41 @@ class Dispatcher(Handler):
         handed = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
         given = _first_groups(handed, max_tokens)
         if not given:
-            return None
+            return self._hold_on(request)
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
+        self._answered_at = self.context.wall_clock()
         self._reported = self.fleet_stats.snapshot(state)
         metrics = {**self._reported.metrics, "queue/window": float(self.admission.lead(state))}
         return TrainBatch(
             request_id=request.request_id, step=request.step, first=request.received, total=self.admission.per_step,
             groups=groups, metrics=metrics, checkpoint_after=state.checkpoint_after,
+            evaluation=self._next_evaluation(request),
+        )  # fmt: skip
+
+    def _after_last_step(self, request: RequestRows) -> TrainBatch | None:
+        """The metrics of one evaluation after the other, then an answer with a total of 0."""
+        evaluation = self._next_evaluation(request)
+        if not evaluation and not self.evaluations.is_done:
+            return self._hold_on(request)
+        return self._empty(request, total=int(bool(evaluation)), evaluation=evaluation)
+
+    def _next_evaluation(self, request: RequestRows) -> dict[str, float]:
+        """Metrics that the trainer has not received; one evaluation a step, since a step has one line of metrics."""
+        results = [] if request.received else self.state.evaluations.results
+        return next((result for result in results if result["eval/version"] > request.evaluated), {})
+
+    def _hold_on(self, request: RequestRows) -> TrainBatch | None:
+        """From time to time an answer without groups, while rollouts work on an evaluation in place of them."""
+        now = self.context.wall_clock()
+        if not self.state.evaluations.num_leased or now - self._answered_at < WAIT_S:
+            return None
+        self._answered_at = now
+        return self._empty(request, total=self.admission.per_step)
+
+    def _empty(self, request: RequestRows, total: int, evaluation: dict[str, float] | None = None) -> TrainBatch:
+        return TrainBatch(
+            request_id=request.request_id, step=request.step, first=request.received, total=total, groups=[], metrics={},
+            checkpoint_after=self.state.checkpoint_after, evaluation=evaluation or {},
         )  # fmt: skip
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:

@@ -29,8 +29,10 @@ from ..journal.hub_state import HubState
 from ..journal.journal import Journal
 from ..queue.admission import Admission
 from ..queue.controller import Task
+from ..queue.evaluation_prompts import EvaluationPrompts
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
+from .evaluations import Evaluations
 from .leases import Leases
 from .partial_pool import PartialPool
 from .repacking import Repacking
@@ -57,20 +59,24 @@ class Hub:
         clock: Callable[[], float] = time.monotonic,
         tasks: Mapping[str, Task] | None = None,
         wall_clock: Callable[[], float] = time.time,
+        evaluation: EvaluationPrompts | None = None,
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox, self.state = mailbox, state
         self.fleet_stats = FleetStats()
         self._actor_error = ""
         self.results = Results(self.context, queue)
-        self.partials = PartialPool(self.context, clock, mixes_versions=admission.schedule.updates_mid_trajectory)
-        self.leases = Leases(self.context, pool, admission, self.partials)
+        mixes_versions = admission.schedule.updates_mid_trajectory
+        self.partials = PartialPool(self.context, clock, mixes_versions=mixes_versions)
+        self.evaluations = Evaluations(self.context, evaluation, mixes_versions=mixes_versions)
+        self.leases = Leases(self.context, pool, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, pool, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
-        dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {})
+        dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
         # Rows are handed out before groups are leased, since that makes room in the queue.
-        handlers = (self.results, self.saved_queue, dispatcher, self.partials, self.leases, self.repacking)
-        self.handlers: tuple[Handler, ...] = handlers
+        self.handlers: tuple[Handler, ...] = (
+            self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases, self.repacking,
+        )  # fmt: skip
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
             WeightsPulled: self._on_pulled,

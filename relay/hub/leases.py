@@ -11,15 +11,24 @@ from .context import Handler, HubContext
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
+    from .evaluations import Evaluations
     from .partial_pool import PartialPool, PartialRow
 
 
 class Leases(Handler):
     """Open requests, the newest request of each holder, the leases that a dead holder had, and drained holders."""
 
-    def __init__(self, context: HubContext, pool: PromptPool, admission: "Admission", partials: "PartialPool") -> None:
+    def __init__(
+        self,
+        context: HubContext,
+        pool: PromptPool,
+        admission: "Admission",
+        partials: "PartialPool",
+        evaluations: "Evaluations",
+    ) -> None:
         super().__init__(context)
         self.pool = pool
+        self.evaluations = evaluations
         self.admission = admission
         self.partials = partials
         self._requests: dict[str, LeaseRequest] = {}
@@ -38,7 +47,10 @@ class Leases(Handler):
         requests = list(self._requests.items()) if may_lease else []
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
             share = math.ceil(self.admission.free_places(self.state) / num_asking)
-            if (older := self._older_version(holder, request)) is not None:
+            version, prompts = self.evaluations.lease(holder, request, self.state.samples_per_prompt)
+            if prompts or request.only_evaluation:
+                self._answer(holder, LeaseGrant(request.request_id, version, prompts))
+            elif (older := self._older_version(holder, request)) is not None:
                 self._grant(holder, request, older, share=0)
             elif request.version not in refused and not self._grant(holder, request, request.version, share):
                 refused.add(request.version)
@@ -46,14 +58,14 @@ class Leases(Handler):
     def on_process_death(self, process: str, reason: str) -> None:
         """The rows leased to a process are wanted again."""
         self._requests.pop(process, None)
-        leased = [(row_id, row) for row_id, row in self.state.rows(RowStatus.LEASED) if row.holder == process]
+        leased = [(row_id, row) for row_id, row in self.state.leased() if row.holder == process]
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
             self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
         # The process may have died between writing a row and reporting it: those bytes have no reader.
-        self.context.drop_rows((row_id for row_id, _ in leased), everywhere=True)
+        self.context.drop_rows((row_id for row_id, _ in leased if not row_id.is_evaluation), everywhere=True)
 
     def holders(self) -> set[str]:
-        return {row.holder for _, row in self.state.rows(RowStatus.LEASED)}
+        return {row.holder for _, row in self.state.leased()}
 
     def repeat_grants(self) -> None:
         """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it."""
@@ -97,19 +109,24 @@ class Leases(Handler):
         """The grant with the leases that the holder still has. With none of them, the holder asks again."""
         leases: list[Lease] = []
         for group_id, attempt in grant.leases:
-            rows = self.state.groups[group_id].rows if group_id in self.state.groups else []
+            rows = group.rows if (group := self.state.group(group_id)) is not None else []
             held = (RowStatus.LEASED, holder, attempt)
             if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
-                leases.append(Lease(group_id, attempt, samples, self.pool.row(group_id)))
+                prompts = self.evaluations.prompts if group_id.is_evaluation else None
+                leases.append(Lease(group_id, attempt, samples, (prompts or self.pool).row(group_id)))
         return LeaseGrant(grant.request_id, grant.version, leases)
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
-        for group, attempt in zip(message.groups, message.attempts, strict=True):
-            if group in self.state.groups:
-                reason = "its version is gone" if message.is_gone else f"{sender} switched to another version"
-                self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
-                if message.is_gone:
-                    self.partials.give_up(self.state.groups[group].row_ids(RowStatus.WANTED))
+        reason = "its version is gone" if message.is_gone else f"{sender} switched to another version"
+        returned = [self.state.group(group_id) for group_id in message.groups]
+        for group, attempt in zip(returned, message.attempts, strict=True):
+            if group is None:
+                continue
+            self.context.commit(ev.Returned(group=group.id, attempt=attempt, reason=reason))
+            if message.is_gone and not group.id.is_evaluation:
+                self.partials.give_up(group.row_ids(RowStatus.WANTED))
+        if message.is_gone and any(group_id.is_evaluation for group_id in message.groups):
+            self.evaluations.give_up(reason)
 
     def _older_version(self, holder: str, request: LeaseRequest) -> int | None:
         """The older version on which an idle rollout continues trajectories of a dead one; None without such trajectories."""
@@ -145,9 +162,12 @@ class Leases(Handler):
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
-            del self._requests[holder]
-            self.context.mailbox.send(holder, LeaseGrant(request.request_id, version, leases))
+            self._answer(holder, LeaseGrant(request.request_id, version, leases))
         return not is_refused
+
+    def _answer(self, holder: str, grant: LeaseGrant) -> None:
+        del self._requests[holder]
+        self.context.mailbox.send(holder, grant)
 
     def _lease_one(self, holder: str, request: LeaseRequest, version: int, may_be_new: bool) -> Lease | None:
         """Lease one group: one that came back if there is any, else the next of the data set if it may be a new one.

@@ -42,6 +42,7 @@ from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
+from ..queue.evaluation_prompts import open_evaluation
 from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
 from .hub import Hub
@@ -65,7 +66,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     clock = Clock(recipe.emulated.speed).now
-    hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks)
+    evaluation = open_evaluation(recipe)
+    hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks, evaluation=evaluation)
     loop = HubLoop(hub, fleet)
     if state.hub_restarts:
         loop.recover()
@@ -130,7 +132,7 @@ class HubLoop:
 
     def _status(self) -> StatusReport:
         state = self.hub.state
-        leased = Counter(row.holder for _, row in state.rows(RowStatus.LEASED))
+        leased = Counter(row.holder for _, row in state.leased())
         members = [
             MemberStatus(member.name, member.host_name, member.incarnation, leased[member.name])
             for member in self.fleet.members()
@@ -216,14 +218,14 @@ def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: st
     needs: the columns that training needs besides those of the rollout.
     """
     path = run_dir / "journal.jsonl"
-    state, checkpoint = HubState(), None
+    state, kept = HubState(), list[ev.Event]()
     if opened_by(path) == run_id:
         journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
         state = replay(path)
         _commit(ev.HubRestarted(), state, journal)
         return state, journal
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
-        checkpoint = cut_at_checkpoint(path, latest)
+        kept = cut_at_checkpoint(path, latest)
         state = replay(path)
     elif path.exists() and recipe.run.resume == "auto":
         path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
@@ -236,8 +238,8 @@ def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: st
     samples = recipe.batch.samples_per_prompt
     opened = {"samples_per_prompt": samples, "run_id": run_id, "needs": tuple(sorted(needs))}
     _commit(ev.Opened(epoch=state.epoch + 1, **opened), state, journal)
-    if checkpoint is not None:
-        _commit(checkpoint, state, journal)
+    for event in kept:
+        _commit(event, state, journal)
     return state, journal
 
 

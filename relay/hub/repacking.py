@@ -112,7 +112,8 @@ class Repacking(Handler):
             if row is not None and row.attempt == attempt:
                 claimed.setdefault(row.holder, {})[row_id] = attempt
         for source, rows in claimed.items():
-            attempts = [self.state.groups[row_id.group].next_attempt for row_id in rows]
+            groups = [self.state.group(row_id.group) for row_id in rows]
+            attempts = [group.next_attempt for group in groups if group is not None]
             whose = {"source": source, "holder": sender, "request_id": claim.request_id}
             self.context.commit(ev.Moved(rows=list(rows), attempts=attempts, **whose))
             if source != sender:

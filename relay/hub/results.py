@@ -8,7 +8,7 @@ from ...comm.messages.base import is_partial, process_of
 from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
-from .context import Handler, HubContext
+from .context import Handler, HubContext, is_power_of_ten
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Results(Handler):
     def _fail(self, done: RowDone, reason: str) -> None:
         """Print each reason the first time and whenever its count is 10, 100, ..."""
         self.context.commit(ev.RowFailed(row=done.row, reason=reason))
-        if (count := self.state.failures[reason]) in (10**power for power in range(len(str(count)))):
+        if is_power_of_ten(count := self.state.failures[reason]):
             print(f"failed trajectories: {count} x {reason}", flush=True)
 
     def _filter(self, group: Group) -> None:

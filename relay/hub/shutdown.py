@@ -152,10 +152,11 @@ class Shutdown:
 
         The answer to its claim may have come too late for it to know the newest attempt; the row is its own all the same.
         """
-        rows = [self.hub.state.row(row_id) for row_id in holding.rows]
+        held = zip(holding.rows, holding.attempts, strict=True)
+        rows = [(self.hub.state.row(row_id), attempt) for row_id, attempt in held if not row_id.is_evaluation]
         return sum(
             row is not None and row.status is RowStatus.LEASED and row.holder == holder and attempt <= row.attempt
-            for row, attempt in zip(rows, holding.attempts, strict=True)
+            for row, attempt in rows
         )
 
     def _summary(self, end: RunEnd, done: TrainingDone | None, counted: int) -> dict[str, Any]:
@@ -168,6 +169,8 @@ class Shutdown:
             "exit_code": end.exit_code,
             "steps": state.step,
             "accounting": account,
+            "evaluations": state.evaluations.results,
+            "evaluated": state.evaluations.account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
             "failures": dict(state.failures.most_common(_MAX_REASONS)),

@@ -105,6 +105,30 @@ class RowFailed(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class EvaluationBegun(Event, frozen=True, kw_only=True):
+    """Evaluation `number` of the run begins, on `version`; it was due at version `due`.
+
+    `num_prompts` are those of each file by its name, each with so many `samples`; a reward from `threshold` on is a success.
+    """
+
+    number: int
+    version: int
+    due: int
+    num_prompts: dict[str, int]
+    samples: int
+    threshold: float
+
+
+class Evaluated(Event, frozen=True, kw_only=True):
+    """A sample of the evaluation under way has its reward, and the tokens of its response; or none, by a `failure`."""
+
+    row: RowId
+    reward: float = 0.0
+    num_tokens: int = 0
+    is_truncated: bool = False
+    failure: str = ""
+
+
 class RowsLost(Event, frozen=True, kw_only=True):
     """Every copy of these attempts of rows is lost: the rows are wanted again."""
 

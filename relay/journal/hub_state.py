@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Account, Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
+from .records import Account, EvaluationLog, Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
 from .window import Window
 
 
@@ -48,6 +48,7 @@ class HubState:
     in_training: list[GroupId] = field(default_factory=list)
     queue: QueueIndex = field(default_factory=QueueIndex)
     window: Window = field(default_factory=Window)
+    evaluations: EvaluationLog = field(default_factory=EvaluationLog)
     lost_storage_ids: set[str] = field(default_factory=set)
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
     incarnations: dict[str, int] = field(default_factory=dict)
@@ -66,7 +67,8 @@ class HubState:
     def is_balanced(self) -> bool:
         """Whether the accounting identity holds."""
         a = self.account
-        return a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
+        is_trained = a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
+        return is_trained and self.evaluations.is_balanced
 
     @property
     def num_queued(self) -> int:
@@ -78,12 +80,22 @@ class HubState:
         return [group for group in self.groups.values() if group.step is None]
 
     def rows(self, *statuses: RowStatus) -> list[tuple[RowId, Row]]:
-        """The rows with one of these statuses, and their names."""
+        """The rows of the queue and of training with one of these statuses, and their names."""
         return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
+
+    def leased(self) -> list[tuple[RowId, Row]]:
+        """Every trajectory that a rollout holds, those of an evaluation included."""
+        groups = (*self.groups.values(), *self.evaluations.groups.values())
+        return [(group.row_id(s), group.rows[s]) for group in groups for s in group.samples(RowStatus.LEASED)]
+
+    def group(self, group_id: GroupId) -> Group | None:
+        """An open group, of training or of the evaluation under way."""
+        groups = self.evaluations.groups if group_id.is_evaluation else self.groups
+        return groups.get(group_id)
 
     def row(self, row_id: RowId) -> Row | None:
         """A trajectory, or None if it has met its end."""
-        group = self.groups.get(row_id.group)
+        group = self.group(row_id.group)
         return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
 
     def has_attempt(self, row_id: RowId, attempt: int) -> bool:

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,8 @@ import msgspec
 
 from ...comm.disk import AppendFile, DiskReserve
 from ...comm.errors import DiskFull, HeadraceError
-from .events import Checkpointed, Event, Opened, Trained, decode_event
+from ...comm.messages.base import RowId
+from .events import Checkpointed, Evaluated, EvaluationBegun, Event, Opened, Trained, decode_event
 from .state import HubState, apply
 
 _BLOCK_BYTES = 1 << 20
@@ -151,24 +153,44 @@ def checkpoints_in(path: Path) -> dict[int, int]:
     return found
 
 
-def cut_at_checkpoint(path: Path, step: int) -> Checkpointed:
+def cut_at_checkpoint(path: Path, step: int) -> list[Event]:
     """End the journal with the last optimizer step before a checkpoint; the rest moves to `<name>.discarded-<n>` beside it.
 
-    Returns the checkpoint's event, which the next writer appends. Raises `JournalError` if the journal does not know it.
+    Returns the events that the next writer appends: the checkpoint's, and those of evaluations of its version and earlier
+    ones, which stay true. Raises `JournalError` if the journal does not know the checkpoint.
     """
     if (last_line := checkpoints_in(path).get(step)) is None:
         raise JournalError(f"{path} has no checkpoint of step {step}")
     checkpoint = Checkpointed(step=step, path=str(path.parent / "checkpoints" / f"step_{step}"))
+    kept = [checkpoint, *_evaluations_beyond(path, step, last_line)]
     with path.open("rb") as file:
         kept_bytes = sum(len(line) for line in islice(file, last_line))
         if kept_bytes == path.stat().st_size:
-            return checkpoint
+            return kept
         spare = 1 + len(list(path.parent.glob(f"{path.name}.discarded-*")))
         file.seek(kept_bytes)
         with path.with_name(f"{path.name}.discarded-{spare}").open("wb") as rest:
             shutil.copyfileobj(file, rest)
     os.truncate(path, kept_bytes)
-    return checkpoint
+    return kept
+
+
+def _evaluations_beyond(path: Path, step: int, last_line: int) -> list[Event]:
+    """The events after a line that belong to evaluations of versions up to `step`."""
+    numbers: set[int] = set()
+    found: list[Event] = []
+    with suppress(JournalError):  # `checkpoints_in` has said so
+        for line, event in read_events(path):
+            match event:
+                case EvaluationBegun(version=version, number=number) if version <= step:
+                    numbers.add(number)
+                case EvaluationBegun(number=number) | Evaluated(row=RowId(epoch=number)):
+                    pass
+                case _:
+                    continue
+            if line > last_line and number in numbers:
+                found.append(event)
+    return found
 
 
 def _end_of_last_line(path: Path) -> int:

@@ -1,12 +1,16 @@
-"""The records that the hub keeps: trajectories, their groups, what each task has consumed, and an index of the queue."""
+"""The records that the hub keeps: trajectories, their groups, what each task has consumed, evaluations, and an index of the queue."""
 
 import enum
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...comm.messages.base import GroupId, RowId
+
+if TYPE_CHECKING:
+    from .events import Evaluated, EvaluationBegun
 
 
 class RowStatus(enum.Enum):
@@ -156,6 +160,60 @@ class TaskRecord:
 
 
 @dataclass(slots=True)
+class EvaluationLog:
+    """The evaluation under way, or the last one, and the metrics of all that are complete, in order.
+
+    After every event, in samples: asked = evaluated + failed + open.
+    """
+
+    begun: "EvaluationBegun | None" = None
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    scores: "dict[RowId, Evaluated]" = field(default_factory=dict)
+    num_begun: int = 0
+    num_leased: int = 0
+    """Samples that are being generated."""
+    asked: int = 0
+    evaluated: int = 0
+    failed: int = 0
+    results: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def open(self) -> int:
+        """Samples without an end."""
+        return sum(len(group.samples(RowStatus.WANTED, RowStatus.LEASED)) for group in self.groups.values())
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.asked == self.evaluated + self.failed + self.open
+
+    @property
+    def account(self) -> dict[str, int | bool]:
+        """The invariant's numbers, for print and file."""
+        counts = {"asked": self.asked, "evaluated": self.evaluated, "failed": self.failed, "open": self.open}
+        return counts | {"holds": self.is_balanced}
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no sample has ended or is being generated."""
+        return not self.scores and not self.num_leased
+
+    def is_after(self, due: int) -> bool:
+        """Whether the evaluation that was due at this version has begun."""
+        return self.begun is not None and self.begun.due >= due
+
+    def wanted(self) -> list[Group]:
+        """The groups with samples that no rollout has."""
+        return [group for group in self.groups.values() if group.samples(RowStatus.WANTED)]
+
+    def reopen(self) -> None:
+        """Samples that were being generated have lost their holders."""
+        self.num_leased = 0
+        for group in self.groups.values():
+            for sample in group.samples(RowStatus.LEASED):
+                group.rows[sample].reset()
+
+
+@dataclass(slots=True)
 class QueueIndex:
     """The groups in the queue that can be trained, and how many have begun by their version.
 
@@ -173,6 +231,8 @@ class QueueIndex:
 
     def update(self, group: Group) -> None:
         """Count a group of the queue, one of whose rows changed, as what it is now."""
+        if group.id.is_evaluation:
+            return
         versions = [row.version for row in group.rows if row.status in _STARTED]
         if not versions or group.step is not None:
             self.remove(group.id)

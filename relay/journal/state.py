@@ -12,6 +12,7 @@ from functools import singledispatch
 
 from ...comm.errors import SettingError
 from . import events as ev
+from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
 from .records import Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
 
@@ -21,7 +22,8 @@ if not __debug__:
 
 def apply(event: ev.Event, state: HubState) -> None:
     """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
-    state.window.pass_time(event.t, state.num_queued, len(state.queue.ready), len(state.in_training))
+    counts = (state.num_queued, len(state.queue.ready), len(state.in_training))
+    state.window.pass_time(event.t, *counts, evaluating=state.evaluations.num_leased > 0)
     _change(event, state)
 
 
@@ -48,6 +50,7 @@ def _(event: ev.Opened, state: HubState) -> None:
             group.rows[sample].reset()
         state.unassigned[group.id] = None
     state.window.open()
+    state.evaluations.reopen()
     state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
 
 
@@ -60,9 +63,9 @@ def _(event: ev.HubRestarted, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.Leased, state: HubState) -> None:
-    group = state.groups.get(event.group)
+    group = state.group(event.group)
     if group is None:
-        assert event.attempt == 1, f"group {event.group} is not open"
+        assert event.attempt == 1 and not event.group.is_evaluation, f"group {event.group} is not open"
         group = Group(event.group, state.cursor, [Row() for _ in event.samples])
         state.groups[event.group] = group
         state.cursor += 1
@@ -74,6 +77,7 @@ def _(event: ev.Leased, state: HubState) -> None:
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
         row.status, row.attempt = RowStatus.LEASED, event.attempt
         row.version, row.holder = event.version, event.holder
+    state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32
     grant = state.grants.get(event.holder)
@@ -84,10 +88,15 @@ def _(event: ev.Leased, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.Returned, state: HubState) -> None:
-    group = state.groups[event.group]
+    group = state.group(event.group)
+    assert group is not None, f"group {event.group} is not open"
     for sample in group.samples(RowStatus.LEASED):
-        if group.rows[sample].attempt == event.attempt:
-            group.rows[sample].status = RowStatus.WANTED
+        if group.rows[sample].attempt != event.attempt:
+            continue
+        group.rows[sample].status = RowStatus.WANTED
+        if event.group.is_evaluation:
+            state.evaluations.num_leased -= 1
+        else:
             state.unassigned[event.group] = None
     state.queue.update(group)
 
@@ -159,6 +168,16 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     state.queue.update(group)
     if all(row.status is RowStatus.FAILED for row in group.rows):
         del state.groups[group.id]
+
+
+@_change.register
+def _(event: ev.EvaluationBegun, state: HubState) -> None:
+    begin_evaluation(event, state.evaluations)
+
+
+@_change.register
+def _(event: ev.Evaluated, state: HubState) -> None:
+    end_sample(event, state.evaluations)
 
 
 @_change.register

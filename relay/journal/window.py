@@ -8,6 +8,8 @@ groups spent in generation over the time that the trainer worked: groups that ar
 The margin is learned. A step that starved raises it by the groups that were missing, and the window that starved is kept as a
 floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
 since a group that is not leased now is missing only a generation later.
+
+A step during which rollouts work on an evaluation is not measured: its groups take longer than those of other steps.
 """
 
 import math
@@ -22,7 +24,7 @@ _HEADROOM, _FADE = 1.08, 0.99
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _PAUSE = 0.1
-"""A step that stood still for longer than this share of itself is not measured: a checkpoint or an evaluation."""
+"""A step that stood still for longer than this share of itself is not measured, such as for a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,8 @@ class Window:
     """Seconds since then in which the step lacked groups and none was ready."""
     least_ready: float = math.inf
     most_queued: int = 0
+    is_shared: bool = False
+    """Rollouts worked on an evaluation since then."""
 
     @property
     def limit(self) -> float:
@@ -65,12 +69,15 @@ class Window:
         """Begin after a start or a restart of the run: the step in progress is not measured, since the queue is empty."""
         self.per_step = 0
 
-    def pass_time(self, now: float, num_queued: int, num_ready: int, num_in_training: int) -> None:
-        """The counts have been these since the last call."""
+    def pass_time(
+        self, now: float, num_queued: int, num_ready: int, num_in_training: int, *, evaluating: bool = False
+    ) -> None:
+        """The counts have been these since the last call; `evaluating`: rollouts worked on an evaluation too."""
         seconds = now - self.now
         self.now = now
         if seconds <= 0:
             return  # the wall clock was set back, or two events are of one moment
+        self.is_shared |= evaluating
         self.group_s += seconds * (num_queued - num_ready)
         self.least_ready = min(self.least_ready, num_ready)
         self.most_queued = max(self.most_queued, num_queued)
@@ -79,11 +86,11 @@ class Window:
 
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        is_whole = self.per_step > 0 and busy_s > 0
+        is_whole = self.per_step > 0 and busy_s > 0 and not self.is_shared
         paused_s = self.now - self.began - busy_s - waited_s
         if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
             self._learn(num_groups, busy_s, waited_s)
-        self.per_step, self.began = num_groups, self.now
+        self.per_step, self.began, self.is_shared = num_groups, self.now, False
         self.group_s, self.dry_s, self.least_ready, self.most_queued = 0.0, 0.0, math.inf, 0
 
     def publish(self, steps_late: int) -> None:

@@ -38,11 +38,11 @@ class RowRequester:
         """End this and every later request with `Stop`; the mailbox stays open."""
         self._is_closing.set()
 
-    def request(self, step: int, received: int) -> RowBatch | TrainBatch | Stop:
-        """The next rows, or the hub's `Stop`: `step` is in training, with `received` groups so far."""
+    def request(self, step: int, received: int, evaluated: int = -1) -> RowBatch | TrainBatch | Stop:
+        """The next rows, or the hub's `Stop`: `step` is in training, with `received` groups so far; `evaluated` as in `RequestRows`."""
         request_id = next(self._request_ids)
         open_batches = tuple(sorted(self._open_batches))
-        request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens)
+        request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens, evaluated)
         sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline
         while not self.is_closing:
             if time.monotonic() - sent_at >= REPEAT_S:

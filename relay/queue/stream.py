@@ -39,7 +39,7 @@ class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
     `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
-    Up to `prefetch` + 1 batches wait for `next`.
+    The caller has the evaluations up to version `evaluated`. Up to `prefetch` + 1 batches wait for `next`.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class RowFetcher:
         max_tokens: int,
         steps: range,
         prefetch: int,
+        evaluated: int,
     ) -> None:
         self._requester = requester
         self._storage = storage
@@ -59,6 +60,7 @@ class RowFetcher:
         self._team = team
         self._max_tokens = max_tokens
         self._steps = steps
+        self._evaluated = evaluated
         self._free_places = threading.Semaphore(prefetch + 1)
         self._ahead: queue.Queue[Batch | Exception] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="experience stream", daemon=True)
@@ -100,9 +102,11 @@ class RowFetcher:
             batch = self._fetch(message)
             if isinstance(message, TrainBatch):
                 received += len(batch.row_batch.groups)
+                self._evaluated = int(message.evaluation.get("eval/version", self._evaluated))
                 if received == message.total:
                     step, received = step + 1, 0
-            if batch.row_batch.groups:
+            is_empty_answer = isinstance(message, TrainBatch) and not message.groups
+            if batch.row_batch.groups or is_empty_answer:
                 self._ahead.put(batch)
                 continue
             self._free_places.release()
@@ -114,7 +118,7 @@ class RowFetcher:
         while not self._free_places.acquire(timeout=POLL_S):
             if self._requester.is_closing:
                 break
-        return self._requester.request(step, received)
+        return self._requester.request(step, received, self._evaluated)
 
     def _fetch(self, row_batch: RowBatch | TrainBatch) -> Batch:
         """Plan the micro-batches of all ranks and fetch this rank's. If any rank misses a row, all ranks leave out its group."""
@@ -136,6 +140,7 @@ class ExperienceStream:
     """Batches of `tasks`, the first in the list first, until the hub ends the run. The module's docstring has an example.
 
     `steps` are the optimizer steps to take groups for, if `train` is one of the tasks; the stream ends with the last.
+    The caller has the evaluations up to version `evaluated`.
     """
 
     def __init__(
@@ -148,6 +153,7 @@ class ExperienceStream:
         steps: range = range(0),
         max_tokens: int = 1 << 14,
         prefetch: int = 1,
+        evaluated: int = -1,
         thread_team: ThreadTeam | None = None,
         caller_team: CallerTeam | None = None,
         deadline_s: float = float("inf"),
@@ -159,8 +165,9 @@ class ExperienceStream:
         self._deadline_s = deadline_s
         self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
         self._fetcher = RowFetcher(
-            self._requester, storage, columns, team, max_tokens=max_tokens, steps=steps, prefetch=prefetch
-        )
+            self._requester, storage, columns, team,
+            max_tokens=max_tokens, steps=steps, prefetch=prefetch, evaluated=evaluated,
+        )  # fmt: skip
 
     def start(self) -> "ExperienceStream":
         """Begin to request and fetch; returns the stream."""

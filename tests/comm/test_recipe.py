@@ -21,6 +21,7 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
+eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap

@@ -16,6 +16,8 @@ from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.batch import TRAIN
 from headrace.relay.queue.controller import Task
+from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
+from headrace.relay.queue.schedules import SCHEDULES
 from headrace.relay.queue.tasks import open_sampler
 
 
@@ -31,6 +33,8 @@ class Scene:
         repack: RepackSettings | None = None,
         updates: int = 1,
         prompt: str = "p",
+        evaluation: EvaluationPrompts | None = None,
+        schedule: str = "headrace",
         **queue: int | bool | str,
     ) -> None:
         data = folder / "data.jsonl"
@@ -50,11 +54,12 @@ class Scene:
             HubState(),
             self.journal,
             PromptPool(JsonLines(data), shuffle=True, seed=3),
-            Admission(batch, settings, num_steps=10, sampler=open_sampler(settings.sampler)),
+            Admission(batch, settings, 10, SCHEDULES[schedule], sampler=open_sampler(settings.sampler)),
             settings,
             repack or RepackSettings(),
             clock=lambda: self.now,
             tasks=tasks,
+            evaluation=evaluation,
         )
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=samples, needs=tuple(sorted(needs))))
 

@@ -88,7 +88,8 @@ def test_resuming_at_a_checkpoint_ends_in_the_state_of_its_steps_however_late_it
     recorder.commit(ev.Checkpointed(step=1, path="step_1"))
     recorder.train_step()
     recorder.journal.close()
-    assert cut_at_checkpoint(recorder.path, 1).step == 1
+    (checkpoint,) = cut_at_checkpoint(recorder.path, 1)
+    assert isinstance(checkpoint, ev.Checkpointed) and checkpoint.step == 1
     assert msgspec.msgpack.encode(replay(recorder.path)) == expected
 
 

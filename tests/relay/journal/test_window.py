@@ -129,3 +129,14 @@ def test_the_time_until_a_version_is_complete_is_measured_from_the_end_of_its_st
     window.pass_time(window.now + 0.5, 60, 20, 0)
     window.publish(steps_late=0)
     assert window.published_groups == pytest.approx(100 * 0.5 / STEP_S)
+
+
+def test_a_step_during_which_rollouts_work_on_an_evaluation_changes_nothing():
+    window = started(40, 20)
+    before = (window.in_generation, window.margin, window.step_s)
+    window.pass_time(window.now + STEP_S / 2, 90, 10, 50, evaluating=True)
+    window.pass_time(window.now + STEP_S / 2, 90, 10, 50)
+    window.end_step(100, STEP_S, 0.0)
+    assert (window.in_generation, window.margin, window.step_s) == before
+    pass_step(window, 80, 20)
+    assert window.in_generation > before[0]

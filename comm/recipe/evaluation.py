@@ -1,0 +1,30 @@
+"""`eval`: separate prompts that the rollouts answer beside training, and how their answers are judged."""
+
+from msgspec import Struct
+
+from .fields import Count, NotNegative, OptionalCount
+
+
+class EvalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`eval.*`: evaluation beside training, before the first step, every `every` steps and after the last (docs/evaluation.md)."""
+
+    path: str | tuple[str, ...] = ()
+    """Prompts in the form of `data.path`: one file or data set, or a list; metrics are `eval/NAME/...`, NAME a file's stem."""
+    split: str = "test"
+    """Split of a Hugging Face data set."""
+    every: OptionalCount = 50
+    """Steps between two evaluations; 0 is off."""
+    samples: Count = 1
+    """Responses per prompt: avg@k is the mean reward of k responses, pass@k the chance that one of k succeeds."""
+    temperature: NotNegative = 0.0
+    """Divisor of the logits, in place of `sampling.temperature`; 0 takes the most probable token."""
+    threshold: float = 1.0
+    """Least reward of a success, for pass@k."""
+    max_prompts: Count | None = None
+    """Only the first so many prompts of each file; null takes all."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Each file or data set; none if evaluation is off."""
+        given = (self.path,) if isinstance(self.path, str) else self.path
+        return tuple(path for path in given if path) if self.every else ()

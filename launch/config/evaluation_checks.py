@@ -1,0 +1,27 @@
+"""Checks of `eval.*`: the settings fit together, and every prompt can be read."""
+
+from typing import Any
+
+from ...comm.errors import SettingError
+from ...comm.recipe import DataSettings, Recipe
+from ...comm.recipe.generation import LEAST_TEMPERATURE
+from ...relay.dataset import checked_prompts, open_rows
+from ...relay.queue.evaluation_prompts import evaluation_data
+
+
+def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
+    """The prompts of each file of `eval.path`, with the settings that read it. Raises `SettingError`."""
+    settings = recipe.eval
+    if not settings.paths:
+        return []
+    if 0 < settings.temperature < LEAST_TEMPERATURE:
+        raise SettingError(f"eval.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+    if settings.samples > 1 and settings.temperature == 0:
+        raise SettingError(
+            f"eval.samples={settings.samples}: greedy responses to a prompt are equal; set eval.temperature above 0"
+        )
+    try:
+        data = evaluation_data(recipe.data, settings).values()
+        return [(each, list(checked_prompts(open_rows(each), each.path))) for each in data]
+    except SettingError as error:
+        raise SettingError(str(error).replace("data.path", "eval.path")) from error

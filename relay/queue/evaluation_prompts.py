@@ -1,0 +1,61 @@
+"""The prompts of `eval.path`, file after file, and when an evaluation is due."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ...comm.errors import SettingError
+from ...comm.messages.base import GroupId
+from ...comm.recipe import DataSettings, EvalSettings, Recipe
+from ..dataset import DatasetRows, open_rows
+
+
+class EvaluationPrompts:
+    """The rows of each file by its name, of which `num_prompts` count, and how they are judged.
+
+    An evaluation is due at version 0, every `every` versions, and after the last of `num_steps` steps. `num_shares` rollouts
+    share its prompts.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, DatasetRows], settings: EvalSettings, num_steps: int, num_shares: int = 1
+    ) -> None:
+        limit = settings.max_prompts
+        self.num_prompts = {name: min(len(each), limit or len(each)) for name, each in rows.items()}
+        self.settings = settings
+        self.num_shares = num_shares
+        self._num_steps = num_steps
+        self._rows = [(each, index) for name, each in rows.items() for index in range(self.num_prompts[name])]
+
+    def due(self, version: int) -> int:
+        """The newest version up to this one at which an evaluation is due; -1 before the first version."""
+        return version if version in (-1, self._num_steps) else version - version % self.settings.every
+
+    def row(self, group: GroupId) -> msgspec.Raw:
+        """The row of a group, as JSON."""
+        rows, index = self._rows[group.evaluation_index]
+        return msgspec.Raw(rows[index])
+
+
+def evaluation_names(settings: EvalSettings) -> dict[str, str]:
+    """The path of each file by its name in the metrics: its stem. Raises `SettingError` if two have one name."""
+    named: dict[str, str] = {}
+    for path in settings.paths:
+        name = Path(path).stem
+        if name in named:
+            raise SettingError(f"eval.path: {named[name]} and {path} would both be eval/{name}/...; rename one")
+        named[name] = path
+    return named
+
+
+def evaluation_data(data: DataSettings, settings: EvalSettings) -> dict[str, DataSettings]:
+    """The settings that read each file: those of `data`, with its path and `eval.split`."""
+    named = evaluation_names(settings)
+    return {name: msgspec.structs.replace(data, path=path, split=settings.split) for name, path in named.items()}
+
+
+def open_evaluation(recipe: Recipe) -> EvaluationPrompts | None:
+    """The evaluation of a recipe, None without one. Raises `SettingError` for prompts that cannot be read."""
+    rows = {name: open_rows(data) for name, data in evaluation_data(recipe.data, recipe.eval).items()}
+    return EvaluationPrompts(rows, recipe.eval, recipe.run.steps, recipe.num_replicas) if rows else None
