@@ -12,8 +12,16 @@ class Clock:
     def __init__(self, speed: float = 1.0) -> None:
         self.speed = speed
 
+    def seconds(self) -> float:
+        """Seconds that do not pass faster: those of deadlines."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """The wall clock's seconds since 1970."""
+        return time.time()
+
     def now(self) -> float:
-        return time.monotonic() * self.speed
+        return self.seconds() * self.speed
 
     def sleep_until(self, moment: float) -> float:
         """Sleep until `moment` of this clock; returns by how many of its seconds the caller was late, 0 if it was in time."""
@@ -21,3 +29,6 @@ class Clock:
         if left > 0:
             time.sleep(left / self.speed)
         return max(0.0, -left)
+
+
+REAL_TIME = Clock()

@@ -7,7 +7,6 @@ state is a failpoint too: a place where a bench of faults may let a process fail
 import json
 import os
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,11 +37,11 @@ class Trace:
         folder = run_dir / "trace"
         folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._clock = clock
+        self.clock = clock
         self._state = ""
         self._facts: dict[str, float | int | str] = {}
         self._since = clock.now()
-        self._write({"process": name, "clock": self._since, "wall": time.time(), "speed": clock.speed})
+        self._write({"process": name, "clock": self._since, "wall": clock.wall(), "speed": clock.speed})
 
     def enter(self, state: str, **facts: float | str) -> None:
         """Change to a state; does nothing if the process is in it already, with the same facts."""
@@ -53,14 +52,14 @@ class Trace:
         failpoint(state, **facts)
 
     def now(self) -> float:
-        return self._clock.now()
+        return self.clock.now()
 
     def span(self, state: str, since: float, **facts: float | str) -> None:
         """Write an activity in parallel to the states, from `since` until now."""
         self._write({"state": state, "t": since, "d": self.now() - since, "lane": 1, **facts})
 
     def counters(self, **values: float) -> None:
-        self._write({"t": self._clock.now(), "values": values})
+        self._write({"t": self.clock.now(), "values": values})
 
     def close(self) -> None:
         """Write the last state."""
@@ -68,7 +67,7 @@ class Trace:
         os.close(self._descriptor)
 
     def _end_state(self) -> None:
-        now = self._clock.now()
+        now = self.clock.now()
         if self._state:
             self._write({"state": self._state, "t": self._since, "d": now - self._since, **self._facts})
         self._since = now

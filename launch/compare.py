@@ -1,9 +1,10 @@
 """Compares the schedules: runs them in turn on the same prompts, seeds and devices, and tabulates their figures.
 
-    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N] [--only NAME ...] [--tune] [--json FILE]
+    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--only NAME ...] [--tune]
+        [--virtual] [--json FILE]
 
-RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its own folder under `run.dir`; a run of the same
-recipe that is finished there is not repeated. docs/schedules.md explains the rows.
+RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its own folder under `run.dir`, or one in virtual time
+(`launch/virtual`); a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
 """
 
 import argparse
@@ -48,10 +49,13 @@ class Variant:
     num_gpus: int
     rollouts: int
     gpus_per_rollout: int
+    groups: int = 0
+    """Groups of a global batch; 0 makes it proportional to the GPUs."""
 
     @property
     def folder(self) -> str:
-        return f"{self.name}-{self.num_gpus}gpus-{self.rollouts}rollouts"
+        batch = f"-{self.groups}groups" if self.groups else ""
+        return f"{self.name}-{self.num_gpus}gpus{batch}-{self.rollouts}rollouts"
 
     @property
     def settings(self) -> dict[str, object]:
@@ -60,7 +64,7 @@ class Variant:
         return {
             "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
             "roles.rollout": self.rollouts,
-            "batch.prompts_per_step": REPACK_GROUPS if is_repack else GROUPS_PER_GPU * self.num_gpus,
+            "batch.prompts_per_step": REPACK_GROUPS if is_repack else self.groups or GROUPS_PER_GPU * self.num_gpus,
             "emulated.train_gpus": num_train,
             "emulated.colocated": str(is_colocated).lower(),
             "repack.enabled": str(self.name != "repack-off").lower(),
@@ -72,9 +76,15 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m headrace.launch.compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", help="a recipe of emulated devices")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs in all, batch scaled to them; default: the recipe's")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[], help="GPUs in all; default: the recipe's")
+    parser.add_argument(
+        "--fixed-batch", type=int, default=0, metavar="GROUPS", help="the same batch on any number of GPUs"
+    )
     parser.add_argument("--only", nargs="+", default=[*SCHEDULES, *REPACK], choices=[*SCHEDULES, *REPACK])
     parser.add_argument("--tune", action="store_true", help="find and save each schedule's best split of the GPUs")
+    parser.add_argument(
+        "--virtual", action="store_true", help="in virtual time: one process, no sleeps, any number of GPUs"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     arguments = parser.parse_intermixed_args(words)
     try:
@@ -91,23 +101,34 @@ def main(words: Sequence[str]) -> int:
 
 
 def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
-    """Run the variants, then write table, plots and rows into `run.dir`."""
+    """Run the variants of each number of GPUs, then write tables, plots and rows into `run.dir`."""
     pyplot()  # where matplotlib is missing, say so before the first run
-    per_rollout, folder = recipe.emulated.gpus_per_rollout, Path(recipe.run.dir)
-    num_gpus = arguments.gpus or recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout
-    experiment = Experiment(arguments.recipe, arguments.overrides, folder)
-    if arguments.tune:
-        tune(experiment, [name for name in arguments.only if name in SCHEDULES], num_gpus, per_rollout)
+    per_rollout = recipe.emulated.gpus_per_rollout
+    experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir), arguments.virtual)
+    rows: list[Measurement] = []
+    for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
+        if arguments.tune:
+            tune(experiment, [name for name in arguments.only if name in SCHEDULES], num_gpus, per_rollout)
+        entrants = [
+            replace(variant, groups=arguments.fixed_batch)
+            for variant in variants(arguments.only, num_gpus, per_rollout)
+        ]
+        rows += rows_of(run_all(experiment, entrants, f"compare-{num_gpus}gpus"), num_gpus)
+    if arguments.json is not None:
+        write_json(rows, arguments.json)
+
+
+def run_all(experiment: Experiment, entrants: Sequence[Variant], name: str) -> dict[str, Result]:
+    """Run the variants; writes their table and plot under a name."""
     results: dict[str, Result] = {}
-    for variant in variants(arguments.only, num_gpus, per_rollout):
+    for variant in entrants:
         results[variant.name] = experiment.run(variant.folder, variant.settings)
         print(table({variant.name: results[variant.name]}).splitlines()[-1], flush=True)
     text = table(results) + ablation(results)
-    (folder / f"compare-{num_gpus}gpus.md").write_text(text, encoding="utf-8")
+    (experiment.home / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
-    draw_comparison({name: result.figures for name, result in results.items()}, folder / f"compare-{num_gpus}gpus.png")
-    if arguments.json is not None:
-        write_json(list(rows_of(results)), arguments.json)
+    draw_comparison({name: result.figures for name, result in results.items()}, experiment.home / f"{name}.png")
+    return results
 
 
 def variants(names: Sequence[str], num_gpus: int, per_rollout: int) -> Iterator[Variant]:
@@ -148,16 +169,16 @@ def splits() -> dict[str, dict[str, int]]:
     return msgspec.json.decode(SPLITS.read_bytes(), type=dict[str, dict[str, int]]) if SPLITS.exists() else {}
 
 
-def rows_of(results: Mapping[str, Result]) -> Iterator[Measurement]:
+def rows_of(results: Mapping[str, Result], num_gpus: int) -> Iterator[Measurement]:
     """Tokens per second of each schedule over `sync-colocated`, and the pairs that `results` allows."""
     figures = {name: result.figures for name, result in results.items()}
     base = figures.get("sync-colocated")
     for name in SCHEDULES:
         if name in figures:
             ratio = figures[name].tokens_per_s / base.tokens_per_s if base else float("nan")
-            yield Measurement(name, "sync-colocated", figures[name].tokens_per_s, "tok/s", ratio)
+            yield Measurement(f"{name}-{num_gpus}gpus", "sync-colocated", figures[name].tokens_per_s, "tok/s", ratio)
     pairs = (
-        ("headrace-over-partial", "headrace", "partial", "tokens_per_s", "tok/s"),
+        (f"headrace-over-partial-{num_gpus}gpus", "headrace", "partial", "tokens_per_s", "tok/s"),
         ("weight-wait", "headrace", "one_step", "weight_wait_s", "s"),
         ("repack-tokens", "repack-on", "repack-off", "tokens_per_s", "tok/s"),
         ("repack-kv-utilisation", "repack-on", "repack-off", "kv_util", "share"),
@@ -175,7 +196,6 @@ def table(results: Mapping[str, Result]) -> str:
     for name, result in results.items():
         f = result.figures
         staleness = sum(int(lag) * share for lag, share in f.staleness.items())
-        validity = "" if result.cpu <= CPU_LIMIT else " INVALID"
         cells = {
             "schedule": name,
             "rollouts + train GPUs": f"{result.rollouts} + {result.train_gpus}",
@@ -189,11 +209,18 @@ def table(results: Mapping[str, Result]) -> str:
             "staleness mean (max)": f"{staleness:.2f} ({max(map(int, f.staleness))})",
             "latency mean / max, s": f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
             "weight wait, s": f"{f.weight_wait_s:.1f}",
-            "machine's CPU (own)": f"{result.cpu:.0%} ({result.own_cpu:.0%}){validity}",
+            "machine's CPU (own)": load_of(result),
         }
         rows.append(cells)
     lines = [rows[0], ["---"] * len(rows[0]), *(cells.values() for cells in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def load_of(result: Result) -> str:
+    """The load of the machine during a run, and whether that makes its row invalid."""
+    if result.cpu is None or result.own_cpu is None:
+        return "virtual time"
+    return f"{result.cpu:.0%} ({result.own_cpu:.0%}){'' if result.cpu <= CPU_LIMIT else ' INVALID'}"
 
 
 def ablation(results: Mapping[str, Result]) -> str:

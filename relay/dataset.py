@@ -69,6 +69,32 @@ class TableRows:
             return json.dumps(_without_nan(row), default=str).encode()
 
 
+class PromptRows:
+    """The rows of a data set with their prompts in the column `prompt`, in the form that the settings ask for."""
+
+    def __init__(self, rows: DatasetRows, settings: DataSettings) -> None:
+        self._rows = rows
+        self._settings = settings
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> bytes:
+        """A row; without a usable prompt it is as it was read, but never with another column's prompt."""
+        raw, settings = self._rows[index], self._settings
+        try:
+            row = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return raw
+        if not isinstance(row, dict):
+            return raw
+        if settings.prompt_column != "prompt":
+            row.pop("prompt", None)
+        if (prompt := row.get(settings.prompt_column)) is not None:
+            row["prompt"] = _as_chat(prompt, settings.system_prompt) if settings.is_chat else prompt
+        return msgspec.json.encode(row)
+
+
 class PromptPool:
     """Deals out rows by a cursor: the position in the data is one integer.
 
@@ -97,17 +123,17 @@ class PromptPool:
 
 
 def open_rows(settings: DataSettings) -> DatasetRows:
-    """The rows that `data.path` and `data.split` name. Raises `SettingError` if they cannot be read or are empty."""
+    """The rows that `data.*` describes. Raises `SettingError` if they cannot be read or are empty."""
     path = Path(settings.path)
     is_table = path.suffix == ".parquet" or path.is_dir()
     is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and settings.path.count("/") <= 1
     rows: DatasetRows = TableRows(_load_table(settings, path)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
         raise SettingError(f"data.path: {settings.path} has no rows")
-    return rows
+    return PromptRows(rows, settings) if settings.prompt_column != "prompt" or settings.is_chat else rows
 
 
-def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
+def checked_prompts(rows: DatasetRows, path: str, column: str = "prompt") -> Iterator[str | list[Any]]:
     """The prompt of each row: text, or a list of chat messages. Raises `SettingError` at the first row without one."""
     for index in range(len(rows)):
         if len(rows[index]) > MAX_ROW_BYTES:
@@ -121,10 +147,19 @@ def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
             raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error}){hint}") from error
         if not isinstance(row, dict) or "prompt" not in row:
             has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
-            raise SettingError(f"data.path: {path}:{index + 1} has no `prompt` column; {has}")
+            raise SettingError(f"data.path: {path}:{index + 1} has no `{column}` column; {has}; see data.prompt_column")
         if not isinstance(row["prompt"], str | list):
-            raise SettingError(f"data.path: {path}:{index + 1}: `prompt` must be text or a list of chat messages")
+            raise SettingError(f"data.path: {path}:{index + 1}: `{column}` must be text or a list of chat messages")
         yield row["prompt"]
+
+
+def _as_chat(prompt: Any, system_prompt: str) -> Any:
+    """A text as a message of the user; the system prompt comes before messages that have none."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not (system_prompt and isinstance(messages, list)):
+        return messages
+    has_one = any(isinstance(message, dict) and message.get("role") == "system" for message in messages[:1])
+    return messages if has_one else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _without_nan(value: Any) -> Any:
@@ -153,6 +188,6 @@ def _load_table(settings: DataSettings, path: Path) -> Any:
             return datasets.load_dataset("parquet", data_files=str(path), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))
-        return datasets.load_dataset(settings.path, split=settings.split)
+        return datasets.load_dataset(settings.path, settings.subset or None, split=settings.split)
     except (OSError, ValueError, KeyError) as error:  # the library raises these for a wrong name, split or file
         raise SettingError(f"data.path: cannot load {settings.path}: {str(error).splitlines()[0]}") from error

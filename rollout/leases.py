@@ -1,17 +1,19 @@
 """The leases of a rollout: it requests them from the hub, and holds their trajectories until they are finished."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..comm.mailbox import Mailbox
+from ..comm.clock import REAL_TIME, Clock
 from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
 from .engine.sequence import Completion
-from .pacing import RolloutPacing
+
+if TYPE_CHECKING:
+    from ..comm.mailbox import Mailbox
+    from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
 
@@ -38,6 +40,18 @@ class LeasedRow:
         done = self.completion
         return [] if done is None else self.first_versions(len(done.prompt_ids), len(done.token_ids))
 
+    def drawn_by(self) -> set[int]:
+        """The versions that drew a token of the finished response."""
+        if self.completion is None:
+            return set()
+        num_prompt, end = len(self.completion.prompt_ids), len(self.completion.token_ids)
+        versions, starts = [self.version], [0]
+        for position, version in self.switches:
+            versions.append(version)
+            starts.append(position - num_prompt)
+        spans = zip(versions, starts, [*starts[1:], end], strict=True)
+        return {version for version, first, last in spans if first < min(last, end)}
+
     def first_versions(self, num_prompt: int, num_tokens: int) -> list[int]:
         """The version that drew each of the first `num_tokens` tokens of the response to a prompt of `num_prompt` tokens."""
         versions = [self.version] * num_tokens
@@ -58,18 +72,20 @@ class HeldLeases:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: "Mailbox",
         incarnation: int,
         samples_per_prompt: int,
-        pacing: RolloutPacing,
+        pacing: "RolloutPacing",
         *,
         can_continue: bool = False,
+        clock: Clock = REAL_TIME,
     ) -> None:
         """`can_continue`: this rollout continues trajectories that another began."""
         self.held: dict[int, LeasedRow] = {}
         self._mailbox = mailbox
         self._samples_per_prompt = samples_per_prompt
         self._pacing = pacing
+        self._clock = clock
         self._taken = 0
         self.can_continue = can_continue
         self._evaluates = False
@@ -101,7 +117,7 @@ class HeldLeases:
         While an evaluation may have prompts left it requests those alone, even if a newer version is out.
         """
         if self._is_asking:
-            if time.monotonic() - self._asked_at > REPEAT_S:
+            if self._clock.seconds() - self._asked_at > REPEAT_S:
                 self._send()
             return
         groups = math.ceil(room / self._samples_per_prompt)
@@ -167,5 +183,5 @@ class HeldLeases:
         self._mailbox.send("hub", LeaseReturn(groups, attempts, is_gone))
 
     def _send(self) -> None:
-        self._asked_at = time.monotonic()
+        self._asked_at = self._clock.seconds()
         self._mailbox.send("hub", self._request)

@@ -5,6 +5,7 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from .engine.sampling import SamplingParams
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
 from .migration.migration import Migration, MoveDeadlines
+from .migration.transport import Transfers
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
-from .rewards.pool import ScoreRequest
-from .row_writer import FinishedRow, RowWriter
+from .rewards.groups import WholeGroups
+from .rewards.process import ScoreRequest
+from .row_writer import FinishedRow, RowWriter, Writer
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +48,10 @@ class Rollout:
         generator: Generator,
         rewards: Rewards,
         deadlines: MoveDeadlines | None = None,
+        *,
+        clock: Clock | None = None,
+        row_writer: Writer | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self.generator = generator
         self.max_running = recipe.generator.max_running
@@ -56,18 +63,20 @@ class Rollout:
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
+        self._clock = clock or Clock(recipe.emulated.speed)
         streams = generator.can_stream and recipe.rollout.stream_tokens > 0
-        self.leases = HeldLeases(
-            self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, self._pacing, can_continue=streams
-        )
+        settings = (recipe.batch.samples_per_prompt, self._pacing)
+        self.leases = HeldLeases(self._mailbox, fleet.incarnation, *settings, can_continue=streams, clock=self._clock)
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
-        self._row_writer = RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
-        self._clock = Clock(recipe.emulated.speed)
+        self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
-        self.migration = Migration(fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines)
+        self.migration = Migration(
+            fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
+        )
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
+        self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
         self._totals = _Totals()
 
     def run(self) -> None:
@@ -86,6 +95,7 @@ class Rollout:
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
+        self._totals.end_idle(self._clock.now())
         self._read_messages()
         self.migration.advance()
         self._request_leases(self._update_weights())
@@ -153,9 +163,13 @@ class Rollout:
                 self._read_messages(IDLE_S)
                 wait.check()
         if not self._is_stopped:
-            self._take_weights()
-            if self._pacing.repacks:
-                self.migration.begin()
+            self.begin()
+
+    def begin(self) -> None:
+        """Take the first version, which is there."""
+        self._take_weights()
+        if self._pacing.repacks:
+            self.migration.begin()
 
     def _update_weights(self) -> bool:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
@@ -206,7 +220,7 @@ class Rollout:
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
         for held in fresh:
-            self._finish_row(held, reward=None, failure=problem)
+            self._finish_row(held, ScoreRequest(held, held.row, "", [], failure=problem))
 
     def _request_leases(self, is_outdated: bool) -> None:
         if self.generator.idle:
@@ -220,8 +234,8 @@ class Rollout:
         started = self._clock.now()
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
+            self._totals.idle_since = started
             self._read_messages(IDLE_S)
-            self._totals.idle_s += self._clock.now() - started
             return
         for completion in self.generator.step():
             held = self.leases.held.get(completion.trajectory_id)
@@ -229,16 +243,20 @@ class Rollout:
                 continue  # another rollout got the lease before it finished
             held.completion = completion
             self._totals.tokens += len(completion.token_ids) - held.num_kept
-            request = ScoreRequest(held, held.row, completion.text, completion.token_ids)
+            request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version)
             if completion.finish_reason == "error":
                 request.failure = "the policy's logits are not finite"
                 self._scored.append(request)
+            elif self._groups is not None:
+                self._groups.add(request)
             else:
                 self._rewards.submit(request)
         self._totals.busy_s += self._clock.now() - started
 
     def _submit_scored(self) -> None:
-        """Queue scored rows for writing, except those whose claim is unanswered."""
+        """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
+        for group in self._groups.complete() if self._groups is not None else []:
+            self._rewards.submit(*group)
         scored, self._scored = [*self._scored, *self._rewards.finished()], []
         for each in scored:
             held: LeasedRow = each.key
@@ -247,14 +265,14 @@ class Rollout:
             if held.claim_id:
                 self._scored.append(each)
             else:
-                self._finish_row(held, each.reward, each.failure)
+                self._finish_row(held, each)
 
-    def _finish_row(self, held: LeasedRow, reward: float | None, failure: str) -> None:
+    def _finish_row(self, held: LeasedRow, scored: ScoreRequest) -> None:
         del self.leases.held[held.row_id.number]
         if held.row_id.is_evaluation:
-            self._mailbox.send("hub", _scored(held, reward, failure))
+            self._mailbox.send("hub", _scored(held, scored.reward, scored.failure))
         else:
-            self._row_writer.submit(FinishedRow(held, reward, failure))
+            self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info))
 
     def _report(self) -> None:
         now = self._clock.now()
@@ -266,7 +284,7 @@ class Rollout:
         load = LoadReport(
             version=g.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
             tokens=m.tokens, busy_s=m.busy_s, idle_s=m.idle_s, pull_s=m.pull_s, kv_used=self.migration.kv_used,
-            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound,
+            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound, prefilled=g.num_prefilled, found=g.num_found,
         )  # fmt: skip
         self._mailbox.send("hub", load)
         self._trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
@@ -281,6 +299,13 @@ class _Totals:
     idle_s: float = 0.0
     pull_s: float = 0.0
     reported_at: float = 0.0
+    idle_since: float = math.inf
+    """When the idle turn before this one began; infinite after another one."""
+
+    def end_idle(self, now: float) -> None:
+        """Count the idle turn before this one, which ends now."""
+        self.idle_s += max(0.0, now - self.idle_since)
+        self.idle_since = math.inf
 
 
 def _scored(held: LeasedRow, reward: float | None, failure: str) -> SampleScored:
@@ -299,4 +324,4 @@ def _scored(held: LeasedRow, reward: float | None, failure: str) -> SampleScored
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The rollout's process."""
     generator = open_generator(fleet, recipe)
-    Rollout(fleet, recipe, generator, open_rewards(recipe.rollout.engine, recipe.reward)).run()
+    Rollout(fleet, recipe, generator, open_rewards(recipe)).run()

@@ -3,9 +3,10 @@
 import queue
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from ..comm.mailbox import Mailbox
@@ -27,6 +28,23 @@ class FinishedRow:
     held: "LeasedRow"
     reward: float | None
     failure: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Notes of the reward functions, as in `ScoreRequest`."""
+
+    def report(self, storage_ids: list[str]) -> RowDone:
+        """The message to the hub about the row, which these units have."""
+        held, done, versions = self.held, self.held.completion, self.held.drawn_by()
+        return RowDone(
+            row=held.row_id,
+            attempt=held.attempt,
+            version=min(versions, default=held.version),
+            storage_ids=storage_ids,
+            num_tokens=len(done.prompt_ids) + len(done.token_ids) if done else 0,
+            reward=self.reward,
+            num_versions=len(versions) or 1,
+            failure=self.failure,
+            num_kept=held.num_kept,
+        )
 
     def columns(self) -> dict[str, np.ndarray]:
         """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
@@ -40,7 +58,18 @@ class FinishedRow:
             "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
+            "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
         }
+
+
+class Writer(Protocol):
+    """Takes finished trajectories, and the first tokens of unfinished ones."""
+
+    def start(self) -> None: ...
+
+    def submit(self, row: FinishedRow | list[StreamedRow]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RowWriter:
@@ -86,16 +115,6 @@ class RowWriter:
             self._error = error
 
     def _write(self, row: FinishedRow) -> None:
-        held, done, versions = row.held, row.held.completion, row.held.token_versions()
-        message = RowDone(
-            row=held.row_id,
-            attempt=held.attempt,
-            version=min(versions, default=held.version),
-            storage_ids=[] if row.failure else self._storage.put_row(held.row_id.key(held.attempt), row.columns()),
-            num_tokens=len(done.prompt_ids) + len(done.token_ids) if done else 0,
-            reward=row.reward,
-            num_versions=len(set(versions)) or 1,
-            failure=row.failure,
-            num_kept=held.num_kept,
-        )
-        self._mailbox.send("hub", message)
+        held = row.held
+        units = [] if row.failure else self._storage.put_row(held.row_id.key(held.attempt), row.columns())
+        self._mailbox.send("hub", row.report(units))

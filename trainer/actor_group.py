@@ -3,8 +3,9 @@
 Only rank 0 talks to the hub. It broadcasts the metadata of each batch, and each rank fetches its own rows.
 """
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -142,6 +143,16 @@ class ActorGroup:
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names of all ranks, sorted; a collective."""
+        text = json.dumps(sorted(names)).encode()
+        length = int(self.all_reduce_max([len(text)])[0])
+        texts = torch.zeros(self.size, length, dtype=torch.uint8)
+        texts[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if self.size > 1:
+            dist.all_reduce(texts, dist.ReduceOp.SUM)
+        return sorted({name for row in texts for name in json.loads(row.numpy().tobytes().rstrip(b"\0"))})
 
     def close(self) -> None:
         self._is_closed.set()

@@ -18,10 +18,10 @@ from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
 from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
-from ..relay.queue.stream import ExperienceStream, RunStopped
+from ..relay.queue.stream import ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
 from .checkpoint import CheckpointWriter
-from .learners.base import open_learner
+from .learners.base import Learner, open_learner
 from .metrics import MetricsLog, Value, console_line, evaluation_line
 from .recovery import request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
@@ -31,7 +31,15 @@ from .step_stats import StepStats
 class Trainer:
     """One rank of the trainer. Rank 0 also talks to the hub and writes the run folder."""
 
-    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        recipe: Recipe,
+        *,
+        learner: Learner | None = None,
+        stream: Stream | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
         self.incarnation = fleet.incarnation
@@ -40,13 +48,13 @@ class Trainer:
         if fleet.me.index == 0 and fleet.incarnation > 1:
             num_trained = request_restart(self.mailbox, fleet.incarnation, recipe.comm.deadline_s)
         self.storage = ReplicatedRows(fleet)
-        self.learner = open_learner(fleet, recipe)
+        self.learner = learner or open_learner(fleet, recipe)
         self.group = self.learner.group
         is_resumed = recipe.run.resume == "auto"
         self.first_step = restore_newest(self.learner, self.run_dir, num_trained, is_resumed=is_resumed)
         """The step that the run continues with; those between the checkpoint and this one are trained again."""
         self.step_log = self._open_step_log()
-        self.clock = Clock(recipe.emulated.speed)
+        self.clock = clock or Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoints = CheckpointWriter(
@@ -61,10 +69,16 @@ class Trainer:
         """A checkpoint of a later step than this is wanted, beside those of `checkpoint.every`."""
         self.metrics: dict[str, Value] = {}
         self.evaluates = bool(recipe.eval.paths)
-        tasks = [TRAIN]
+        self.stream = stream or self._open_stream()
+        self.waited_s = 0.0
+        self.resumed_at = self.clock.now()
+        """When the last step ended, or later by the time of a checkpoint since then."""
+
+    def _open_stream(self) -> Stream:
+        tasks, recipe = [TRAIN], self.recipe
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
             tasks.append(REFERENCE.name)
-        self.stream = ExperienceStream(
+        return ExperienceStream(
             self.mailbox,
             self.storage,
             tasks,
@@ -75,9 +89,6 @@ class Trainer:
             caller_team=self.group,
             deadline_s=recipe.comm.deadline_s,
         )
-        self.waited_s = 0.0
-        self.resumed_at = self.clock.now()
-        """When the last step ended, or later by the time of a checkpoint since then."""
 
     def _open_step_log(self) -> StepLog | None:
         if not self.recipe.run.save_rows:

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ class StepStats:
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
+        self._notes: dict[str, tuple[float, int]] = {}
+        """Sum and count of each number that reward functions noted on responses."""
 
     @property
     def weight(self) -> float:
@@ -54,6 +57,11 @@ class StepStats:
         for response, truncated in zip(batch["response_ids"], batch["truncated"], strict=True):
             self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
             self._update_max(response_tokens=len(response))
+        for row in batch.rows:
+            if (notes := batch.columns[row.key].get("reward_info")) is not None:
+                for name, value in msgspec.json.decode(notes.tobytes()).get("metrics", {}).items():
+                    total, count = self._notes.get(name, (0.0, 0))
+                    self._notes[name] = (total + value, count + 1)
 
     def add_non_finite(self, num_tokens: int) -> None:
         """Count tokens that have no loss, since a column has no finite number for them."""
@@ -88,6 +96,9 @@ class StepStats:
         """Sum over the ranks; a collective."""
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
+        names = group.union(self._notes)
+        totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
+        self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""
@@ -117,6 +128,7 @@ class StepStats:
             "staleness/max": float(max(staleness)),
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
+        out = {f"reward/{name}": total / count for name, (total, count) in self._notes.items()} | out
         if s["router_loss"]:
             out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:

@@ -130,3 +130,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Tokens that the cache holds."""
     batch_bound: int = 0
     """Trajectories beyond which a decode step takes notably longer; 0 if it cannot take part in repacking."""
+    prefilled: int = 0
+    """Tokens that it has prefilled."""
+    found: int = 0
+    """Tokens that its prefix cache had, so that they were not prefilled."""

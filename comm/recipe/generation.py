@@ -40,6 +40,8 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Fraction of its GPU's memory that a rollout may use."""
     prefill_tokens: Count = 2048
     """Most prompt tokens that are prefilled in one step."""
+    prefix_cache: bool = True
+    """Find keys and values of earlier tokens again for prompts that begin with the same tokens, within a version."""
     exact: bool = False
     """Make the log-probabilities of generator and trainer equal bit for bit (CPU; Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
     attention: str = "auto"

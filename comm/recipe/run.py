@@ -1,10 +1,15 @@
 """`run`, `roles`, `model`, `data` and `reward`: what a run trains on, and with which processes."""
 
+from pathlib import PurePath
 from typing import Literal
 
 from msgspec import Struct
 
+from ..errors import SettingError
 from .fields import Count, NotNegative, OptionalCount, ScheduleName
+
+_STATISTICS = ("mean", "std", "min", "max")
+"""Metrics of the sum, `reward/mean` and so on."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,21 +59,54 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`data.*`: the prompts."""
 
     path: str = ""
-    """JSONL or parquet file, or Hugging Face data set, with prompts (text or chat messages) in the column `prompt`."""
+    """JSONL or parquet file, or Hugging Face data set."""
+    subset: str = ""
+    """Subset (configuration) of a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
+    prompt_column: str = "prompt"
+    """Column of the prompts: text, or chat messages with `role` and `content`."""
+    system_prompt: str = ""
+    """System message before each prompt that has none; text prompts become messages of the user."""
+    chat_template: str = ""
+    """File or text of a chat template in place of the tokenizer's; `tokenizer` is its own, for text prompts too."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether text prompts become messages of the user."""
+        return bool(self.system_prompt or self.chat_template)
+
 
 class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`reward.*`: the user's reward function."""
+    """`reward.*`: the reward functions."""
 
-    path: str = ""
-    """`FILE.py:FUNCTION`, called as f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]."""
+    path: str | tuple[str, ...] = ""
+    """`FILE.py:FUNCTION` in TRL's or verl's form, math, gsm8k, format or length, or a list of these (docs/rewards.md)."""
+    weights: tuple[float, ...] = ()
+    """Weights of the functions' rewards in their sum; empty is 1 for each."""
+    batch: Literal["sample", "group"] = "sample"
+    """Unit of a call: with `group` it gets all samples of each of its prompts, for functions that compare them."""
     timeout_s: NotNegative = 30.0
     """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1
     """Reward processes per rollout."""
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The functions by name; functions of one name get that of their file before it. Raises `SettingError`."""
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        names = [path.rpartition(":")[2] for path in paths]
+        unique = [
+            name if names.count(name) == 1 else f"{PurePath(path.rpartition(':')[0]).stem}.{name}"
+            for name, path in zip(names, paths, strict=True)
+        ]
+        for name in unique:
+            if unique.count(name) > 1 or name in _STATISTICS:
+                raise SettingError(f"reward.path: the name '{name}' is taken already; give the function another one")
+        return dict(zip(unique, paths, strict=True))

@@ -6,6 +6,7 @@ Every check raises `SettingError`. Bounds of one setting are at its field in `co
 import ast
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 from msgspec import structs
 
 from ...comm.errors import SettingError
-from ...comm.recipe import DataSettings, Recipe
+from ...comm.recipe import DataSettings, Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
+from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .algorithm_checks import check_algorithm
@@ -163,7 +165,7 @@ def check_run_folder(recipe: Recipe) -> None:
 
 def _check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
-    check_function("reward.path", recipe.reward.path)
+    check_rewards(recipe.reward)
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
@@ -189,10 +191,24 @@ def check_files(role: str, recipe: Recipe) -> None:
             " for checkpoints"
         )
     if role == "rollout":
-        check_function("reward.path", recipe.reward.path)
+        check_rewards(recipe.reward)
     if role == "task":
         for task in recipe.queue.tasks:
             check_function("queue.tasks", task.function)
+
+
+def check_rewards(settings: RewardSettings) -> None:
+    """Every reward function exists, and has a weight if there are any."""
+    functions = settings.functions
+    if settings.weights and len(settings.weights) != len(functions):
+        raise SettingError(
+            f"reward.weights: {len(settings.weights)} weights for {len(functions)} functions of reward.path"
+        )
+    for path in functions.values() or [""]:
+        if path not in READY:
+            check_function("reward.path", path)
+        elif (package := NEEDS.get(path)) is not None and find_spec(package) is None:
+            raise SettingError(f"reward.path: {path} needs the package {package}: pip install 'headrace[{path}]'")
 
 
 def _check_optimizer(recipe: Recipe) -> None:
@@ -229,8 +245,8 @@ def check_function(setting: str, path: str) -> None:
 
 def check_data(settings: DataSettings) -> list[Any]:
     """The prompts of the data; every row is checked."""
-    _given("data.path", settings.path, "a file or data set with a `prompt` column")
-    return list(checked_prompts(open_rows(settings), settings.path))
+    _given("data.path", settings.path, "a file or data set with a column of prompts")
+    return list(checked_prompts(open_rows(settings), settings.path, settings.prompt_column))
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
@@ -238,7 +254,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     context, wanted = policy.context, recipe.sampling.max_new_tokens
     if not context:
         return []
-    lengths = _long_lengths(prompts, policy, room=context - wanted)
+    lengths = _long_lengths(prompts, policy, recipe.data, room=context - wanted)
     too_long = [number for number, length in lengths.items() if length >= context]
     if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
         number = too_long[0]
@@ -258,7 +274,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     return warnings
 
 
-def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int, int]:
+def _long_lengths(prompts: list[Any], policy: ModelFiles, settings: DataSettings, room: int) -> dict[int, int]:
     """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
     doubtful = [
         number
@@ -271,7 +287,7 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int
     from ...trainer.policy.model import load_tokenizer
 
     tokenizer = load_tokenizer(policy.folder)
-    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer)) for number in doubtful}
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer, settings)) for number in doubtful}
 
 
 def _given(name: str, value: str, meaning: str) -> str:

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...comm.waits import waiting
 from ..config.checks import check_recipe
-from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
+from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml, save_recipe
 from ..processes.child import Child, print_message
 from .figures import Figures, figures_of, window_of
 from .plots import draw_gantt
@@ -22,19 +22,21 @@ from .timeline import Timeline
 
 RESULT_FILE = "outcome.json"
 POLL_S = 0.5
+MAX_GANTT = 64
+"""Processes of the largest run that a Gantt chart is drawn of."""
 END_S = 120.0
 """Seconds that an interrupted run has to end, more than the launcher takes until it kills the run."""
 
 
 class Result(msgspec.Struct, frozen=True):
     """The result of one run. `cpu` is the busy share of the machine while the run was measured, other load included;
-    `own_cpu` is the share that the run itself took."""
+    `own_cpu` is the share that the run itself took. Both are None in virtual time, which no load changes."""
 
     folder: str
     rollouts: int
     train_gpus: int
-    cpu: float
-    own_cpu: float
+    cpu: float | None
+    own_cpu: float | None
     figures: Figures
 
 
@@ -45,10 +47,12 @@ class Experiment:
     recipe: str
     overrides: Sequence[str]
     home: Path
+    is_virtual: bool = False
+    """Runs are in virtual time, not of processes."""
 
     def run(self, folder: str, settings: Mapping[str, object]) -> Result:
         """Run with these settings, or read the result of an earlier run of the same recipe; raises `SettingError`."""
-        run_dir = self.home / folder
+        run_dir = self.home / (f"{folder}-virtual" if self.is_virtual else folder)
         words = [*self.overrides, *(f"{key}={value}" for key, value in settings.items()), f"run.dir={run_dir}"]
         recipe = read_recipe(self.recipe, words)
         if not recipe.data.path:
@@ -57,23 +61,18 @@ class Experiment:
         if (result := _kept(run_dir, recipe)) is not None:
             return result
         check_recipe(recipe)
-        print_message(f"{folder} runs")
-        monitor, started, before = CpuMonitor(), time.monotonic(), os.times()
-        if code := monitor.watch([sys.executable, "-m", "headrace.launch.run", self.recipe, *words]):
-            raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
-        seconds, after = time.monotonic() - started, os.times()
-        own = (after.children_user + after.children_system - before.children_user - before.children_system) / seconds
-        timeline = Timeline.read(run_dir)
-        window = window_of(timeline, recipe.run.steps)
-        result = Result(
-            folder=str(run_dir),
-            rollouts=recipe.roles.rollout,
-            train_gpus=recipe.emulated.train_gpus,
-            cpu=monitor.share(window.start / timeline.speed, window.end / timeline.speed),
-            own_cpu=own / (os.cpu_count() or 1),
-            figures=figures_of(run_dir, timeline, window, recipe.emulated.prefill_us * 1e-6),
-        )
-        draw_gantt(timeline, folder, run_dir / "gantt.png")
+        print_message(f"{run_dir.name} runs")
+        if self.is_virtual:
+            from ..virtual.run import VirtualRun  # it loads torch, which runs of processes do not need here
+
+            save_recipe(recipe)
+            VirtualRun(recipe).run()
+            result = _result(run_dir, recipe, lambda start, end: None, None)
+        else:
+            monitor, own_cpu = CpuMonitor(), _OwnCpu()
+            if code := monitor.watch([sys.executable, "-m", "headrace.launch.run", self.recipe, *words]):
+                raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
+            result = _result(run_dir, recipe, monitor.share, own_cpu.share())
         (run_dir / RESULT_FILE).write_bytes(msgspec.json.encode(result))
         return result
 
@@ -112,10 +111,40 @@ class CpuMonitor:
         return (inside[-1][1] - inside[0][1]) / (inside[-1][2] - inside[0][2])
 
 
+class _OwnCpu:
+    """The share of the machine that the child processes take from now on."""
+
+    def __init__(self) -> None:
+        self._before = os.times()
+
+    def share(self) -> float:
+        after, before = os.times(), self._before
+        busy = after.children_user + after.children_system - before.children_user - before.children_system
+        return busy / (after.elapsed - before.elapsed) / (os.cpu_count() or 1)
+
+
 def busy_and_all() -> tuple[float, float]:
     """Ticks that all CPUs of this machine were busy, and all ticks, since it started."""
     ticks = [float(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _result(
+    run_dir: Path, recipe: Recipe, cpu: Callable[[float, float], float | None], own_cpu: float | None
+) -> Result:
+    """The figures of a finished run, and its Gantt chart."""
+    timeline = Timeline.read(run_dir)
+    window = window_of(timeline, recipe.run.steps)
+    if len(timeline.spans) <= MAX_GANTT:
+        draw_gantt(timeline, run_dir.name, run_dir / "gantt.png")
+    return Result(
+        folder=str(run_dir),
+        rollouts=recipe.roles.rollout,
+        train_gpus=recipe.emulated.train_gpus,
+        cpu=cpu(window.start / timeline.speed, window.end / timeline.speed),
+        own_cpu=own_cpu,
+        figures=figures_of(run_dir, timeline, window, recipe.emulated.prefill_us * 1e-6),
+    )
 
 
 def _kept(run_dir: Path, recipe: Recipe) -> Result | None:

@@ -42,12 +42,15 @@ class Leases(Handler):
         }
 
     def advance(self) -> None:
+        state = self.state
+        has_work = state.unassigned or self.evaluations.prompts is not None or self.admission.free_places(state)
+        if not self.context.is_leasing or self.context.awaits_queue or not has_work:
+            return  # at scale hundreds ask, and most messages change nothing for them
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
-        may_lease = self.context.is_leasing and not self.context.awaits_queue
-        requests = list(self._requests.items()) if may_lease else []
+        requests = list(self._requests.items())
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
-            share = math.ceil(self.admission.free_places(self.state) / num_asking)
-            version, prompts = self.evaluations.lease(holder, request, self.state.samples_per_prompt)
+            share = math.ceil(self.admission.free_places(state) / num_asking)
+            version, prompts = self.evaluations.lease(holder, request, state.samples_per_prompt)
             if prompts or request.only_evaluation:
                 self._answer(holder, LeaseGrant(request.request_id, version, prompts))
             elif (older := self._older_version(holder, request)) is not None:

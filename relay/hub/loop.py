@@ -57,28 +57,33 @@ SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The hub's process, from the first message to the summary."""
-    run_dir, queue = Path(recipe.run.dir), recipe.queue
-    mailbox = fleet.open_mailbox("hub")
-    tasks = pipeline(queue, recipe.algorithm)
-    state, journal = open_journal(run_dir, recipe, tasks[TRAIN].needs, fleet.run_id)
-    pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
-    schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
-    micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
-    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
-    clock = Clock(recipe.emulated.speed).now
-    evaluation = open_evaluation(recipe)
-    hub = Hub(mailbox, state, journal, pool, admission, queue, recipe.repack, clock, tasks, evaluation=evaluation)
+    hub = open_hub(fleet, recipe, Clock(recipe.emulated.speed))
     loop = HubLoop(hub, fleet)
-    if state.hub_restarts:
+    if hub.state.hub_restarts:
         loop.recover()
-    elif state.checkpointed >= 0:
+    elif hub.state.checkpointed >= 0:
         hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
-    write_summary(run_dir, ended | {"hosts": names_by_host(loop.seen.values())})
-    journal.close()
-    mailbox.close()
+    write_summary(Path(recipe.run.dir), ended | {"hosts": names_by_host(loop.seen.values())})
+    hub.context.journal.close()
+    hub.mailbox.close()
+
+
+def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
+    """The hub of a recipe, with its inbox, and its journal in the run folder."""
+    queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
+    mailbox = fleet.open_mailbox("hub")
+    state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock)
+    pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
+    schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
+    micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
+    admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
+    return Hub(
+        mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
+        evaluation=open_evaluation(recipe),
+    )  # fmt: skip
 
 
 class HubLoop:
@@ -211,7 +216,9 @@ class HubLoop:
         self.hub.on_process_death(dead.name, reason)
 
 
-def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str) -> tuple[HubState, Journal]:
+def open_journal(
+    run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str, clock: Clock
+) -> tuple[HubState, Journal]:
     """The journal of a run folder, and the state after its last event.
 
     It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run.
@@ -222,7 +229,7 @@ def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: st
     if opened_by(path) == run_id:
         journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
         state = replay(path)
-        _commit(ev.HubRestarted(), state, journal)
+        _commit(ev.HubRestarted(), state, journal, clock)
         return state, journal
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
         kept = cut_at_checkpoint(path, latest)
@@ -237,13 +244,13 @@ def open_journal(run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: st
     journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
     samples = recipe.batch.samples_per_prompt
     opened = {"samples_per_prompt": samples, "run_id": run_id, "needs": tuple(sorted(needs))}
-    _commit(ev.Opened(epoch=state.epoch + 1, **opened), state, journal)
+    _commit(ev.Opened(epoch=state.epoch + 1, **opened), state, journal, clock)
     for event in kept:
-        _commit(event, state, journal)
+        _commit(event, state, journal, clock)
     return state, journal
 
 
-def _commit(event: ev.Event, state: HubState, journal: Journal) -> None:
-    stamped = ev.stamped(event)
+def _commit(event: ev.Event, state: HubState, journal: Journal, clock: Clock) -> None:
+    stamped = ev.stamped(event, clock.wall())
     journal.append(stamped)
     apply(stamped, state)

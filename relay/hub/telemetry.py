@@ -69,9 +69,14 @@ class FleetStats:
                 continue
             out[f"idle/{role}"] = idle / (busy + idle)
             if loads := [meter.now for meter in meters if isinstance(meter.now, LoadReport)]:
-                before = [meter.before.tokens for meter in meters if isinstance(meter.before, LoadReport)]
-                tokens = sum(load.tokens for load in loads) - sum(before)
+                before = [meter.before for meter in meters if isinstance(meter.before, LoadReport)]
+                tokens, prefilled, found = (
+                    sum(getattr(load, name) for load in loads) - sum(getattr(load, name) for load in before)
+                    for name in ("tokens", "prefilled", "found")
+                )
                 out["rollout/tok_per_s"] = tokens * len(loads) / (busy + idle)
+                if found + prefilled:
+                    out["rollout/prefix_cache_hit_rate"] = found / (found + prefilled)
                 out["rollout/kv_util"] = sum(load.kv_util for load in loads) / len(loads)
                 out["weights/pull_s"] = max(load.pull_s for load in loads)
         return Snapshot(out, sums, [(meter, meter.now) for meter in self._meters.values()])

@@ -11,7 +11,7 @@ With several ranks, rank 0 talks to the hub and broadcasts its answers, and each
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -134,6 +134,18 @@ class RowFetcher:
         flags = self._team.true_anywhere(list(missing.values()))
         lost = [group for group, is_lost in zip(missing, flags, strict=True) if is_lost]
         return batch.without(lost) if lost else batch
+
+
+class Stream(Protocol):
+    """A source of batches, as the trainer's loop uses it."""
+
+    def start(self) -> object: ...
+
+    def next(self) -> Batch: ...
+
+    def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ExperienceStream:

@@ -13,7 +13,16 @@ from .samplers import Sampler
 
 REFERENCE = Task("reference", yields=("ref_logprobs",))
 """Log-probabilities of the initial policy, for the KL term of the loss."""
-ROLLOUT_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "loss_mask", "reward", "truncated")
+ROLLOUT_COLUMNS = (
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "versions",
+    "loss_mask",
+    "reward",
+    "truncated",
+    "reward_info",
+)
 """The columns that a rollout writes."""
 
 

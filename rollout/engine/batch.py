@@ -10,7 +10,7 @@ from .sampling import SamplingBatch
 from .to_device import to_device
 
 if TYPE_CHECKING:
-    from .kv_cache import PagePool
+    from .page_pool import PagePool
     from .sequence import Sequence
 
 
@@ -46,10 +46,10 @@ class DecodeBatch:
         count = len(sequences)
         self.positions = np.array([s.num_cached for s in sequences], dtype=np.int64)
         self.num_pages = np.array([len(s.pages) for s in sequences], dtype=np.int64)
-        self.num_shared = np.array([s.num_shared for s in sequences], dtype=np.int64)
         self.table = np.zeros((count, self.max_pages), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             self.table[row, : len(sequence.pages)] = sequence.pages
+        self.is_shared = self.pool.is_shared[self.table]
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
         self.tokens = to_device(np.array(newest, dtype=np.int64), self.device)
         num_drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)

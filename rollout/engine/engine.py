@@ -20,8 +20,9 @@ from ...trainer.policy.tensor_parallel import TensorParallel
 from . import exact_check
 from .attention.backends import page_size_for
 from .batch import DecodeBatch
-from .kv_cache import KVCache, PagePool
+from .kv_cache import KVCache
 from .memory import available_memory, plan_cache
+from .page_pool import PagePool
 from .runner import Runner
 from .sampling import Sample, SamplingParams, stream_key
 from .scheduler import Scheduler
@@ -47,6 +48,7 @@ class Engine:
     max_running: sequences that decode together. seed: of all sampling without a seed of its own.
     kv_gb, gpu_share: memory of the KV cache, see `memory.plan_cache`. attention: the back-end of decoding, see
     `attention.backends`; it determines the default of page_size. prefill_tokens: most prompt tokens of one step.
+    prefix_cache: full pages of keys and values are found again by later prompts that begin with the same tokens.
     exact: log-probabilities equal those of an exact `Policy` bit for bit. tp_group: for a path, the ranks of one
     tensor-parallel replica (a `Policy` arrives `split`); all ranks get the same calls and return the same results.
     `description` names the choices.
@@ -63,6 +65,7 @@ class Engine:
         page_size: int | None = None,
         exact: bool = False,
         prefill_tokens: int = 2048,
+        prefix_cache: bool = True,
         attention: str = "auto",
         device: str | None = None,
         gpu_share: float = 0.85,
@@ -78,18 +81,17 @@ class Engine:
             )
         else:
             self.text = Text(tokenizer)
-        self.policy = policy
-        self.seed = seed
+        self.policy, self.seed = policy, seed
         page_size = page_size or page_size_for(attention)
-        num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
         self.runner = Runner(policy, max_running, exact)
         plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
-        self.pool = PagePool(plan.num_pages, page_size)
-        shape = (plan.num_pages, num_kv_heads, page_size, policy.head_dim)
+        shape = (plan.num_pages, policy.num_kv_heads // policy.tensor_parallel.size, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
+        self.runner.use(self.cache, attention)
+        kept, in_ranges = plan.max_kept if prefix_cache else 0, self.runner.attention.name == "pool"
+        self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
         self.batch = DecodeBatch(self.pool, -(-policy.context // page_size), policy.vocab_size, policy.device)
-        self.runner.use(self.cache, attention)
         self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
@@ -166,17 +168,15 @@ class Engine:
         has_changed = bool(scheduler.make_room())
         chunks = scheduler.next_chunks()
         if chunks:
+            self.cache.copy_pages(self.pool.take_copies())
             self.runner.prefill(chunks)
-        for fork in scheduler.fork_ready():
-            has_changed = True
-            if fork.source >= 0:
-                self.cache.copy_page(fork.source, fork.target)
+        has_changed |= bool(scheduler.fork_ready())
         if has_changed or self.batch.sequences != scheduler.running:
-            for source, target in (*scheduler.compact(is_shared=False), *scheduler.compact(is_shared=True)):
-                self.cache.copy_page(source, target)
+            scheduler.compact()
             self.batch.refill(scheduler.running)
         elif len(self.batch):
             self.batch.extend()
+        self.cache.copy_pages(self.pool.take_copies())
         return finished + self._decode() if len(self.batch) else finished
 
     def pause(self, trajectory_id: int) -> bool:
@@ -224,10 +224,12 @@ class Engine:
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Make these tensors (by parameter name) the weights, without a copy. Overwrite them in place for a new version."""
         self.policy.bind(views)
+        self.scheduler.prefixes.forget()
         self.runner.bind()
 
     def weights_changed(self) -> None:
         """Announce that the parameters were overwritten in place."""
+        self.scheduler.prefixes.forget()
         self.runner.refresh()
 
     def recompute(self) -> None:
@@ -263,6 +265,7 @@ class Engine:
             sequence.restore(state)
             group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
             if state.cache is not None and self.scheduler.reserve(group, state.cache.shape[2]):
+                self.cache.copy_pages(self.pool.take_copies())
                 self.cache.load(group.pages, state.cache)
                 group.num_cached = state.cache.shape[2]
             self.scheduler.add(group)
@@ -316,14 +319,9 @@ class Engine:
 
     def _must_drain(self) -> bool:
         """Whether the next step's rows cannot be known before the launched one is read."""
-        scheduler = self.scheduler
         if self._in_flight is None:
             return False
-        may_enter = bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_running
-        is_short = self.pool.num_free < len(scheduler.running)
-        is_last = any(len(s.token_ids) + 1 >= s.limit for s in scheduler.running)
-        is_outdated = any(scheduler.is_outdated(s) for s in scheduler.running)
-        return may_enter or is_short or is_last or is_outdated or self.batch.sequences != scheduler.running
+        return self.scheduler.may_change_rows() or self.batch.sequences != self.scheduler.running
 
     def _drain(self) -> list[Completion]:
         """Read the launched step, if there is one."""

@@ -1,8 +1,4 @@
-"""The paged KV cache: the owners of pages, and the tensors of keys and values.
-
-Page 0 has no owner and is never valid. Private pages are taken from the low end, pages that several samples share from the
-high end, so that each kind forms a range that attention reads in place.
-"""
+"""The tensors of the paged KV cache. `page_pool.py` says which pages are in use."""
 
 import math
 from collections.abc import Iterable
@@ -10,74 +6,6 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class PagePool:
-    """Reference counts of pages; no tensors. Every taken page is counted once per owner."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages >= 2, "page 0 is not usable"
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.num_owners = np.zeros(num_pages, dtype=np.int32)
-        self._is_free = np.ones(num_pages, dtype=bool)
-        self._is_free[0] = False
-        self.num_free = num_pages - 1
-
-    def take(self, is_shared: bool = False) -> int:
-        """A free page with one owner: the lowest, or the highest for a page that will be shared."""
-        page = self._first_free(is_shared)
-        assert page is not None, "the scheduler takes only free pages"
-        self._is_free[page] = False
-        self.num_free -= 1
-        self.num_owners[page] = 1
-        return page
-
-    def share(self, pages: Iterable[int]) -> None:
-        """Add an owner to each page."""
-        for page in pages:
-            assert self.num_owners[page] > 0
-            self.num_owners[page] += 1
-
-    def give_back(self, pages: Iterable[int]) -> None:
-        """Remove an owner from each page; a page without an owner is free."""
-        for page in pages:
-            assert self.num_owners[page] > 0
-            self.num_owners[page] -= 1
-            if self.num_owners[page] == 0:
-                self._is_free[page] = True
-                self.num_free += 1
-
-    def move(self, page: int, is_shared: bool = False) -> int:
-        """Move a page and its owners towards its end of the pool; returns the new page, or the same if none is better."""
-        target = self._first_free(is_shared)
-        if target is None or (target < page) == is_shared:
-            return page
-        self._is_free[target], self._is_free[page] = False, True
-        self.num_owners[target], self.num_owners[page] = self.num_owners[page], 0
-        return target
-
-    def _first_free(self, is_shared: bool) -> int | None:
-        if self.num_free == 0:
-            return None
-        order = self._is_free[::-1] if is_shared else self._is_free
-        first = int(order.argmax())
-        return self.num_pages - 1 - first if is_shared else first
-
-    def pages_for(self, num_tokens: int) -> int:
-        """The number of pages that hold this many tokens."""
-        return -(-num_tokens // self.page_size)
-
-    def check(self, owners: Iterable[list[int]]) -> None:
-        """Assert that every page has exactly the owners that claim it, and that all other pages are free."""
-        claimed = np.zeros_like(self.num_owners)
-        for pages in owners:
-            for page in pages:
-                claimed[page] += 1
-        assert (claimed == self.num_owners).all(), "a page has other owners than it counts"
-        expected = claimed == 0
-        expected[0] = False
-        assert (self._is_free == expected).all() and self.num_free == int(expected.sum()), "a page leaked"
 
 
 class KVCache:
@@ -107,9 +35,11 @@ class KVCache:
         keys, values = (t.flatten(0, 2).index_select(0, cache_rows).unflatten(0, (-1, self.num_kv_heads)) for t in both)
         return keys, values
 
-    def copy_page(self, source: int, target: int) -> None:
-        for tensor in (*self.keys, *self.values):
-            tensor[target].copy_(tensor[source])
+    def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy pages (source, target), one after the other."""
+        for source, target in copies:
+            for tensor in (*self.keys, *self.values):
+                tensor[target].copy_(tensor[source])
 
     def export(self, pages: list[int], num_tokens: int) -> Tensor:
         """Keys and values of the first tokens in these pages: [layers, 2, tokens, kv_heads, head_dim], on the host."""

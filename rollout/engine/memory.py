@@ -16,12 +16,17 @@ _CONTEXT_BYTES = 1 << 30
 """Of a process on a GPU besides its tensors, at most."""
 
 
+_KEPT_BYTES = 1 << 30
+"""On a CPU, of the cache's default size, for pages that no sequence uses: an untouched page takes no memory there."""
+
+
 class CachePlan(NamedTuple):
-    """The number of pages, and the tokens and bytes of one page."""
+    """The number of pages, the tokens and bytes of one page, and the most pages that are kept for the prefix cache."""
 
     num_pages: int
     page_size: int
     page_bytes: int
+    max_kept: int
 
     def __str__(self) -> str:
         size = self.num_pages * self.page_bytes / 1e9
@@ -77,7 +82,10 @@ def plan_cache(
             f"generator.kv_gb: {given} does not hold one sequence of {policy.context} tokens; "
             f"at least {least * page_bytes / 1e9:.3g} GB are needed"
         )
-    return CachePlan(policy.tensor_parallel.all_reduce_min(num_pages, policy.device), page_size, page_bytes)
+    num_pages = policy.tensor_parallel.all_reduce_min(num_pages, policy.device)
+    is_bounded = kv_gb is None and policy.device.type == "cpu"
+    max_kept = min(num_pages, _KEPT_BYTES // page_bytes) if is_bounded else num_pages
+    return CachePlan(num_pages, page_size, page_bytes, max_kept)
 
 
 def _free_on_host() -> int:

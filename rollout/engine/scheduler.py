@@ -2,20 +2,21 @@
 
 A step of the engine: `make_room` (every running sequence gets the page for its next token; the newest are preempted),
 `next_chunks` (tokens of waiting prefixes to prefill), `fork_ready` (sequences with a cached prefix enter free rows).
-State changes only; no tensors.
+State changes only; no tensors. Pages that change places or are copied are left to the pool (`PagePool.take_copies`).
 """
 
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from .prefix_cache import PrefixCache, digest
 from .sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
     from ...trainer.policy.rope import RopeRows
-    from .kv_cache import PagePool
+    from .page_pool import PagePool
 
 HOLES_CLOSED_ABOVE = 0.85
 """Pages are compacted when less than this share of their range is in use."""
@@ -29,14 +30,6 @@ class Chunk(NamedTuple):
     stop: int
 
 
-class Fork(NamedTuple):
-    """A sequence that enters a row, once page `source` is copied to `target` (both -1: no copy)."""
-
-    sequence: Sequence
-    source: int = -1
-    target: int = -1
-
-
 class Scheduler:
     """`waiting` groups (oldest first) become `running` sequences (in order of entry); `paused` ones wait for a `resume`.
 
@@ -46,18 +39,38 @@ class Scheduler:
 
     def __init__(self, pool: "PagePool", max_running: int, prefill_tokens: int, rope: "RopeRows | None" = None) -> None:
         self.pool = pool
+        self.prefixes = PrefixCache(pool, rope)
         self._rope = rope
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
+        self._untouched: dict[bytes, SequenceGroup] = {}
+        """Waiting groups that no step has reached yet, by the digest of their tokens."""
         self.num_preempted = 0
+        self.num_prefilled = 0
+        """Tokens prefilled."""
         self.num_recomputed = 0
         """Tokens dropped from the cache and prefilled again."""
 
     def add(self, group: SequenceGroup) -> None:
+        """Queue a group. Its sequences join a group of the same tokens that no step has reached yet."""
+        group.digest = digest(group.tokens)
+        twin = self._untouched.get(group.digest)
+        if twin is not None and not group.pages:
+            twin.sequences += group.sequences
+            return
         self.waiting.append(group)
+        if not group.pages:
+            self._untouched[group.digest] = group
+
+    def may_change_rows(self) -> bool:
+        """Whether sequences may enter or leave rows in the next step."""
+        may_enter = bool(self.waiting) and len(self.running) < self.max_running
+        is_short = self.pool.num_free < len(self.running)
+        is_last = any(len(s.token_ids) + 1 >= s.limit for s in self.running)
+        return may_enter or is_short or is_last or any(self.is_outdated(s) for s in self.running)
 
     def is_outdated(self, sequence: Sequence) -> bool:
         """Whether the cache of a running sequence does not serve its next token."""
@@ -93,6 +106,9 @@ class Scheduler:
             if rows <= 0 or budget <= 0:
                 break
             rows -= len(group.sequences)
+            self._untouched.pop(group.digest, None)
+            if not group.pages:
+                self.prefixes.find(group, len(self.running))
             missing = group.prefix_length - group.num_cached
             if missing == 0:
                 continue
@@ -102,12 +118,15 @@ class Scheduler:
                     return chunks
             chunks.append(Chunk(group, group.num_cached, stop))
             budget -= stop - group.num_cached
+            self.num_prefilled += stop - group.num_cached
+            self.num_recomputed += max(0, min(stop, group.num_dropped) - group.num_cached)
             group.num_cached = stop
+            self.prefixes.register(group, group.tokens, stop)
         return chunks
 
-    def fork_ready(self) -> list[Fork]:
+    def fork_ready(self) -> list[Sequence]:
         """Move sequences of cached groups into free rows, oldest first, as far as the pages suffice."""
-        forks: list[Fork] = []
+        forks: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
             group = self.waiting[0]
             if group.num_cached < group.prefix_length:
@@ -116,7 +135,7 @@ class Scheduler:
                 if self.running or not self._drop_something(keep=group):
                     return forks
             forks.append(self._fork(group))
-            self.running.append(forks[-1].sequence)
+            self.running.append(forks[-1])
             if not group.sequences:
                 self.waiting.popleft()
         return forks
@@ -126,33 +145,30 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
 
-    def compact(self, is_shared: bool) -> list[tuple[int, int]]:
-        """Close the holes between the private (or the shared) pages in use; returns the moves, (from, to) in order.
+    def compact(self) -> None:
+        """Close the holes between the private pages in use, and between the shared ones.
 
-        Attention reads the whole range of pages in use, holes included, so holes cost time. A few holes are tolerated.
+        Attention that reads the whole range of pages in use reads its holes too, so they cost time. A few are tolerated.
         """
+        if not self.pool.in_ranges:
+            return
         places: dict[int, list[tuple[Sequence | SequenceGroup, int]]] = {}
         for holder in (*self.running, *self.paused, *self.waiting):
-            pages = enumerate(holder.pages)
-            for index, page in (
-                islice(pages, holder.num_shared) if is_shared else islice(pages, holder.num_shared, None)
-            ):
+            for index, page in enumerate(holder.pages):
                 places.setdefault(page, []).append((holder, index))
-        used = sorted(places, reverse=is_shared)
-        if not used:
-            return []
-        width = self.pool.num_pages - used[-1] if is_shared else used[-1]
-        moves: list[tuple[int, int]] = []
-        if len(used) > HOLES_CLOSED_ABOVE * width:
-            return moves
-        for page in reversed(used):
-            target = self.pool.move(page, is_shared)
-            if target == page:
-                break
-            moves.append((page, target))
-            for holder, index in places[page]:
-                holder.pages[index] = target
-        return moves
+        for is_shared in (False, True):
+            used = sorted((p for p in places if self.pool.is_shared[p] == is_shared), reverse=is_shared)
+            if not used:
+                continue
+            width = self.pool.num_pages - used[-1] if is_shared else used[-1]
+            if len(used) > HOLES_CLOSED_ABOVE * width:
+                continue
+            for page in reversed(used):
+                target = self.pool.move(page, is_shared)
+                if target == page:
+                    break
+                for holder, index in places[page]:
+                    holder.pages[index] = target
 
     def pause(self, trajectory_id: int) -> bool:
         """Take a running sequence out of its row; it keeps its pages until others need them. False if it is not running."""
@@ -170,9 +186,9 @@ class Scheduler:
         sequence.insert(token_ids)
         group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
         if self._must_recompute(sequence.num_cached, group.prefix_length):
-            self.num_recomputed += sequence.num_cached
+            group.num_dropped = sequence.num_cached
             self._release(sequence)
-        group.pages, group.num_cached, group.num_shared = sequence.pages, sequence.num_cached, sequence.num_shared
+        group.pages, group.num_cached, group.chain = sequence.pages, sequence.num_cached, sequence.chain
         self.waiting.append(group)
 
     def reserve(self, group: SequenceGroup, num_tokens: int) -> bool:
@@ -180,7 +196,8 @@ class Scheduler:
         return not self._must_recompute(num_tokens, group.prefix_length) and self._take_pages(group, num_tokens)
 
     def forget(self) -> None:
-        """Free every page; running sequences queue again in their order, ahead of the waiting ones."""
+        """Free every page, before the weights change; running sequences queue again in their order, ahead of the waiting ones."""
+        self.prefixes.forget()
         for sequence in self.paused:
             self._release(sequence)
         for group in self.waiting:
@@ -209,6 +226,7 @@ class Scheduler:
                 if sequence.trajectory_id == trajectory_id:
                     group.sequences.remove(sequence)
                     if not group.sequences:
+                        self._untouched.pop(group.digest, None)
                         self._forget_prefix(group)
                         self.waiting.remove(group)
                     return sequence
@@ -216,6 +234,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every page has exactly the owners that it counts."""
+        assert not self._untouched or set(map(id, self._untouched.values())) <= set(map(id, self.waiting))
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
 
     def _must_recompute(self, num_cached: int, position: int) -> bool:
@@ -228,29 +247,28 @@ class Scheduler:
             return False
         num_shared = group.prefix_length // self.pool.page_size if len(group.sequences) > 1 else 0
         for _ in range(missing):
-            is_shared = len(group.pages) < num_shared
-            group.pages.append(self.pool.take(is_shared))
-            group.num_shared += is_shared
+            group.pages.append(self.pool.take(is_shared=len(group.pages) < num_shared))
         return True
 
     def _can_fork(self, group: SequenceGroup) -> bool:
         needs_page = len(group.sequences) > 1 or group.prefix_length % self.pool.page_size == 0
         return not needs_page or self.pool.num_free > 0
 
-    def _fork(self, group: SequenceGroup) -> Fork:
+    def _fork(self, group: SequenceGroup) -> Sequence:
         sequence = group.sequences.pop(0)
-        sequence.num_cached = group.prefix_length
-        sequence.num_shared = group.num_shared
+        sequence.num_cached, sequence.chain = group.prefix_length, group.chain
         num_full, rest = divmod(group.prefix_length, self.pool.page_size)
         if not group.sequences:
             sequence.pages, group.pages = group.pages, []
             if not rest:
                 sequence.pages.append(self.pool.take())
-            return Fork(sequence)
+            return sequence
         full = group.pages[:num_full]
         self.pool.share(full)
         sequence.pages = [*full, self.pool.take()]
-        return Fork(sequence, group.pages[num_full], sequence.pages[-1]) if rest else Fork(sequence)
+        if rest:
+            self.pool.copy(group.pages[num_full], sequence.pages[-1])
+        return sequence
 
     def _preempt(self) -> Sequence:
         """Move the newest running sequence to the head of the queue; its cache is computed again later."""
@@ -260,9 +278,9 @@ class Scheduler:
         return sequence
 
     def _requeue(self, sequence: Sequence) -> None:
-        self.num_recomputed += sequence.num_cached
+        tokens, num_dropped = sequence.prompt_ids + sequence.token_ids, sequence.num_cached
         self._release(sequence)
-        self.waiting.appendleft(SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids))
+        self.waiting.appendleft(SequenceGroup([sequence], tokens, num_dropped=num_dropped))
 
     def _drop_something(self, keep: SequenceGroup | None = None) -> bool:
         """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`."""
@@ -278,8 +296,12 @@ class Scheduler:
 
     def _forget_prefix(self, group: SequenceGroup) -> None:
         self.pool.give_back(group.pages)
-        group.pages, group.num_cached, group.num_shared = [], 0, 0
+        group.num_dropped = max(group.num_dropped, group.num_cached)
+        group.pages, group.num_cached, group.chain = [], 0, None
 
     def _release(self, sequence: Sequence) -> None:
+        tokens = sequence.prompt_ids + sequence.token_ids
+        # A step whose token is not read yet may have cached one more.
+        self.prefixes.register(sequence, tokens, min(sequence.num_cached, len(tokens)))
         self.pool.give_back(sequence.pages)
-        sequence.pages, sequence.num_cached, sequence.num_shared = [], 0, 0
+        sequence.pages, sequence.num_cached, sequence.chain = [], 0, None

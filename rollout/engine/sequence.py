@@ -59,6 +59,15 @@ class SequenceState:
     """Keys and values of every token but the newest, [layers, 2, tokens, kv_heads, head_dim]; None: compute them again."""
 
 
+class Chain(NamedTuple):
+    """The first pages of a sequence in the prefix cache, computed by one version of the weights."""
+
+    version: int
+    num_pages: int
+    digest: bytes
+    """Of the last one; with no page, of the kind of rotary embedding."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One trajectory in the engine. Its KV cache holds `num_cached` tokens in `pages`; the newest token is never in it."""
@@ -75,8 +84,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    num_shared: int = 0
-    """Leading pages from the shared range."""
+    chain: Chain | None = None
     num_cached: int = 0
     finish_reason: str = ""
 
@@ -132,8 +140,12 @@ class SequenceGroup:
     sequences: list[Sequence]
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
-    num_shared: int = 0
+    chain: Chain | None = None
     num_cached: int = 0
+    num_dropped: int = 0
+    """Tokens whose keys and values were computed before, and dropped."""
+    digest: bytes = b""
+    """Of all tokens, while the group waits to be reached."""
 
     @property
     def prefix_length(self) -> int:

@@ -38,7 +38,6 @@ class Weights(Protocol):
 class Generator(Protocol):
     """One replica of a generator with its weights; used by one thread."""
 
-    weights: Weights
     can_migrate: bool
     """Whether `export_sequences` and `import_sequences` work."""
     can_stream: bool
@@ -49,6 +48,11 @@ class Generator(Protocol):
     """Tokens that the KV cache holds."""
     kv_token_bytes: int
     """Bytes of one token's keys and values."""
+
+    @property
+    def weights(self) -> Weights:
+        """Its weights."""
+        ...
 
     @property
     def num_running(self) -> int:
@@ -63,6 +67,16 @@ class Generator(Protocol):
     @property
     def num_recomputed(self) -> int:
         """Tokens so far whose keys and values are computed again, after new weights midway or because of a full cache."""
+        ...
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens so far whose keys and values were computed by a prefill; 0 if that is unknown."""
+        ...
+
+    @property
+    def num_found(self) -> int:
+        """Tokens so far whose keys and values were found in the prefix cache."""
         ...
 
     @property

@@ -25,6 +25,7 @@ class BuiltinGenerator:
     can_stream = True
 
     def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
+        self._data = recipe.data
         replica, self.engine, self.weights = open_rank(fleet, recipe)
         self.lead = LeadEngine(replica, self.engine)
         fleet.announce(generator=self.engine.description)
@@ -45,6 +46,14 @@ class BuiltinGenerator:
         return self.engine.num_recomputed
 
     @property
+    def num_prefilled(self) -> int:
+        return self.engine.scheduler.num_prefilled
+
+    @property
+    def num_found(self) -> int:
+        return self.engine.scheduler.prefixes.num_found
+
+    @property
     def idle(self) -> bool:
         return self.engine.idle
 
@@ -54,7 +63,7 @@ class BuiltinGenerator:
         return (self.engine.pool.num_pages - self.engine.pool.num_free) * self.engine.pool.page_size
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        return prompt_tokens(row, self.engine.text.tokenizer)
+        return prompt_tokens(row, self.engine.text.tokenizer, self._data)
 
     def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
         self.lead.add_group(prompt_ids, params, trajectory_ids)
@@ -103,6 +112,7 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
         kv_gb=g.kv_gb,
         exact=g.exact,
         prefill_tokens=g.prefill_tokens,
+        prefix_cache=g.prefix_cache,
         attention=g.attention,
         gpu_share=g.gpu_share,
         tokenizer=load_tokenizer(recipe.model.path),

@@ -1,9 +1,11 @@
 """A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ...comm.clock import Clock
@@ -21,19 +23,33 @@ from .emulated_device import EmulatedDevice, EmulatedSequence, response_length
 _log = logging.getLogger(__name__)
 
 
+class Reader(Protocol):
+    """The end of the weights' way, as `WeightReader` is one."""
+
+    def newest(self) -> int | None: ...
+
+    def pull(self, into: np.ndarray, deadline_s: float) -> Receipt: ...
+
+    def close(self) -> None: ...
+
+
 class EmulatedWeights:
     """A small buffer that is really pulled; a version is available once it would have passed the chain of relays."""
 
-    def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock, chain_s: float) -> None:
-        layout = Layout.of(dummy_weights(recipe.emulated), torch.float32)
+    def __init__(self, reader: Reader, layout: Layout, clock: Clock, chain_s: float) -> None:
         self.version = -1
-        self._reader = WeightReader(fleet, layout, recipe.comm)
+        self._reader = reader
         self._buffer = host_buffer(layout.num_bytes)
         self._clock = clock
         self._chain_s = chain_s
         self._pending: dict[int, float] = {}
         """Versions on their way, with the time at which each becomes available."""
         self._newest = -1
+
+    @property
+    def next_at(self) -> float:
+        """When the next version on its way becomes available; infinite without one."""
+        return min(self._pending.values(), default=math.inf)
 
     def newest(self) -> int:
         shown, now = self._reader.newest(), self._clock.now()
@@ -58,13 +74,16 @@ class EmulatedGenerator:
 
     can_migrate = True
     can_stream = False
+    num_prefilled = num_found = 0
 
-    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+    def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
         self.settings = e = recipe.emulated
         self.seed = recipe.run.seed
-        self.clock = Clock(e.speed)
+        self.clock = clock or Clock(e.speed)
         self.transfer = EmulatedTransfer(e, recipe.run.schedule)
-        self.weights = EmulatedWeights(fleet, recipe, self.clock, self.transfer.chain_s)
+        layout = Layout.of(dummy_weights(e), torch.float32)
+        reader = reader or WeightReader(fleet, layout, recipe.comm)
+        self.weights = EmulatedWeights(reader, layout, self.clock, self.transfer.chain_s)
         self.device = EmulatedDevice(e, recipe.generator.max_running)
         self.context = 1 << 30
         self.kv_capacity = e.kv_tokens
@@ -112,7 +131,9 @@ class EmulatedGenerator:
         return [self._completion(sequence) for sequence in finished]
 
     def unfinished(self) -> list[SequenceProgress]:
-        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in (*self.device.running, *self.device.waiting)]
+        device = self.device
+        unfinished = (*device.running.values(), *device.waiting)
+        return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
 
     def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
         raise AssertionError("`can_stream` is False")

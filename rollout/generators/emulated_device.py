@@ -9,6 +9,7 @@ A decode step of n trajectories over k cached tokens takes
 margin; when it is full, the newest is preempted and prefilled again later.
 """
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -32,10 +33,13 @@ class EmulatedSequence:
     limit: int
     """Tokens of the finished response."""
     num_new: int = 0
+    """Tokens of the response; while it runs, those that it had when it entered (see `EmulatedDevice.num_tokens`)."""
     num_missing: int = 0
     """Tokens to prefill before it runs."""
     wait_s: float = 0.0
     """Seconds until its keys and values arrive, where they are not computed."""
+    entered_at: int = 0
+    """Decode steps of the device when it entered."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,8 +53,12 @@ class EmulatedDevice:
         self.settings = settings
         self.max_running = max_running
         self.waiting: deque[EmulatedSequence] = deque()
-        self.running: list[EmulatedSequence] = []
+        self.running: dict[int, EmulatedSequence] = {}
+        """By trajectory, in the order in which they entered."""
         self.load = 0
+        self._num_steps = 0
+        self._ends: list[tuple[int, int]] = []
+        """A heap of (decode step at which it is finished, trajectory), with some that have left the batch."""
         self.seconds = 0.0
         self.num_recomputed = 0
         """Tokens dropped from the cache and prefilled again."""
@@ -70,12 +78,17 @@ class EmulatedDevice:
             if room == 0 and len(self.running) > 1:
                 self._preempt()
                 continue
-            n = min(num_steps, max(1, room), min(s.limit - s.num_new for s in self.running))
+            n = min(num_steps, max(1, room), self._first_end() - self._num_steps)
             self.seconds += self.steps_s(len(self.running), self.load, n)
             self.load += n * len(self.running)
             num_steps -= n
             finished += self._decoded(n)
         return finished
+
+    def num_tokens(self, sequence: EmulatedSequence) -> int:
+        """Tokens of the prompt and of the response so far."""
+        is_running = sequence.trajectory_id in self.running
+        return sequence.num_tokens + (self._num_steps - sequence.entered_at if is_running else 0)
 
     def steps_s(self, num_running: int, load: int, num_steps: int) -> float:
         """Seconds of consecutive decode steps, the cache growing by one token per trajectory and step."""
@@ -87,24 +100,24 @@ class EmulatedDevice:
     def recompute(self) -> None:
         """Drop the cache: the running trajectories are prefilled again, in their order."""
         prompts: set[int] = set()
-        for sequence in self.running:
+        running = [self._leave(number) for number in list(self.running)]
+        for sequence in running:
             # A prompt is prefilled once for the samples of its group.
             group = trajectory_group(sequence.trajectory_id)
             is_shared = group in prompts
             sequence.num_missing = sequence.num_new if is_shared else sequence.num_tokens
             prompts.add(group)
             self.num_recomputed += sequence.num_missing
-        self.waiting.extendleft(reversed(self.running))
-        self.running, self.load = [], 0
+        self.waiting.extendleft(reversed(running))
 
     def remove(self, trajectory_id: int) -> EmulatedSequence | None:
         """Take a trajectory off the device; None if it is not there."""
-        for sequences in (self.waiting, self.running):
-            for sequence in sequences:
-                if sequence.trajectory_id == trajectory_id:
-                    sequences.remove(sequence)
-                    self.load -= sequence.num_tokens if sequences is self.running else 0
-                    return sequence
+        if trajectory_id in self.running:
+            return self._leave(trajectory_id)
+        for sequence in self.waiting:
+            if sequence.trajectory_id == trajectory_id:
+                self.waiting.remove(sequence)
+                return sequence
         return None
 
     def _enter(self) -> None:
@@ -115,27 +128,42 @@ class EmulatedDevice:
             if self.running and self.load + sequence.num_tokens + margin > self.settings.kv_tokens:
                 break
             self.waiting.popleft()
-            self.running.append(sequence)
+            self.running[sequence.trajectory_id], sequence.entered_at = sequence, self._num_steps
+            ends_at = self._num_steps + sequence.limit - sequence.num_new
+            heapq.heappush(self._ends, (ends_at, sequence.trajectory_id))
             self.load += sequence.num_tokens
             self.seconds += sequence.num_missing * self.settings.prefill_us * 1e-6 + sequence.wait_s
             sequence.num_missing, sequence.wait_s = 0, 0.0
 
     def _preempt(self) -> None:
-        sequence = self.running.pop()
-        self.load -= sequence.num_tokens
+        sequence = self._leave(next(reversed(self.running)))
         sequence.num_missing = sequence.num_tokens
         self.num_recomputed += sequence.num_missing
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
 
     def _decoded(self, num_steps: int) -> list[EmulatedSequence]:
-        for sequence in self.running:
-            sequence.num_new += num_steps
-        finished = [sequence for sequence in self.running if sequence.num_new >= sequence.limit]
-        if finished:
-            self.running = [sequence for sequence in self.running if sequence.num_new < sequence.limit]
-            self.load -= sum(sequence.num_tokens for sequence in finished)
+        self._num_steps += num_steps
+        finished: list[EmulatedSequence] = []
+        while self.running and self._first_end() <= self._num_steps:
+            finished.append(self._leave(self._ends[0][1]))
         return finished
+
+    def _leave(self, trajectory_id: int) -> EmulatedSequence:
+        """Take a trajectory out of the batch."""
+        sequence = self.running.pop(trajectory_id)
+        sequence.num_new += self._num_steps - sequence.entered_at
+        self.load -= sequence.num_tokens
+        return sequence
+
+    def _first_end(self) -> int:
+        """The decode step at which the first of the running trajectories is finished."""
+        while True:
+            end, number = self._ends[0]
+            sequence = self.running.get(number)
+            if sequence is not None and sequence.entered_at + sequence.limit - sequence.num_new == end:
+                return end
+            heapq.heappop(self._ends)
 
 
 def response_length(seed: int, trajectory_id: int, settings: EmulatedSettings, longest: int) -> int:

@@ -42,11 +42,13 @@ class TransformersGenerator:
     can_stream = False
     num_running = 0
     num_recomputed = 0
+    num_prefilled = num_found = 0
     kv_load = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         if recipe.generator.exact or recipe.rollout.tp > 1:
             raise SettingError("rollout.engine=transformers supports neither generator.exact nor rollout.tp")
+        self._data = recipe.data
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
         self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device())
@@ -69,7 +71,7 @@ class TransformersGenerator:
         return not self._queue
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        return prompt_tokens(row, self.tokenizer)
+        return prompt_tokens(row, self.tokenizer, self._data)
 
     def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Sequence[int]) -> None:
         """Raises `SettingError` for parameters that `generate_batch` does not support."""

@@ -1,9 +1,9 @@
 """Measures a generator at the start: its prefill, and the batch up to which decoding costs nearly as little as a small one."""
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...comm.clock import REAL_TIME, Clock
 from ..engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,23 +43,23 @@ class TransferCostModel:
         self._byte_s[is_here] = 2 * seconds / num_bytes
 
 
-def calibrate(generator: "Generator", max_batch: int) -> GeneratorProfile:
+def calibrate(generator: "Generator", max_batch: int, clock: Clock = REAL_TIME) -> GeneratorProfile:
     """Measure an idle generator with trajectories that are then dropped; takes about a second at most.
 
     The batch is doubled until a step takes `SLOWDOWN_LIMIT` times as long as the fastest.
     """
-    started = time.monotonic()
+    started = clock.seconds()
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
-    prefill_s = _prefill_s(generator, params)
+    prefill_s = _prefill_s(generator, params, clock)
     curve: list[tuple[int, float]] = []
     batch = 0
     while batch < max_batch:
         before, batch = batch, min(max(1, 2 * batch), max_batch)
         generator.add_group(_prompt(generator, PROMPT_TOKENS), params, range(-before - 1, -batch - 1, -1))
-        if (seconds := _step_s(generator, batch)) is None:
+        if (seconds := _step_s(generator, batch, clock)) is None:
             break
         curve.append((batch, seconds))
-        if seconds > SLOWDOWN_LIMIT * min(s for _, s in curve) or time.monotonic() - started > PATIENCE_S:
+        if seconds > SLOWDOWN_LIMIT * min(s for _, s in curve) or clock.seconds() - started > PATIENCE_S:
             break
     _drop_all(generator)
     return GeneratorProfile(batch_bound(curve), prefill_s)
@@ -81,7 +81,7 @@ def batch_bound(curve: Iterable[tuple[int, float]]) -> int:
     return before[0]
 
 
-def _step_s(generator: "Generator", batch: int) -> float | None:
+def _step_s(generator: "Generator", batch: int, clock: Clock) -> float | None:
     """The fastest of a few steps at this batch, after one warm-up step. None if the cache does not hold the batch."""
     for _ in range(batch):
         if not generator.num_waiting:
@@ -92,20 +92,20 @@ def _step_s(generator: "Generator", batch: int) -> float | None:
         return None
     seconds: list[float] = []
     for _ in range(STEPS):
-        started = time.monotonic()
+        started = clock.seconds()
         generator.step()
-        seconds.append(time.monotonic() - started)
+        seconds.append(clock.seconds() - started)
     return min(seconds)
 
 
-def _prefill_s(generator: "Generator", params: SamplingParams) -> float:
+def _prefill_s(generator: "Generator", params: SamplingParams, clock: Clock) -> float:
     """Seconds per token of a long prompt."""
     prompt = _prompt(generator, 512)
     generator.add_group(prompt, params, [-1])
-    started = time.monotonic()
+    started = clock.seconds()
     while generator.num_waiting:
         generator.step()
-    seconds = time.monotonic() - started
+    seconds = clock.seconds() - started
     _drop_all(generator)
     return seconds / len(prompt)
 

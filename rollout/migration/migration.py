@@ -9,9 +9,7 @@ process dies or a message is repeated.
 
 import logging
 import math
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...comm.errors import HeadraceError
@@ -32,16 +30,13 @@ from ...comm.trace import Trace, failpoint
 from ...relay.repack import Report, can_fit
 from ..leases import HeldLeases, LeasedRow
 from .calibration import GeneratorProfile, TransferCostModel, calibrate
-from .codec import MovedRow, decode_rows, encode_rows
-from .transport import IncomingTransfer, OutgoingTransfer
+from .codec import MovedRow
+from .transport import Incoming, Outgoing, Transfers, TransfersOfBytes
 
 if TYPE_CHECKING:
     from ..generators.base import Generator
 
 _log = logging.getLogger(__name__)
-
-IO_THREADS = 8
-"""Transfers at a time. Each ends by its deadline, so two rollouts that send to each other cannot block for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +55,13 @@ class PendingMove:
     order: MigrateOrder
     to: Member
     rows: dict[RowId, MovedRow]
-    transfer: OutgoingTransfer
+    transfer: Outgoing
     with_cache: bool
     export_s: float
-    """Time to export and encode them."""
+    """Time to export them."""
     began: float
     """Start of the move on the trace's clock."""
-    sent_at: float = field(default_factory=time.monotonic)
+    sent_at: float
     num_gone: int = 0
 
 
@@ -82,24 +77,27 @@ class Migration:
         recipe: Recipe,
         trace: Trace,
         deadlines: MoveDeadlines | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self._fleet = fleet
         self._mailbox = mailbox
         self._generator = generator
         self._leases = leases
         self._settings = recipe.repack
+        self._keeps_groups = recipe.reward.batch == "group"
         self._max_batch = recipe.generator.max_running
         self._trace = trace
+        self._seconds = trace.clock.seconds
         self._deadlines = deadlines or MoveDeadlines()
         self.profile: GeneratorProfile | None = None
         """None until `begin`: every order and offer is refused."""
         self.pending: dict[int, PendingMove] = {}
-        self._incoming: dict[tuple[str, int], tuple[TransferOffered, IncomingTransfer]] = {}
+        self._incoming: dict[tuple[str, int], tuple[TransferOffered, Incoming]] = {}
         self._claims: dict[int, tuple[ClaimRows, float]] = {}
         self._costs = TransferCostModel(recipe.repack.transfer)
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._last_request_id = fleet.incarnation << 32
-        self._io_pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"{fleet.name} transfer")
+        self._transfers = transfers or TransfersOfBytes(fleet, self._deadlines.link_s)
 
     def begin(self) -> None:
         """Measure the generator, which is idle and has weights, and take part from now on, if the settings and it allow it."""
@@ -109,7 +107,7 @@ class Migration:
         if bound is not None and self._settings.transfer != "auto":
             self.profile = GeneratorProfile(bound, math.inf)  # the rest of the measurement would not be used
             return
-        self.profile = calibrate(self._generator, self._max_batch)
+        self.profile = calibrate(self._generator, self._max_batch, self._trace.clock)
         _log.info("%s: %s", self._fleet.name, self.profile)
 
     @property
@@ -150,7 +148,7 @@ class Migration:
 
     def advance(self) -> None:
         """Import what has arrived, repeat unanswered claims, take back offers that were not accepted."""
-        now = time.monotonic()
+        now = self._seconds()
         for (sender, number), (offer, incoming) in list(self._incoming.items()):
             if incoming.done:
                 del self._incoming[sender, number]
@@ -169,7 +167,7 @@ class Migration:
         """Drop open transfers; the caller has reported their rows by `held`."""
         for move in self.pending.values():
             move.transfer.close()
-        self._io_pool.shutdown(cancel_futures=True)  # ends within `link_s`, the deadline of each step of a transfer
+        self._transfers.close()
         self._incoming.clear()
 
     # --------------------------------------------------------------------------------------------------- as the source
@@ -188,23 +186,26 @@ class Migration:
             self._mailbox.send("hub", MigrateResult(order.request_id, refusal=refusal))
 
     def _export(self, order: MigrateOrder, to: Member, token_bytes: int, prefill_s: float) -> bool:
-        """Export all trajectories whose lease is certain and offer them; returns whether there were any."""
-        started, began = time.monotonic(), self._trace.now()
-        movable = [
-            x.trajectory_id for x in self._generator.unfinished() if not self._leases.held[x.trajectory_id].claim_id
-        ]
+        """Export all trajectories whose lease is certain and offer them; returns whether there were any.
+
+        With `reward.batch=group` a group with a finished sample stays, since that one waits for the others.
+        """
+        started, began = self._seconds(), self._trace.now()
+        staying = {x.row_id.group for x in self._leases.held.values() if x.completion} if self._keeps_groups else ()
+        live = [(x.trajectory_id, self._leases.held[x.trajectory_id]) for x in self._generator.unfinished()]
+        movable = [number for number, held in live if not (held.claim_id or held.row_id.group in staying)]
         with_cache = self._costs.should_send_cache(to.host == self._fleet.me.host, token_bytes, prefill_s)
         states = self._generator.export_sequences(movable, with_cache)
         if not states:
             return False
         rows = [MovedRow(self._leases.held.pop(state.trajectory_id), state) for state in states]
-        pieces, export_s = encode_rows(rows), time.monotonic() - started
+        export_s = self._seconds() - started
         self._last_request_id += 1
-        transfer = OutgoingTransfer(
-            self._fleet, self._io_pool, to, self._last_request_id, pieces, self._deadlines.link_s
+        transfer = self._transfers.send(to, self._last_request_id, rows)
+        by_id, sent_at = {row.held.row_id: row for row in rows}, self._seconds()
+        self.pending[self._last_request_id] = PendingMove(
+            order, to, by_id, transfer, with_cache, export_s, began, sent_at
         )
-        by_id = {row.held.row_id: row for row in rows}
-        self.pending[self._last_request_id] = PendingMove(order, to, by_id, transfer, with_cache, export_s, began)
         offer = TransferOffered(
             request_id=self._last_request_id,
             version=order.version,
@@ -258,8 +259,7 @@ class Migration:
         if reason := self._reason_against(offer):
             self._mailbox.send(sender, TransferRefused(offer.request_id, reason))
         elif (sender, offer.request_id) not in self._incoming:
-            transfer = IncomingTransfer(self._fleet, self._io_pool, offer, self._deadlines.link_s)
-            self._incoming[sender, offer.request_id] = (offer, transfer)
+            self._incoming[sender, offer.request_id] = (offer, self._transfers.receive(sender, offer))
 
     def _reason_against(self, offer: TransferOffered) -> str:
         """Why an offer is refused, or "". Checked when the offer arrives and again when its bytes have arrived."""
@@ -275,11 +275,11 @@ class Migration:
         )  # fmt: skip
         return "" if can_fit(load, offer.num_tokens, offer.num_rows) else "full"
 
-    def _import(self, sender: str, offer: TransferOffered, incoming: IncomingTransfer) -> None:
+    def _import(self, sender: str, offer: TransferOffered, incoming: Incoming) -> None:
         reason = self._reason_against(offer)
         rows: list[MovedRow] = []
         try:
-            rows = decode_rows(incoming.payload())
+            rows = incoming.rows()
         except HeadraceError as error:
             _log.warning("%s: refused the transfer of %s: %s", self._fleet.name, sender, str(error).partition("\n")[0])
             reason = reason or "broken"
@@ -302,7 +302,7 @@ class Migration:
             self._leases.held[state.trajectory_id] = held
             held.claim_id = self._last_request_id
         claim = ClaimRows(self._last_request_id, [t.held.row_id for t in rows], [t.held.attempt for t in rows])
-        self._claims[self._last_request_id] = (claim, time.monotonic())
+        self._claims[self._last_request_id] = (claim, self._seconds())
         self._mailbox.send("hub", claim)
 
     def _on_claimed(self, answer: ClaimResult) -> None:

@@ -9,7 +9,9 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 
@@ -17,17 +19,73 @@ from ...comm.errors import HeadraceError, PeerGone
 from ...comm.fleet import Fleet, Member, is_shared
 from ...comm.links.opening import Link, remote_backend
 from ...comm.messages.migration import TransferOffered
+from .codec import MovedRow, decode_rows, encode_rows
 
 _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
+IO_THREADS = 8
+"""Transfers at a time. Each ends by its deadline, so two rollouts that send to each other cannot block for good."""
 
 
-class OutgoingTransfer:
-    """Bytes that the destination fetches, available until `close`.
+class Outgoing(Protocol):
+    """Trajectories that the destination fetches, available until `close`; `path` or `link` says where."""
+
+    num_bytes: int
+    path: str
+    link: str
+    seconds: float | None
+    """Time to encode and to write or send them; None until that is done."""
+
+    def close(self) -> None: ...
+
+
+class Incoming(Protocol):
+    """Trajectories on their way here."""
+
+    @property
+    def done(self) -> bool:
+        """They are here, or the transfer has failed."""
+        ...
+
+    def rows(self) -> list[MovedRow]:
+        """The trajectories of a transfer that is `done`. Raises `HeadraceError` if it failed."""
+        ...
+
+
+class Transfers(Protocol):
+    """A rollout's transfers in both directions."""
+
+    def send(self, to: Member, request_id: int, rows: Sequence[MovedRow]) -> Outgoing: ...
+
+    def receive(self, sender: str, offer: TransferOffered) -> Incoming: ...
+
+    def close(self) -> None: ...
+
+
+class TransfersOfBytes:
+    """Transfers between processes, with the threads that serve them.
 
     link_s: seconds without progress after which a link is given up.
     """
+
+    def __init__(self, fleet: Fleet, link_s: float) -> None:
+        self._fleet = fleet
+        self._link_s = link_s
+        self._io_pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"{fleet.name} transfer")
+
+    def send(self, to: Member, request_id: int, rows: Sequence[MovedRow]) -> "OutgoingTransfer":
+        return OutgoingTransfer(self._fleet, self._io_pool, to, request_id, rows, self._link_s)
+
+    def receive(self, sender: str, offer: TransferOffered) -> "IncomingTransfer":
+        return IncomingTransfer(self._fleet, self._io_pool, offer, self._link_s)
+
+    def close(self) -> None:
+        self._io_pool.shutdown(cancel_futures=True)  # ends within `link_s`, the deadline of each step of a transfer
+
+
+class OutgoingTransfer:
+    """Bytes that the destination fetches, available until `close`."""
 
     def __init__(
         self,
@@ -35,16 +93,16 @@ class OutgoingTransfer:
         io_pool: ThreadPoolExecutor,
         to: Member,
         request_id: int,
-        pieces: list[np.ndarray],
+        rows: Sequence[MovedRow],
         link_s: float,
     ) -> None:
+        started = time.monotonic()
+        pieces = encode_rows(rows)
         self.num_bytes = sum(piece.nbytes for piece in pieces)
         self.path = self.link = ""
         self.seconds: float | None = None
-        """Time to write or send all bytes; None until that is done."""
         self._fd = -1
         self._open: Link | None = None
-        started = time.monotonic()
         if is_shared(to, fleet, fleet.settings):
             self._fd = os.memfd_create("headrace trajectories")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
@@ -53,7 +111,7 @@ class OutgoingTransfer:
             self.seconds = time.monotonic() - started
         else:
             self.link = f"{fleet.name}>{to.name} {fleet.incarnation}.{request_id}"
-            io_pool.submit(self._send, fleet, pieces, link_s)
+            io_pool.submit(self._send, fleet, pieces, time.monotonic() - started, link_s)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -62,7 +120,7 @@ class OutgoingTransfer:
         elif self._open is not None:
             self._open.close()
 
-    def _send(self, fleet: Fleet, pieces: list[np.ndarray], link_s: float) -> None:
+    def _send(self, fleet: Fleet, pieces: list[np.ndarray], encode_s: float, link_s: float) -> None:
         """Send everything once. A failure is logged; the offer's deadline then ends the move."""
         try:
             self._open = link = fleet.open_link(self.link, 0, link_s, remote_backend(fleet.settings))
@@ -70,13 +128,13 @@ class OutgoingTransfer:
             for piece in pieces:
                 for at in range(0, piece.nbytes, CHUNK_BYTES):
                     link.send(piece[at : at + CHUNK_BYTES], link_s)
-            self.seconds = time.monotonic() - started
+            self.seconds = encode_s + time.monotonic() - started
         except HeadraceError as error:
             _log.warning("%s: transfer over link %s failed: %s", fleet.name, self.link, str(error).partition("\n")[0])
 
 
 class IncomingTransfer:
-    """Bytes on their way here; `payload` returns them, uint8 [num_bytes], once the transfer is `done`."""
+    """Bytes on their way here."""
 
     def __init__(self, fleet: Fleet, io_pool: ThreadPoolExecutor, offer: TransferOffered, link_s: float) -> None:
         fetch = _over_link if offer.link else _from_memory
@@ -84,12 +142,11 @@ class IncomingTransfer:
 
     @property
     def done(self) -> bool:
-        """The bytes are here, or the transfer has failed."""
         return self._bytes.done()
 
-    def payload(self) -> np.ndarray:
-        """The bytes of a transfer that is `done`. Raises `PeerGone` or `LinkBroken` if it failed."""
-        return self._bytes.result(timeout=0)
+    def rows(self) -> list[MovedRow]:
+        """The trajectories. Raises `PeerGone`, `LinkBroken` or `MessageRefused`."""
+        return decode_rows(self._bytes.result(timeout=0))
 
 
 def _from_memory(fleet: Fleet, offer: TransferOffered, link_s: float) -> np.ndarray:

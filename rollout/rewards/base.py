@@ -2,16 +2,17 @@
 
 from typing import Protocol
 
-from ...comm.recipe import RewardSettings
+from ...comm.recipe import Recipe
 from .emulated import EmulatedRewards
-from .pool import RewardPool, ScoreRequest
+from .pool import RewardPool
+from .process import ScoreRequest
 
 
 class Rewards(Protocol):
     """Scores trajectories; neither `submit` nor `finished` blocks."""
 
-    def submit(self, request: ScoreRequest) -> None:
-        """Queue a trajectory."""
+    def submit(self, *requests: ScoreRequest) -> None:
+        """Queue trajectories that are scored together."""
         ...
 
     def finished(self) -> list[ScoreRequest]:
@@ -23,6 +24,8 @@ class Rewards(Protocol):
         ...
 
 
-def open_rewards(engine: str, settings: RewardSettings) -> Rewards:
-    """The user's reward function in processes of its own. Emulated trajectories have no text that it could score."""
-    return EmulatedRewards() if engine == "emulated" else RewardPool(settings).start()
+def open_rewards(recipe: Recipe) -> Rewards:
+    """The reward functions in processes of their own. Emulated trajectories have no text that they could score."""
+    if recipe.rollout.engine == "emulated":
+        return EmulatedRewards()
+    return RewardPool(recipe.reward, recipe.run.steps).start()

@@ -1,6 +1,6 @@
 """Rewards of emulated trajectories, which have no text."""
 
-from .pool import ScoreRequest
+from .process import ScoreRequest
 
 
 class EmulatedRewards:
@@ -9,9 +9,10 @@ class EmulatedRewards:
     def __init__(self) -> None:
         self._done: list[ScoreRequest] = []
 
-    def submit(self, request: ScoreRequest) -> None:
-        request.reward = float(request.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
-        self._done.append(request)
+    def submit(self, *requests: ScoreRequest) -> None:
+        for request in requests:
+            request.reward = float(request.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
+        self._done += requests
 
     def finished(self) -> list[ScoreRequest]:
         done, self._done = self._done, []

@@ -1,86 +1,103 @@
-"""The process that runs a user's reward function: one JSON line in, one JSON line out.
+"""The process that runs a user's reward functions: one JSON line in, one JSON line out.
 
-`pool.py` starts it on the user's file; it imports neither torch nor other heavy modules. Output that the function prints goes to
-the log, not into the answers. The process ends with its standard input, and everything that it has started ends with it. A
-process that the function forks can neither read questions nor answer them.
+`process.py` starts it on the user's files; it imports neither torch nor other heavy modules. Output that a function prints goes
+to the log, not into the answers. The process ends with its standard input, and everything that it has started ends with it. A
+process that a function forks can neither read questions nor answer them.
+
+Functions run in the main thread, one question after the other. Async ones run in one event loop in another thread, so that the
+answer to one question does not wait for that to another.
 """
 
 import asyncio
-import inspect
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from ...comm.plugins import load_object
 from ...comm.process_tree import fork_guarded
+from .function import RewardFunction, Scores, WrongLength, combined
+
+_READY = "headrace.rollout.rewards.ready"
 
 
-class WrongLength(Exception):
-    """The function returned another number of rewards than it got completions."""
+class RewardSum:
+    """The weighted sum of reward functions. `answer` calls its second argument with the answer, from whichever thread has it."""
+
+    def __init__(self, functions: list[RewardFunction], weights: list[float]) -> None:
+        self._functions = functions
+        self._weights = weights
+        self._loop = asyncio.new_event_loop()
+        self.has_async = any(function.is_async for function in functions)
+        self.is_async = all(function.is_async for function in functions)
+
+    def start(self) -> None:
+        """Start the event loop if a function needs it."""
+        if self.has_async:
+            threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True).start()
+
+    def answer(self, batch: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+        """Score a batch; `reply` gets `rewards` and `info`, one each for a sample, or `error`."""
+        begun: Future[list[Scores]] | None = None
+        if self.has_async:
+            begun = asyncio.run_coroutine_threadsafe(self._score_async(batch), self._loop)
+        try:
+            scores = [function.score(batch) for function in self._functions if not function.is_async]
+        except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's function
+            if begun is not None:
+                begun.cancel()
+            reply(_failed(error))
+            return
+        if begun is None:
+            reply(self._combined(scores, []))
+            return
+
+        def finish(ended: "Future[list[Scores]]") -> None:
+            error = ended.exception(0)
+            reply(_failed(error) if error else self._combined(scores, ended.result(0)))
+
+        begun.add_done_callback(lambda ended: None if ended.cancelled() else finish(ended))
+
+    async def _score_async(self, batch: dict[str, Any]) -> list[Scores]:
+        return await asyncio.gather(*(each.score_async(batch) for each in self._functions if each.is_async))
+
+    def _combined(self, scores: list[Scores], async_scores: list[Scores]) -> dict[str, Any]:
+        parts = [iter(scores), iter(async_scores)]
+        in_order = [next(parts[function.is_async]) for function in self._functions]
+        samples = combined([function.name for function in self._functions], self._weights, in_order)
+        return {"rewards": [reward for reward, _ in samples], "info": [info for _, info in samples]}
 
 
-def call(function: Callable[..., Any], batch: dict[str, Any]) -> list[float | None]:
-    """The rewards of a batch: `prompts`, `completions`, `completion_ids`, and `columns` (one list per column).
-
-    The function has TRL's signature, a batch call with keywords, or verl's, a call per sample
-    (data_source, solution_str, ground_truth, extra_info); it may be async. Raises `WrongLength` and the function's errors.
-    """
-    if "solution_str" in inspect.signature(function).parameters:
-        return [_number(_result(function(**_verl_arguments(batch, i)))) for i in range(len(batch["prompts"]))]
-    inputs = {name: batch[name] for name in ("prompts", "completions", "completion_ids")}
-    rewards = list(_result(function(**inputs, **batch["columns"])))
-    if len(rewards) != len(batch["prompts"]):
-        raise WrongLength(f"returned {len(rewards)} rewards for {len(batch['prompts'])} completions")
-    return [_number(reward) for reward in rewards]
-
-
-def _verl_arguments(batch: dict[str, Any], index: int) -> dict[str, Any]:
-    columns = {name: values[index] for name, values in batch["columns"].items()}
-    completion = batch["completions"][index]
-    return {
-        "data_source": columns.get("data_source"),
-        "solution_str": completion if isinstance(completion, str) else completion[-1]["content"],
-        "ground_truth": _ground_truth(columns),
-        "extra_info": columns.get("extra_info", columns),
-    }
-
-
-def _ground_truth(columns: dict[str, Any]) -> Any:
-    """From the column `ground_truth`, from `reward_model.ground_truth` as in verl's data sets, or from `answer`."""
-    nested = columns.get("reward_model")
-    for place in (columns, nested if isinstance(nested, dict) else {}):
-        if "ground_truth" in place:
-            return place["ground_truth"]
-    if "answer" not in columns:
-        raise KeyError("the data has no column ground_truth, reward_model.ground_truth or answer")
-    return columns["answer"]
-
-
-def _result(value: Any) -> Any:
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
-
-
-def _number(reward: Any) -> float | None:
-    if isinstance(reward, dict):
-        reward = reward["score"]
-    return None if reward is None else float(reward)
-
-
-def explain(error: BaseException, trace: TracebackType | None) -> str:
+def explain(error: BaseException) -> str:
     """One line: the error and where in the user's code it was raised."""
-    frames = traceback.extract_tb(trace)
+    frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
+def _failed(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, WrongLength):
+        return {"error": str(error), "is_misuse": True}
+    return {"error": explain(error)}
+
+
+def _load(settings: dict[str, Any]) -> RewardSum:
+    functions: list[RewardFunction] = []
+    for name, path in settings["functions"].items():
+        path = path if ":" in path else f"{_READY}:{path}"
+        sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
+        functions.append(RewardFunction(name, load_object("reward.path", path), settings["max_steps"]))
+    return RewardSum(functions, settings["weights"])
+
+
 def main() -> None:
-    """Answer each line of standard input until it ends. The arguments are the function and the process that starts this one."""
-    path, parent = sys.argv[1], int(sys.argv[2])
+    """Answer the lines of standard input until it ends. The arguments are the functions and the process that starts this one."""
+    settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
     fork_guarded(parent)
     questions, answers = (
         os.fdopen(os.dup(0), encoding="utf-8"),
@@ -90,21 +107,24 @@ def main() -> None:
     os.dup2(2, 1)
     os.register_at_fork(after_in_child=lambda: _close(questions.fileno(), answers.fileno()))
     try:
-        sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
-        function = load_object("reward.path", path)
-        answers.write(json.dumps({"id": 0}) + "\n")
+        rewards = _load(settings)
+        rewards.start()
+        _write(answers, 0, {"is_async": rewards.is_async, "has_async": rewards.has_async})
     except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
-        answers.write(json.dumps({"id": 0, "error": explain(error, error.__traceback__)}) + "\n")
+        _write(answers, 0, {"error": explain(error)})
         return
     for line in questions:
         batch = json.loads(line)
-        try:
-            answer: dict[str, Any] = {"rewards": call(function, batch)}
-        except WrongLength as error:
-            answer = {"error": str(error), "is_misuse": True}
-        except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's function
-            answer = {"error": explain(error, error.__traceback__)}
-        answers.write(json.dumps({"id": batch["id"], **answer}) + "\n")
+        rewards.answer(batch, lambda answer, number=batch["id"]: _write(answers, number, answer))
+
+
+_lock = threading.Lock()
+
+
+def _write(answers: TextIO, number: int, answer: dict[str, Any]) -> None:
+    line = json.dumps({"id": number, **answer}, default=str) + "\n"
+    with _lock:
+        answers.write(line)
 
 
 def _close(*descriptors: int) -> None:

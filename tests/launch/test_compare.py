@@ -72,20 +72,20 @@ def test_rows_compare_with_the_peer_of_the_same_run():
         "repack-off": result(100, kv_util=0.4),
         "repack-on": result(120, kv_util=0.5),
     }
-    ratios = {row.name: row.ratio for row in rows_of(results)}
+    ratios = {row.name: row.ratio for row in rows_of(results, 64)}
     assert ratios == pytest.approx(
         {
-            "sync-colocated": 1.0,
-            "one_step": 1.2,
-            "partial": 1.5,
-            "headrace": 1.8,
-            "headrace-over-partial": 1.2,
+            "sync-colocated-64gpus": 1.0,
+            "one_step-64gpus": 1.2,
+            "partial-64gpus": 1.5,
+            "headrace-64gpus": 1.8,
+            "headrace-over-partial-64gpus": 1.2,
             "weight-wait": 0.25,
             "repack-tokens": 1.2,
             "repack-kv-utilisation": 1.25,
         }
     )
-    assert math.isnan(next(rows_of({"headrace": result(1)})).ratio)
+    assert math.isnan(next(rows_of({"headrace": result(1)}, 64)).ratio)
 
 
 def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,52 @@ def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path):
 def test_a_missing_number_of_a_table_is_null():
     table = datasets.Dataset.from_list([{"prompt": "x", "score": float("nan"), "parts": {"least": float("-inf")}}])
     assert json.loads(TableRows(table)[0]) == {"prompt": "x", "score": None, "parts": {"least": None}}
+
+
+def rows_of(path: Path, text: str, **settings: Any) -> list[dict[str, Any]]:
+    path.write_text(text)
+    rows = open_rows(DataSettings(path=str(path), **settings))
+    list(checked_prompts(rows, str(path), settings.get("prompt_column", "prompt")))
+    return [json.loads(rows[i]) for i in range(len(rows))]
+
+
+def test_the_prompt_may_be_in_any_column_and_the_others_stay(tmp_path: Path):
+    text = json.dumps({"question": "q", "prompt": "other", "answer": 1})
+    (row,) = rows_of(tmp_path / "data.jsonl", text, prompt_column="question")
+    assert row == {"question": "q", "prompt": "q", "answer": 1}
+
+
+def test_a_row_without_the_named_column_is_an_error_even_if_it_has_a_prompt(tmp_path: Path):
+    with pytest.raises(SettingError, match=r":1 has no `question` column; it has answer; see data\.prompt_column"):
+        rows_of(tmp_path / "data.jsonl", '{"prompt": "x", "answer": 1}', prompt_column="question")
+
+
+USER, SYSTEM = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "expected"),
+    [
+        ("q", {}, "q"),
+        ("q", {"chat_template": "tokenizer"}, [USER]),
+        ("q", {"system_prompt": "s"}, [SYSTEM, USER]),
+        ([USER], {"system_prompt": "s"}, [SYSTEM, USER]),
+        (
+            [{"role": "system", "content": "own"}, USER],
+            {"system_prompt": "s"},
+            [{"role": "system", "content": "own"}, USER],
+        ),
+    ],
+)
+def test_text_becomes_a_chat_where_a_template_or_a_system_prompt_is_set(
+    tmp_path: Path, prompt: Any, settings: dict[str, str], expected: Any
+):
+    (row,) = rows_of(tmp_path / "data.jsonl", json.dumps({"prompt": prompt}), **settings)
+    assert row["prompt"] == expected
+
+
+def test_a_subset_of_a_hub_data_set_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or ROWS)
+    open_rows(DataSettings(path="openai/gsm8k", subset="main", split="test"))
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]

@@ -1,11 +1,14 @@
-"""A rollout's leases: which grants it keeps when its weights change."""
+"""A rollout's leases: which grants it keeps when its weights change, and the versions of its rows."""
+
+from random import Random
 
 import msgspec
 import pytest
 from support.in_memory import MemoryMailboxes
 
 from headrace.comm.messages import GroupId, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Message
-from headrace.rollout.leases import HeldLeases
+from headrace.rollout.engine.sequence import Completion
+from headrace.rollout.leases import HeldLeases, LeasedRow
 from headrace.rollout.pacing import RolloutPacing
 
 GROUP = GroupId(0, 5)
@@ -47,6 +50,17 @@ def test_a_grant_of_the_present_request_starts_on_the_weights_that_came_meanwhil
     desk.leases.begin_version()
     ((_, rows),) = desk.leases.take(grant(request), version=4)
     assert [row.version for row in rows] == [4, 4] and not desk.heard()
+
+
+def test_the_versions_of_a_response_are_those_that_drew_its_tokens():
+    random = Random(0)
+    for _ in range(200):
+        num_prompt, num_tokens = random.randint(1, 5), random.randint(0, 6)
+        positions = sorted(random.choices(range(num_prompt, num_prompt + num_tokens + 1), k=random.randint(0, 4)))
+        row = LeasedRow(GROUP.row(0), 1, 0, {}, switches=[(at, i + 1) for i, at in enumerate(positions)])
+        assert row.drawn_by() == set(), "unfinished"
+        row.completion = Completion(1, [0] * num_prompt, [0] * num_tokens, [0.0] * num_tokens, "stop")
+        assert row.drawn_by() == set(row.token_versions())
 
 
 def test_a_grant_of_an_older_request_goes_back_after_a_change_of_weights(desk: Desk):

@@ -90,6 +90,26 @@ def test_two_ranks_in_lock_step_do_what_one_engine_does(tmp_path: Path):
     assert other.idle and other.pool.num_free == other.pool.num_pages - 1
 
 
+def repeated_prompts(caller: Engine | LeadEngine, engine: Engine) -> list[list[int]]:
+    """Tokens of trajectories, one after the other, whose prompts begin alike."""
+    found = []
+    for trajectory_id in range(3):
+        prompt = [*range(5, 90), trajectory_id, *range(9, 60)]
+        caller.add_group(prompt, SamplingParams(max_new_tokens=5, ignore_eos=True), [trajectory_id])
+        while not engine.idle:
+            found += [c.token_ids for c in caller.step()]
+    return found
+
+
+def test_two_ranks_find_the_same_pages_in_their_prefix_caches(tmp_path: Path):
+    path = tiny_policy(tmp_path)
+    alone = Engine(path, max_running=4)
+    expected = repeated_prompts(alone, alone)
+    found, other = on_two_ranks(path, repeated_prompts)
+    assert found == expected
+    assert other.scheduler.prefixes.num_found == alone.scheduler.prefixes.num_found == 2 * 64
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_a_rank_holds_only_its_part_of_every_layer(tmp_path: Path, family: str):
     path = tiny_policy(tmp_path, family)

@@ -75,9 +75,10 @@ def train(job: Job, group: ActorGroup) -> dict[str, Any]:
         norms.append(float(gather_full(torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5))))
         optimizer.step()
         optimizer.zero_grad()
+    names = group.union(["of all", *["of rank"] * group.rank])
     shards = sum(local_tensor(parameter).nbytes for parameter in policy.parameters())
     weights = {name: gather_full(tensor.detach()) for name, tensor in policy.weights().items()} if job.steps else {}
-    return {"weights": weights, "norms": norms, "loading_kb": loaded, "shard_bytes": shards}
+    return {"weights": weights, "norms": norms, "loading_kb": loaded, "shard_bytes": shards, "names": names}
 
 
 def main(folder: str, rank: int, job: Job) -> None:

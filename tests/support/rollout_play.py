@@ -25,7 +25,7 @@ from headrace.rollout.generators.base import Weights
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.calibration import GeneratorProfile
 from headrace.rollout.migration.migration import MoveDeadlines
-from headrace.rollout.rewards.pool import ScoreRequest
+from headrace.rollout.rewards.process import ScoreRequest
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLES, STREAM_TOKENS = 3, 8
@@ -59,6 +59,7 @@ class EngineGenerator(Engine):
 
     can_migrate = True
     can_stream = True
+    num_prefilled = num_found = 0
 
     def __init__(self, path: Path, **settings: float) -> None:
         super().__init__(path, exact=True, **settings)  # pyright: ignore[reportArgumentType]
@@ -89,9 +90,10 @@ class TokenSums:
     def __init__(self) -> None:
         self.done: list[ScoreRequest] = []
 
-    def submit(self, request: ScoreRequest) -> None:
-        request.reward = float(sum(request.completion_ids))
-        self.done.append(request)
+    def submit(self, *requests: ScoreRequest) -> None:
+        for request in requests:
+            request.reward = float(sum(request.completion_ids))
+        self.done += requests
 
     def finished(self) -> list[ScoreRequest]:
         done, self.done = self.done, []

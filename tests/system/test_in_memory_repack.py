@@ -87,6 +87,27 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path):
     assert all(np.array_equal(still[name], moved[name]) for name in both)
 
 
+WHOLE = """
+def reward(prompts, completions):
+    assert all(prompts.count(prompt) == 4 for prompt in prompts), "a part of a group"
+    longest = {prompt: max(len(c) for p, c in zip(prompts, completions) if p == prompt) for prompt in prompts}
+    return [float(len(c) == longest[p]) for p, c in zip(prompts, completions)]
+"""
+
+
+def test_a_reward_that_compares_within_a_group_gets_it_whole_while_its_samples_move(tmp_path: Path):
+    (tmp_path / "groups.py").write_text(WHOLE)
+    settings = {"reward.path": f"{tmp_path / 'groups.py'}:reward", "reward.batch": "group", "queue.capacity": 8}
+    system = System(tmp_path, **LONG | settings | {"batch.samples_per_prompt": 4}).start_all(num_rollouts=3)
+    random_moves = RandomMoves(system)
+    summary = system.wait()
+    random_moves.stop()
+    assert summary["moved"] > 10 and not summary["failures"]
+    assert summary["accounting"]["holds"] and summary["accounting"]["trained"] == 32
+    steps = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["reward/reward"] == pytest.approx(step["reward/mean"]) for step in steps)
+
+
 def endless(folder: Path, **settings: object) -> System:
     """A run that lasts until it is interrupted."""
     system = System(folder, **LONG | {"run.steps": 100_000, "generator.exact": "false"} | settings)

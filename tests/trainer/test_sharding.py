@@ -40,6 +40,7 @@ def test_a_rank_that_loads_a_policy_holds_its_own_rows_only(tmp_path):
     path = tiny_policy(tmp_path, vocab_size=20_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=10)
     total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     (alone,), pair = (run_ranks(Job(str(path), size, steps=0), tmp_path / str(size)) for size in (1, 2))
+    assert [rank["names"] for rank in (alone, *pair)] == [["of all"], *[["of all", "of rank"]] * 2]
     torch_kb = alone["loading_kb"] - alone["shard_bytes"] / 1024
     assert total > 200e6
     for rank in pair:

@@ -1,5 +1,6 @@
 """The metrics of a step describe its data, and separate engine mismatch from staleness."""
 
+import json
 import math
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_a_response_that_ends_by_itself_at_the_longest_length_is_not_cut():
     for truncated in (0, 1, 0, 0):
         stats.add(batch_of(VERSION, np.arange(3), truncated))
     assert stats.metrics(VERSION)["response_length/clip_ratio"] == 0.25
+
+
+def test_each_number_noted_on_responses_is_averaged_over_those_that_have_it():
+    stats = StepStats()
+    for notes in ({"metrics": {"format": 1.0, "acc": 0.5}}, {"metrics": {"format": 0.0}, "extra": {"x": 1}}, {}):
+        batch = batch_of(VERSION, np.arange(3))
+        batch.columns[batch.rows[0].key]["reward_info"] = np.frombuffer(json.dumps(notes).encode(), np.uint8)
+        stats.add(batch)
+    stats.reduce(ActorGroup(0, 1, torch.device("cpu"), deadline_s=1))
+    metrics = stats.metrics(VERSION)
+    assert (metrics["reward/format"], metrics["reward/acc"], metrics["reward/mean"]) == (0.5, 0.5, 0.5)
 
 
 def test_clipped_tokens_are_counted():

@@ -1,11 +1,13 @@
 """A trainer on emulated devices: `trainer.engine=emulated`. It fetches rows and sleeps instead of computing."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...comm.clock import Clock
 from ...comm.fleet import Fleet
@@ -14,6 +16,7 @@ from ...relay.queue.batch import Batch
 from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout
 from ...relay.weights.publisher import WeightPublisher
+from ...relay.weights.slots import Receipt
 from ..actor_group import ActorGroup
 from ..step_stats import StepStats
 
@@ -22,22 +25,32 @@ _VERSION_FILE = "version"
 _log = logging.getLogger(__name__)
 
 
+class Publisher(Protocol):
+    """The beginning of the weights' way, as `WeightPublisher` is one."""
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt: ...
+
+    def close(self) -> None: ...
+
+
 class EmulatedLearner:
     """Counts tokens, and sleeps for the time that devices would need for them."""
 
-    def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+    def __init__(
+        self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, publisher: Publisher | None = None
+    ) -> None:
         e = recipe.emulated
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
         self.lag_s = 0.0
         self._token_s = e.train_us * 1e-6 / e.train_gpus
         self._transfer = EmulatedTransfer(e, recipe.run.schedule)
-        self._clock = Clock(e.speed)
+        self._clock = clock or Clock(e.speed)
         self._until = self._clock.now()
         self._busy_s = 0.0
         self._weights = dummy_weights(e)
         layout = Layout.of(self._weights, torch.float32)
-        self._publisher = WeightPublisher(fleet, layout, recipe.comm)
+        self._publisher = publisher or WeightPublisher(fleet, layout, recipe.comm)
         self.num_bytes = layout.num_bytes
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:

@@ -143,6 +143,28 @@ class PackedAttention:
         return found, inverse.to(self._device)
 
 
+class ChunkAttention:
+    """Causal attention of the last tokens of several sequences over all their keys; both are packed one after the other."""
+
+    def __init__(self, lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self._lengths, self._key_lengths = list(lengths), list(key_lengths)
+        starts = torch.tensor([[0, *lengths], [0, *key_lengths]], dtype=torch.int32).cumsum(1, dtype=torch.int32)
+        self._starts, self._key_starts = starts.to(device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """query [T, heads, d], key and value [S, kv_heads, d] -> [T, heads, d]."""
+        if kernel_of(query.device.type, query.dtype, query.shape[2], spec) == "varlen":
+            starts, longest = (self._starts, self._key_starts), (max(self._lengths), max(self._key_lengths))
+            return varlen_attention(query, key, value, starts, longest, spec)
+        outputs = []
+        parts = (query.split(self._lengths), key.split(self._key_lengths), value.split(self._key_lengths))
+        for q, k, v in zip(*parts, strict=True):
+            sees = band(len(q), len(k), spec.window, q.device)
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            outputs.append(masked_attention(q, k, v, sees, spec)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -166,16 +188,6 @@ def varlen_attention(
     out = varlen_attn(query, key, value, *starts, *longest, scale=spec.scale, window_size=window, **options)
     assert isinstance(out, Tensor)
     return out
-
-
-def chunk_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Causal attention of the last tokens of one sequence; query [T, heads, d], key and value [S, kv_heads, d]."""
-    sizes = len(query), len(key)
-    if kernel_of(query.device.type, query.dtype, query.shape[2], spec) == "varlen":
-        starts = torch.tensor([[0, size] for size in sizes], dtype=torch.int32).to(query.device)
-        return varlen_attention(query, key, value, (starts[0], starts[1]), sizes, spec)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return masked_attention(q, k, v, band(*sizes, spec.window, q.device), spec)[0].transpose(0, 1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:

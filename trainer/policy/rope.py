@@ -23,9 +23,13 @@ class RopeRows:
         self.switch: int | None = parameters["original_max_position_embeddings"] if is_long else None
         self.count: int = config.max_position_embeddings + (self.switch or 0)
 
+    def is_long(self, length: int) -> bool:
+        """Whether a forward pass over `length` tokens takes the long frequencies."""
+        return self.switch is not None and length > self.switch
+
     def of_chunk(self, start: int, stop: int, length: int) -> range:
         """Rows of the positions [start, stop) in a forward pass over `length` tokens."""
-        offset = self.switch if self.switch is not None and length > self.switch else 0
+        offset = self.switch if self.switch is not None and self.is_long(length) else 0
         return range(start + offset, stop + offset)
 
     def of_newest(self, positions: Tensor) -> Tensor:

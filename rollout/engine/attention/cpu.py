@@ -1,7 +1,7 @@
 """Paged decode attention on CPU: in place on the page pool, and the reference that gathers."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 NO_POSITION = 1 << 40
 """Position of a key that no query may see."""
 _LOG2_E = 1 / math.log(2)
+_CALL_QUERIES = 32
+"""Queries of a page that take about as long as one more call."""
+
+
+class _SharedRun(NamedTuple):
+    """Adjacent shared pages: the rows that own each, padded to equal numbers with row 0, and the positions of its keys."""
+
+    pages: slice
+    sharers: Tensor
+    keys: Tensor
 
 
 class PoolAttention:
@@ -25,7 +35,7 @@ class PoolAttention:
 
     The partial results of a sequence's pages are merged by their log-sum-exp. Nothing is gathered, and the cost grows
     with the pages in use. Pages that several samples share come from the pool's upper end and are read once, with the
-    queries of all their owners as rows. `is_exact` follows the rules of `trainer.policy.exact_attention`.
+    queries of all their owners as rows, in one call for adjacent pages of about as many owners. `is_exact` follows the rules of `trainer.policy.exact_attention`.
     """
 
     name = "pool"
@@ -50,15 +60,17 @@ class PoolAttention:
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         q = query.index_select(0, self._owner).unflatten(1, heads)
         out, lse = self._attend(q, keys[: self._num_low], values[: self._num_low], self._low_bias(rule, query), rule)
-        if self._num_high:
-            places = self._sharers.shape[1]
-            q = query.index_select(0, self._sharers.flatten()).view(self._num_high, places, *heads, -1)
-            q = q.transpose(1, 2).flatten(2, 3)
-            bias = self._high_bias(rule, query, heads[1])
-            more, more_lse = self._attend(q, keys[-self._num_high :], values[-self._num_high :], bias, rule)
-            # [pages, places * group, kv_heads, d] becomes one part per page and place.
-            out = torch.cat((out, more.reshape(-1, *out.shape[1:])))
-            lse = torch.cat((lse, more_lse.reshape(-1, *lse.shape[1:])))
+        if self._shared:
+            outs, lses = [out], [lse]
+            for run in self._shared:
+                q = query.index_select(0, run.sharers.flatten()).view(*run.sharers.shape, *heads, -1)
+                q = q.transpose(1, 2).flatten(2, 3)
+                bias = self._shared_bias(run, rule, query, heads[1])
+                more, more_lse = self._attend(q, keys[run.pages], values[run.pages], bias, rule)
+                # [pages, places * group, kv_heads, d] becomes one part per page and place.
+                outs.append(more.reshape(-1, *out.shape[1:]))
+                lses.append(more_lse.reshape(-1, *lse.shape[1:]))
+            out, lse = torch.cat(outs), torch.cat(lses)
         if self.is_exact:
             merged = merge_in_order(out, lse, self._parts)
         else:
@@ -84,17 +96,17 @@ class PoolAttention:
             self._biases[rule.window] = torch.where(sees, 0.0, MASKED_SCORE).to(like.dtype)[:, None, None, :]
         return self._biases[rule.window]
 
-    def _high_bias(self, rule: AttentionSpec, like: Tensor, group: int) -> Tensor | None:
+    def _shared_bias(self, run: _SharedRun, rule: AttentionSpec, like: Tensor, group: int) -> Tensor | None:
         """[pages, 1, places * group, page_size]. Shared pages are full: only a window hides keys."""
         if rule.window is None:
             return like.new_zeros(1, 1, 1, self.cache.page_size) if self.is_exact else None
-        age = self._positions[self._sharers][:, :, None] - self._high_keys[:, None, :]
+        age = self._positions[run.sharers][:, :, None] - run.keys[:, None, :]
         bias = torch.where(age < rule.window, 0.0, MASKED_SCORE).to(like.dtype)
         return bias.repeat_interleave(group, 1).unsqueeze(1)
 
     def _plan(self, batch: "DecodeBatch") -> None:
         columns = np.arange(int(batch.num_pages.max()))[None, :]
-        is_shared = columns < batch.num_shared[:, None]
+        is_shared = batch.is_shared[:, : columns.size]
         parts = np.zeros((len(batch), columns.size), dtype=np.int64)
         rows, cols = np.nonzero((columns < batch.num_pages[:, None]) & ~is_shared)
         pages = batch.table[rows, cols]
@@ -106,27 +118,32 @@ class PoolAttention:
         starts[pages] = cols * self.cache.page_size
         self._keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
         self._owner = torch.from_numpy(owner)
+        self._shared: list[_SharedRun] = []
         rows, cols = np.nonzero(is_shared)
-        self._num_high = 0
         if rows.size:
             self._plan_shared(batch, parts, rows, cols)
         self._parts = torch.from_numpy(parts)
 
     def _plan_shared(self, batch: "DecodeBatch", parts: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> None:
         pages = batch.table[rows, cols]
-        first = int(pages.min())
-        self._num_high = batch.pool.num_pages - first
         order = np.argsort(pages, kind="stable")
         rows, cols, pages = rows[order], cols[order], pages[order]
         place = np.arange(pages.size) - np.searchsorted(pages, pages)
-        num_places = int(place.max()) + 1
-        sharers = np.zeros((self._num_high, num_places), dtype=np.int64)
-        sharers[pages - first, place] = rows
-        parts[rows, cols] = self._num_low + (pages - first) * num_places + place
-        starts = np.zeros(self._num_high, dtype=np.int64)
-        starts[pages - first] = cols * self.cache.page_size
-        self._sharers = torch.from_numpy(sharers)
-        self._high_keys = torch.from_numpy(starts[:, None] + np.arange(self.cache.page_size))
+        first, num_parts = int(pages[0]), self._num_low
+        for start, stop in _runs(np.bincount(pages - first)):
+            run = slice(*np.searchsorted(pages, (first + start, first + stop)))
+            if run.start == run.stop:
+                continue  # holes
+            spots = pages[run] - first - start
+            num_places = int(place[run].max()) + 1
+            sharers = np.zeros((stop - start, num_places), dtype=np.int64)
+            sharers[spots, place[run]] = rows[run]
+            parts[rows[run], cols[run]] = num_parts + spots * num_places + place[run]
+            num_parts += sharers.size
+            starts = np.zeros((stop - start, 1), dtype=np.int64)
+            starts[spots, 0] = cols[run] * self.cache.page_size
+            keys = torch.from_numpy(starts + np.arange(self.cache.page_size))
+            self._shared.append(_SharedRun(slice(first + start, first + stop), torch.from_numpy(sharers), keys))
 
 
 class GatherAttention:
@@ -152,6 +169,22 @@ class GatherAttention:
         sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
         q, k, v = query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
         return masked_attention(q, k, v, sees[:, None, None, :], rule)[:, :, 0]
+
+
+def _runs(num_owners: np.ndarray, start: int = 0) -> list[tuple[int, int]]:
+    """Cut pages with these numbers of owners into runs [start, stop), each padded to its largest number.
+
+    Each cut is the one that spares most queries, as long as it spares more than a call costs.
+    """
+    count = len(num_owners)
+    sizes = np.arange(1, count)
+    before = np.maximum.accumulate(num_owners)[:-1] * sizes
+    after = np.maximum.accumulate(num_owners[::-1])[:-1][::-1] * sizes[::-1]
+    spared = count * int(num_owners.max()) - (before + after)
+    if count == 1 or spared.max() <= _CALL_QUERIES:
+        return [(start, start + count)]
+    cut = int(spared.argmax()) + 1
+    return _runs(num_owners[:cut], start) + _runs(num_owners[cut:], start + cut)
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

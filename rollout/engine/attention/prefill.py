@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....trainer.policy.attention import AttentionSpec, PackedAttention, chunk_attention
+from ....trainer.policy.attention import AttentionSpec, ChunkAttention, PackedAttention
 from ....trainer.policy.exact_attention import Run, TileAttention
 from ..to_device import to_device
 
@@ -20,26 +20,25 @@ class PrefillAttention:
 
     def __init__(self, cache: "KVCache", runs: Sequence[Run], device: torch.device) -> None:
         self.cache = cache
-        starts = np.cumsum([0, *(run.stop - run.start for run in runs)])
         self.cache_rows = _cache_rows(cache, [(run, run.start) for run in runs], device)
-        fresh = [run for run in runs if run.start == 0]
+        fresh, continued = ([run for run in runs if (run.start == 0) == is_fresh] for is_fresh in (True, False))
         assert all(run.start == 0 for run in runs[: len(fresh)]), "fresh sequences come first"
         self._fresh = PackedAttention([run.stop for run in fresh], device) if fresh else None
-        self._num_fresh = int(starts[len(fresh)])
-        self._continued = [
-            (slice(int(starts[index]), int(starts[index + 1])), _cache_rows(cache, [(runs[index], 0)], device))
-            for index in range(len(fresh), len(runs))
-        ]
+        self._num_fresh = sum(run.stop for run in fresh)
+        self._continued = None
+        if continued:
+            lengths, key_lengths = [run.stop - run.start for run in continued], [run.stop for run in continued]
+            self._continued = ChunkAttention(lengths, key_lengths, device)
+            self._continued_rows = _cache_rows(cache, [(run, 0) for run in continued], device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         self.cache.write(layer, self.cache_rows, key, value)
-        parts = []
+        parts, count = [], self._num_fresh
         if self._fresh is not None:
-            count = self._num_fresh
             parts.append(self._fresh(layer, query[:count], key[:count], value[:count], rule))
-        for tokens, cache_rows in self._continued:
-            keys, values = self.cache.read(layer, cache_rows)
-            parts.append(chunk_attention(query[tokens], keys, values, rule))
+        if self._continued is not None:
+            keys, values = self.cache.read(layer, self._continued_rows)
+            parts.append(self._continued(query[count:], keys, values, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -1,5 +1,7 @@
 """The fleet's figures are differences between reports, so that each step sees its own interval."""
 
+from msgspec import structs
+
 from headrace.comm.messages import GroupId, LoadReport
 from headrace.relay.hub.telemetry import FleetStats
 from headrace.relay.journal import events as ev
@@ -28,6 +30,16 @@ def test_rates_are_over_the_interval_since_the_last_step():
     assert metrics["idle/rollout"] == 0.25
     assert metrics["rollout/tok_per_s"] == 75.0
     assert (metrics["rollout/kv_util"], metrics["weights/pull_s"]) == (0.5, 0.25)
+
+
+def test_the_hit_rate_of_the_prefix_cache_is_the_share_of_tokens_that_were_not_prefilled():
+    stats, state = FleetStats(), HubState()
+    for name in ("rollout-0", "rollout-1"):
+        stats.add(name, structs.replace(load(0, 0.0, 0.0), prefilled=100, found=1000))
+    stats.finish_step(stats.snapshot(state))
+    stats.add("rollout-0", structs.replace(load(9, 1.0, 0.0), prefilled=140, found=1000))
+    stats.add("rollout-1", structs.replace(load(9, 1.0, 0.0), prefilled=120, found=1180))
+    assert stats.snapshot(state).metrics["rollout/prefix_cache_hit_rate"] == 0.75
 
 
 def test_rollouts_add_up_and_a_dead_one_is_forgotten():

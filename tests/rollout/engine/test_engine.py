@@ -351,6 +351,9 @@ def test_the_cache_has_the_pages_of_all_sequences_as_far_as_the_memory_allows(ll
     policy, gpu = load_policy(llama), "generator.gpu_share=0.5 of the GPU"
     page = 2 * 2 * 64 * 2 * 16 * 4
     assert plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 10**9, gpu)).num_pages == 8 * 4 + 2
+    large = plan_cache(policy, 64, 20_000, None, AvailableMemory(10**10, 10**10, gpu))
+    assert large.num_pages == 80_002 and large.max_kept == 2**30 // page, "on a CPU an untouched page takes no memory"
+    assert plan_cache(policy, 64, 8, 9.0, AvailableMemory(10**10, 0, gpu)).max_kept == 9 * 10**9 // page
     scarce = plan_cache(policy, 64, 8, None, AvailableMemory(40 * page, 20 * page, gpu))
     assert scarce.num_pages == 20 and str(scarce) == f"20 pages of 64 tokens, {20 * page / 1e9:.3g} GB of KV cache"
     assert plan_cache(policy, 64, 8, 50 * page / 1e9, AvailableMemory(60 * page, 9 * page, gpu)).num_pages == 50

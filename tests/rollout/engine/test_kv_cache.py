@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.engine.kv_cache import PagePool
+from headrace.rollout.engine.page_pool import PagePool
 
 
 def test_private_pages_come_from_the_low_end_and_shared_ones_from_the_high_end():
@@ -30,6 +30,52 @@ def test_the_check_finds_a_lost_page():
     pool.check([[page]])
     with pytest.raises(AssertionError, match="other owners"):
         pool.check([])
+
+
+def hold(pool, *digests):
+    """Pages of a sequence that can be found by these digests."""
+    pages = [pool.take() for _ in digests]
+    for page, digest in zip(pages, digests, strict=True):
+        pool.register(page, digest)
+    return pages
+
+
+def test_a_page_without_an_owner_is_found_until_a_newer_one_needs_it():
+    pool = PagePool(5, 16, max_kept=5, in_ranges=False)
+    pool.give_back(hold(pool, b"a", b"ab"))
+    pool.give_back(hold(pool, b"b"))
+    assert pool.num_free == 4
+    found = pool.find(b"a", is_shared=False)
+    assert found is not None and pool.find(b"c", is_shared=False) is None
+    pool.give_back([found])
+    taken = [pool.take(), pool.take()]
+    pool.check([taken])
+    assert pool.find(b"ab", is_shared=False) is None, "the end of the oldest sequence goes first"
+    owners = [taken, *([pool.find(digest, is_shared=False)] for digest in (b"b", b"a"))]
+    pool.check(owners)
+    assert pool.num_free == 0 and not pool.take_copies()
+
+
+def test_kept_pages_make_way_for_ranges_by_a_copy_and_keep_their_age():
+    pool = PagePool(8, 16, max_kept=8)
+    pool.give_back(hold(pool, b"a", b"ab"))
+    taken = [pool.take(), pool.take(is_shared=True)]
+    assert taken == [1, 7] and pool.take_copies() == [(1, 4)]
+    more = [pool.take() for _ in range(5)]
+    assert more[0] == 2 and pool.find(b"ab", is_shared=False) is None
+    pool.check([taken, more])
+    assert pool.num_free == 0 and pool.find(b"a", is_shared=False) is None
+
+
+def test_a_pool_keeps_no_more_pages_than_it_may_and_none_after_it_forgets():
+    pool = PagePool(9, 16, max_kept=2)
+    pool.give_back(hold(pool, b"a", b"ab", b"abc"))
+    held = hold(pool, b"d")
+    pool.check([held])
+    assert pool.find(b"abc", is_shared=False) is None, "the third page is not kept"
+    pool.forget()
+    pool.check([held])
+    assert [pool.find(digest, is_shared=False) for digest in (b"a", b"ab", b"d")] == [None] * 3
 
 
 @given(st.lists(st.integers(0, 5), max_size=60))

@@ -1,9 +1,9 @@
-"""The scheduler without a model: order, sharing, preemption, pauses."""
+"""The scheduler without a model: order, sharing, preemption, pauses, and what each page holds."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.engine.kv_cache import PagePool
+from headrace.rollout.engine.page_pool import PagePool
 from headrace.rollout.engine.sampling import SamplingParams
 from headrace.rollout.engine.scheduler import Scheduler
 from headrace.rollout.engine.sequence import Sequence, SequenceGroup
@@ -19,17 +19,47 @@ def group(first_id, num_samples, prompt_length, limit):
     )
 
 
-def step(scheduler) -> list[Sequence]:
+class Slots:
+    """The tokens, up to its own, and the version of the weights that each slot of the cache was computed from."""
+
+    def __init__(self):
+        self.version = 0
+        self._held = {}
+
+    def copy(self, pool):
+        for source, target in pool.take_copies():
+            for offset in range(PAGE):
+                self._held[target, offset] = self._held.get((source, offset))
+
+    def write(self, pages, tokens, start, stop):
+        for position in range(start, stop):
+            self._held[pages[position // PAGE], position % PAGE] = (self.version, tokens[: position + 1])
+
+    def check(self, pages, tokens, stop):
+        for position in range(stop):
+            held = self._held[pages[position // PAGE], position % PAGE]
+            assert held == (self.version, tokens[: position + 1]), "a slot has the keys of other tokens or weights"
+
+
+def step(scheduler, slots=None) -> list[Sequence]:
     """One step of the engine without a model; returns the finished sequences."""
+    slots = slots or Slots()
     scheduler.make_room()
     chunks = scheduler.next_chunks()
     assert sum(c.stop - c.start for c in chunks) <= scheduler.prefill_tokens
+    slots.copy(scheduler.pool)
+    for group, start, stop in chunks:
+        slots.write(group.pages, group.tokens, start, stop)
+    for group, _, stop in chunks:
+        slots.check(group.pages, group.tokens, stop)
     scheduler.fork_ready()
-    for is_shared in (False, True):
-        moves = scheduler.compact(is_shared)
-        assert all((target > source) == is_shared for source, target in moves)
-        assert len({target for _, target in moves}) == len(moves)
+    scheduler.compact()
+    slots.copy(scheduler.pool)
     scheduler.check()
+    for sequence in scheduler.running:
+        tokens = sequence.prompt_ids + sequence.token_ids
+        slots.check(sequence.pages, tokens, sequence.num_cached)
+        slots.write(sequence.pages, tokens, sequence.num_cached, sequence.num_cached + 1)
     assert len(scheduler.running) <= scheduler.max_running
     finished = []
     for sequence in scheduler.running:
@@ -45,10 +75,10 @@ def step(scheduler) -> list[Sequence]:
     return finished
 
 
-def drain(scheduler) -> list[int]:
+def drain(scheduler, slots) -> list[int]:
     finished = []
     for _ in range(2_000):
-        finished += [s.trajectory_id for s in step(scheduler)]
+        finished += [s.trajectory_id for s in step(scheduler, slots)]
         if not scheduler.running and not scheduler.waiting:
             return finished
     raise AssertionError("the scheduler is stuck")
@@ -58,7 +88,50 @@ def test_groups_run_in_order_of_arrival():
     scheduler = Scheduler(PagePool(100, PAGE), 2, 100)
     for index in range(4):
         scheduler.add(group(10 * index, 1, 5, 3))
-    assert drain(scheduler) == [0, 10, 20, 30]
+    assert drain(scheduler, Slots()) == [0, 10, 20, 30]
+
+
+def test_samples_of_a_prompt_that_are_added_one_by_one_are_one_group():
+    scheduler = Scheduler(PagePool(100, PAGE), 8, 100)
+    for index, length in enumerate((11, 7, 11, 7, 11)):
+        scheduler.add(group(index, 1, length, 3))
+    assert scheduler.cancel(2) and scheduler.cancel(1) and scheduler.cancel(3)
+    scheduler.add(group(9, 1, 7, 3))
+    assert [len(g.sequences) for g in scheduler.waiting] == [2, 1]
+    assert [(c.start, c.stop) for c in scheduler.next_chunks()] == [(0, 10), (0, 6)]
+    scheduler.add(group(5, 1, 11, 3))
+    assert [len(g.sequences) for g in scheduler.waiting] == [2, 1, 1], "the first group is on its way"
+
+
+def test_prompts_that_are_admitted_together_prefill_their_common_pages_once():
+    scheduler = Scheduler(PagePool(100, PAGE, max_kept=100), 8, 100)
+    for index, length in enumerate((11, 9, 23)):
+        scheduler.add(group(index, 1, length, 3))
+    assert [(c.start, c.stop) for c in scheduler.next_chunks()] == [(0, 10), (8, 22)]
+    assert scheduler.prefixes.num_found == 16 and scheduler.num_prefilled == 24
+
+
+def test_a_second_turn_prefills_its_new_tokens_alone():
+    slots, scheduler = Slots(), Scheduler(PagePool(100, PAGE, max_kept=100), 8, 100)
+    scheduler.add(group(0, 1, 9, 6))
+    first = None
+    while first is None:
+        first = next(iter(step(scheduler, slots)), None)
+    tokens = first.prompt_ids + first.token_ids
+    assert len(tokens) == 15 and scheduler.num_prefilled == 8
+    tokens = [*tokens, 7, 7, 7, 7, 7]
+    second = Sequence(1, 0, tokens, SamplingParams(), 3, frozenset())
+    scheduler.add(SequenceGroup([second], tokens))
+    step(scheduler, slots)
+    assert scheduler.num_prefilled == 8 + 19 - 12, "three pages of the first turn are found"
+
+
+def test_a_cache_without_kept_pages_finds_nothing():
+    scheduler = Scheduler(PagePool(100, PAGE), 8, 100)
+    for index in range(3):
+        scheduler.add(group(index, 1, 11 + index, 3))
+        drain(scheduler, Slots())
+    assert scheduler.prefixes.num_found == 0 and scheduler.num_prefilled == 10 + 11 + 12
 
 
 def test_a_prefix_is_prefilled_once_and_its_full_pages_are_shared():
@@ -67,8 +140,8 @@ def test_a_prefix_is_prefilled_once_and_its_full_pages_are_shared():
     chunks = scheduler.next_chunks()
     assert [(c.start, c.stop) for c in chunks] == [(0, 10)]
     forks = scheduler.fork_ready()
-    assert [f.source == forks[0].source for f in forks] == [True, True, True, False]
-    pages = [f.sequence.pages for f in forks]
+    pages = [sequence.pages for sequence in forks]
+    assert scheduler.pool.take_copies() == [(pages[3][2], own[2]) for own in pages[:3]]
     assert len({tuple(p[:2]) for p in pages}) == 1 and len({p[2] for p in pages}) == 4
     assert scheduler.pool.num_owners[pages[0][0]] == 4
 
@@ -77,54 +150,64 @@ def test_the_newest_is_preempted_when_pages_run_out():
     scheduler = Scheduler(PagePool(9, PAGE), 3, 100)
     for index in range(3):
         scheduler.add(group(index, 1, 5, 19))
-    assert drain(scheduler) == [0, 1, 2]
+    assert drain(scheduler, Slots()) == [0, 1, 2]
     assert scheduler.num_recomputed >= scheduler.num_preempted > 0
 
 
 def test_a_paused_sequence_continues_after_the_tokens_of_its_environment():
     scheduler = Scheduler(PagePool(9, PAGE), 3, 100)
     scheduler.add(group(7, 1, 5, 12))
-    step(scheduler)
+    slots = Slots()
+    step(scheduler, slots)
     sequence = scheduler.running[0]
     assert scheduler.pause(7) and not scheduler.running and not scheduler.pause(7)
     scheduler.resume(7, [3, 3, 3])
-    assert drain(scheduler) == [7]
+    assert drain(scheduler, slots) == [7]
     assert sequence.token_ids == [1, 3, 3, 3, *[1] * 8] and len(sequence.logprobs) == 12
 
 
 arrivals = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 23), st.integers(1, 23)), max_size=12
 )
-disturbances = st.lists(st.tuples(st.sampled_from(["cancel", "pause", "resume"]), st.integers(0, 11)), max_size=30)
+disturbances = st.lists(
+    st.tuples(st.sampled_from(["cancel", "pause", "resume", "weights"]), st.integers(0, 11)), max_size=30
+)
 
 
 @settings(deadline=None, max_examples=300)
-@given(arrivals, disturbances, st.integers(8, 40), st.integers(1, 6), st.integers(1, 40))
+@given(
+    arrivals, disturbances, st.integers(8, 40), st.integers(1, 6), st.integers(1, 40), st.integers(0, 40), st.booleans()
+)
 def test_every_trajectory_finishes_once_despite_cancels_pauses_and_scarce_pages(
-    arrivals, disturbances, num_pages, max_running, prefill_tokens
+    arrivals, disturbances, num_pages, max_running, prefill_tokens, max_kept, in_ranges
 ):
-    scheduler = Scheduler(PagePool(num_pages, PAGE), max_running, prefill_tokens)
+    """The prompts begin alike, so that their pages are found again; weights change now and then."""
+    scheduler = Scheduler(PagePool(num_pages, PAGE, max_kept, in_ranges), max_running, prefill_tokens)
+    slots = Slots()
     expected: set[int] = set()
     finished: list[int] = []
     actions = iter(disturbances)
     for index, (pause_before, num_samples, prompt_length, limit) in enumerate(arrivals):
         for _ in range(pause_before):
-            finished += [s.trajectory_id for s in step(scheduler)]
+            finished += [s.trajectory_id for s in step(scheduler, slots)]
         scheduler.add(group(10 * index, num_samples, prompt_length, limit))
         expected.update(range(10 * index, 10 * index + num_samples))
-        disturb(scheduler, next(actions, None), expected)
+        disturb(scheduler, slots, next(actions, None), expected)
     for action in actions:
-        finished += [s.trajectory_id for s in step(scheduler)]
-        disturb(scheduler, action, expected)
+        finished += [s.trajectory_id for s in step(scheduler, slots)]
+        disturb(scheduler, slots, action, expected)
     for sequence in list(scheduler.paused):
         scheduler.resume(sequence.trajectory_id)
-    finished += drain(scheduler)
+    finished += drain(scheduler, slots)
     assert sorted(finished) == sorted(expected)
     assert scheduler.pool.num_free == num_pages - 1
 
 
-def disturb(scheduler, action, expected):
+def disturb(scheduler, slots, action, expected):
     match action:
+        case ("weights", _):
+            slots.version += 1
+            scheduler.forget()
         case ("cancel", which) if expected:
             victim = sorted(expected)[which % len(expected)]
             if scheduler.cancel(victim):

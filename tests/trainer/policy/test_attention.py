@@ -12,8 +12,8 @@ from support.policies import tiny_policy
 from headrace.trainer.policy import attention
 from headrace.trainer.policy.attention import (
     AttentionSpec,
+    ChunkAttention,
     PackedAttention,
-    chunk_attention,
     kernel_of,
     varlen_attention,
 )
@@ -149,12 +149,12 @@ def test_the_varlen_kernel_gets_key_heads_as_they_are_where_the_version_allows(k
 
 @pytest.mark.parametrize("kernel", ["padded", "varlen"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_chunk_of_a_long_prompt_sees_all_tokens_before_it(kernel_by_formula, monkeypatch, kernel, window):
+def test_chunks_of_long_prompts_see_all_tokens_before_them(kernel_by_formula, monkeypatch, kernel, window):
     monkeypatch.setattr(attention, "kernel_of", lambda *_: kernel)
     (query, key, value), spec = inputs(4, 2, 8, count=90), AttentionSpec(0.3, window)
-    out = chunk_attention(query[60:], key, value, spec)
-    torch.testing.assert_close(out, by_formula(query[60:], key, value, [30], [90], spec))
-    assert bool(kernel_by_formula) == (kernel == "varlen")
+    out = ChunkAttention([10, 20], [50, 40])(query[60:], key, value, spec)
+    torch.testing.assert_close(out, by_formula(query[60:], key, value, [10, 20], [50, 40], spec))
+    assert len(kernel_by_formula) == (kernel == "varlen")
 
 
 def test_under_a_mask_grouped_heads_are_left_to_a_kernel_on_a_cpu_only():

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RewardSettings
-from headrace.rollout.rewards.pool import RewardPool, ScoreRequest
+from headrace.rollout.rewards.pool import RewardPool
+from headrace.rollout.rewards.process import ScoreRequest
 
 
 @pytest.fixture
@@ -21,10 +23,11 @@ def pool(tmp_path: Path):
     """Makes a pool for a function's source; closes it at the end."""
     pools: list[RewardPool] = []
 
-    def make(source: str, name: str = "reward", timeout_s: float = 120.0) -> RewardPool:
+    def make(source: str, name: str = "reward", timeout_s: float = 120.0, **settings: Any) -> RewardPool:
         file = tmp_path / "rewards.py"
         file.write_text(source)
-        pools.append(RewardPool(RewardSettings(path=f"{file}:{name}", timeout_s=timeout_s)).start())
+        path = settings.pop("path", f"{file}:{name}")
+        pools.append(RewardPool(RewardSettings(path=path, timeout_s=timeout_s, **settings)).start())
         return pools[-1]
 
     yield make
@@ -176,7 +179,8 @@ def test_a_stopped_process_does_not_hold_up_a_large_question(pool: MakePool, tmp
 OWNER = """
 import sys, time
 from headrace.comm.recipe import RewardSettings
-from headrace.rollout.rewards.pool import RewardPool, ScoreRequest
+from headrace.rollout.rewards.pool import RewardPool
+from headrace.rollout.rewards.process import ScoreRequest
 rewards = RewardPool(RewardSettings(path=sys.argv[1] + ":reward")).start()
 rewards.submit(ScoreRequest(0, {"prompt": "p", "answer": 1}, "text", [1]))
 time.sleep(1000)
@@ -228,3 +232,71 @@ def test_chat_prompts_get_chat_completions(pool: MakePool):
     )
     row = {"prompt": [{"role": "user", "content": "hi"}]}
     assert score(pool(source), row, completions=["four"])[0].reward == 4.0
+
+
+def test_the_reward_is_the_weighted_sum_of_functions_and_each_part_is_noted(pool: MakePool, tmp_path: Path):
+    source = (
+        "def first(answer):\n    return [a for a in answer]\ndef second(solution_str):\n    return len(solution_str)\n"
+    )
+    names = [f"{tmp_path / 'rewards.py'}:first", f"{tmp_path / 'rewards.py'}:second", "gsm8k"]
+    rewards = pool(source, path=tuple(names), weights=(2.0, 0.5, 10.0))
+    done = score(rewards, {"answer": 3}, {"answer": 4}, completions=["it is 3", "five"])
+    assert [item.reward for item in done] == [2 * 3 + 0.5 * 7 + 10, 2 * 4 + 0.5 * 4]
+    assert done[0].info == {"metrics": {"first": 3.0, "second": 7.0, "gsm8k": 1.0}}
+
+
+ALL_TOGETHER = """
+import asyncio
+running = 0
+async def reward({argument}):
+    global running
+    running += 1
+    while running < 64:
+        await asyncio.sleep(0.002)
+    return {result}
+"""
+
+
+@pytest.mark.parametrize(("argument", "result"), [("completions", "[1.0] * len(completions)"), ("solution_str", "1.0")])
+def test_async_rewards_that_arrive_one_by_one_run_together_in_one_process(pool: MakePool, argument: str, result: str):
+    """Each waits for the 64th, so none would end if one had to end before another began."""
+    rewards = pool(ALL_TOGETHER.format(argument=argument, result=result), timeout_s=60.0)
+    assert [item.reward for item in score(rewards, *[{}] * 64)] == [1.0] * 64
+
+
+def test_an_async_reward_that_ends_the_process_costs_only_itself(pool: MakePool):
+    die = "    await asyncio.sleep(0.3 if answer[0] == 'die' else 1)\n    answer[0] == 'die' and os._exit(3)\n"
+    source = "import asyncio, os\nasync def reward(answer):\n" + die + "    return [1.0]\n"
+    done = score(pool(source), *[{"answer": answer} for answer in ("go", "die", "go", "go")])
+    assert [item.reward for item in done] == [1.0, None, 1.0, 1.0]
+    assert done[1].failure == "the reward process ended with 3"
+
+
+def test_async_and_other_functions_add_up(pool: MakePool, tmp_path: Path):
+    source = "async def one(answer):\n    return [1.0 for _ in answer]\ndef two(answer):\n    return [None, 2.0][:len(answer)]\n"
+    rewards = pool(source, path=tuple(f"{tmp_path / 'rewards.py'}:{name}" for name in ("two", "one")))
+    rewards.submit(*(ScoreRequest(number, {"prompt": "p", "answer": 0}, "text", [1]) for number in range(2)))
+    done: list[ScoreRequest] = []
+    deadline = time.monotonic() + 120
+    while len(done) < 2 and time.monotonic() < deadline:
+        done += rewards.finished()
+        time.sleep(0.005)
+    assert [item.reward for item in sorted(done, key=lambda item: item.key)] == [1.0, 3.0]
+
+
+def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failure(pool: MakePool):
+    source = (
+        TRL
+        + "    if 'bad' in answer:\n        raise ValueError('bad')\n    return [float(len(answer))] * len(answer)\n"
+    )
+    rewards = pool(source, batch="group")
+    groups = [["x", "bad", "x"], ["y", "y", "y"], ["z", "z", "z"]]
+    for number, group in enumerate(groups):
+        rewards.submit(*(ScoreRequest(number, {"prompt": "p", "answer": answer}, "", [1]) for answer in group))
+    done: list[ScoreRequest] = []
+    deadline = time.monotonic() + 120
+    while len(done) < 9 and time.monotonic() < deadline:
+        done += rewards.finished()
+        time.sleep(0.005)
+    by_group = {number: {item.reward for item in done if item.key == number} for number in range(3)}
+    assert by_group[0] == {None} and all(reward and reward % 3 == 0 for n in (1, 2) for reward in by_group[n])

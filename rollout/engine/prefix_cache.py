@@ -1,0 +1,74 @@
+"""The prefix cache: full pages of keys and values are found again by their tokens and all tokens before them.
+
+The digest of a page is a hash of its tokens and of the digest of the page before it, so equal digests mean equal prefixes
+(vLLM, "Automatic Prefix Caching"). Pages of prompts are registered when their prefill is scheduled, which runs before any use
+of them; pages of responses when their sequence leaves. No page outlives its version of the weights.
+"""
+
+from array import array
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from .sequence import Chain, Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from ...trainer.policy.rope import RopeRows
+    from .page_pool import PagePool
+
+_DIGEST_BYTES = 16
+"""128 bits: no two prefixes of a run have the same digest by chance."""
+
+
+class PrefixCache:
+    """Finds and registers the pages of a pool. The pool owns the pages and drops them in order of age."""
+
+    def __init__(self, pool: "PagePool", rope: "RopeRows | None" = None) -> None:
+        self._pool = pool
+        self._rope = rope
+        self._version = 0
+        self.num_found = 0
+        """Tokens so far that were found and not prefilled."""
+
+    def find(self, group: SequenceGroup, num_reserved: int) -> None:
+        """Give a group without pages those of its prefix that are known, as long as `num_reserved` pages stay free."""
+        if self._pool.max_kept == 0:
+            return
+        is_long = self._rope is not None and self._rope.is_long(len(group.tokens))
+        chain = Chain(self._version, 0, b"long" if is_long else b"")
+        size, is_shared = self._pool.page_size, len(group.sequences) > 1
+        while (chain.num_pages + 1) * size <= group.prefix_length and self._pool.num_free > num_reserved:
+            following = self._following(chain, group.tokens)
+            page = self._pool.find(following.digest, is_shared)
+            if page is None:
+                break
+            group.pages.append(page)
+            chain = following
+        group.chain = chain
+        group.num_cached = chain.num_pages * size
+        self.num_found += group.num_cached
+
+    def register(self, holder: Sequence | SequenceGroup, tokens: list[int], num_cached: int) -> None:
+        """Let the full pages of the first `num_cached` tokens be found, if this version of the weights computed them all."""
+        chain = holder.chain
+        if chain is None or chain.version != self._version:
+            return
+        while (chain.num_pages + 1) * self._pool.page_size <= num_cached:
+            chain = self._following(chain, tokens)
+            self._pool.register(holder.pages[chain.num_pages - 1], chain.digest)
+        holder.chain = chain
+
+    def forget(self) -> None:
+        """Let no page be found any more: the weights change."""
+        self._version += 1
+        self._pool.forget()
+
+    def _following(self, chain: Chain, tokens: list[int]) -> Chain:
+        start = chain.num_pages * self._pool.page_size
+        return Chain(
+            chain.version, chain.num_pages + 1, digest(tokens[start : start + self._pool.page_size], chain.digest)
+        )
+
+
+def digest(tokens: list[int], before: bytes = b"") -> bytes:
+    """A hash of tokens that come after those of another hash."""
+    return blake2b(array("q", tokens).tobytes(), key=before, digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,58 @@
+"""Reward functions that `reward.path` takes by name.
+
+All but `length` are called per sample with the text of the response, so they serve text and chat prompts alike. The ground truth
+is the column `ground_truth`, `reward_model.ground_truth`, `answer` or `solution`.
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+NEEDS = {"math": "math_verify"}
+"""The package that a function needs, from an extra of the function's name."""
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*\S.*", re.DOTALL)
+
+
+def gsm8k(solution_str: str, ground_truth: str | float) -> float:
+    """1 if the last number of the response, after its last `####` if there is one, is the ground truth's, else 0.
+
+    The ground truth is a number, or GSM8K's published answer, a worked solution that ends in `#### 72`. Equal values count, so
+    `72.0` and `1,000` are `72` and `1000`.
+    """
+    wanted, given = _last_number(str(ground_truth)), _last_number(solution_str)
+    if wanted is None:
+        raise ValueError(f"the ground truth {str(ground_truth)[-60:]!r} has no number")
+    return float(given == wanted)
+
+
+def math(solution_str: str, ground_truth: str | float) -> float | None:
+    """1 if math-verify finds the response equal to the ground truth, else 0; None if it cannot read the ground truth.
+
+    The response may state its answer as LaTeX, in `\\boxed{}` or as plain numbers.
+    """
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+
+    gold = parse(str(ground_truth)) or parse(f"${ground_truth}$")
+    return float(verify(gold, parse(solution_str))) if gold else None
+
+
+def format(solution_str: str) -> float:
+    """1 if the response is `<think>...</think>` and then an answer, else 0 (DeepSeek-R1, section 2.2.2)."""
+    return float(_THINK.fullmatch(solution_str.strip()) is not None)
+
+
+def length(completion_ids: list[list[int]]) -> list[float]:
+    """Minus the number of the response's tokens, in thousands: its weight is the price of a thousand tokens."""
+    return [-len(ids) / 1000 for ids in completion_ids]
+
+
+READY = {function.__name__: function for function in (math, gsm8k, format, length)}
+
+
+def _last_number(text: str) -> Decimal | None:
+    """The last number in a text, after its last `####` if there is one."""
+    numbers = _NUMBER.findall(text.rpartition("####")[2])
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:
+        return None

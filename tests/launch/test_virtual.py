@@ -1,0 +1,123 @@
+"""Runs in virtual time: the real hub and loops on one heap of events, without processes or sleeps."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.emulated_run import EMULATED
+
+from headrace.comm.recipe import Recipe
+from headrace.launch import compare
+from headrace.launch.config.load import read_recipe
+from headrace.launch.report.figures import figures_of, window_of
+from headrace.launch.report.timeline import Timeline
+from headrace.launch.virtual.network import MESSAGE_S
+from headrace.launch.virtual.run import VirtualRun
+from headrace.launch.virtual.world import OwnClock, World, WorldClock
+from headrace.relay.journal.events import Leased, Moved
+from headrace.relay.journal.journal import read_events, replay
+from headrace.rollout.generators.emulated_device import EmulatedDevice, EmulatedSequence, response_length
+
+RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
+
+
+def recipe_of(folder: Path, **settings: object) -> Recipe:
+    """A short run; keys have `__` for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n' * 64)
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    all_settings = EMULATED | {"run.steps": 6, "run.dir": folder, "data.path": folder / "prompts.jsonl"} | named
+    return read_recipe(None, [f"{key}={value}" for key, value in all_settings.items()])
+
+
+def run_of(folder: Path, **settings: object) -> VirtualRun:
+    run = VirtualRun(recipe_of(folder, **settings))
+    run.run()
+    return run
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step", "stream", "partial", "headrace"])
+def test_every_schedule_trains_each_row_once_at_its_staleness(tmp_path: Path, schedule: str):
+    run = run_of(tmp_path, run__schedule=schedule)
+    assert replay(tmp_path / "journal.jsonl") == run.hub.state
+    assert run.hub.state.account.trained == 6 * 16 and run.hub.state.is_balanced
+    if schedule not in ("partial", "headrace"):
+        assert max(run.hub.state.staleness) == (schedule != "sync")
+    mixed = [n for n in run.hub.state.versions_per_trajectory if n > 1]
+    assert bool(mixed) == (schedule == "partial"), "versions change within a trajectory"
+
+
+def test_a_run_depends_on_its_recipe_alone(tmp_path: Path):
+    journals = {}
+    for name in ("one", "two"):
+        run_of(tmp_path / name, run__schedule="headrace", roles__rollout=4)
+        journals[name] = (tmp_path / name / "journal.jsonl").read_bytes()
+    assert journals["one"] == journals["two"]
+
+
+def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_of_four_messages(tmp_path: Path):
+    run = run_of(tmp_path, run__schedule="sync", roles__rollout=1, run__steps=7)
+    settings = run.recipe.emulated
+    timeline = Timeline.read(tmp_path)
+    figures = figures_of(tmp_path, timeline, window_of(timeline, 7), settings.prefill_us * 1e-6)
+    events = [event for _, event in read_events(tmp_path / "journal.jsonl")]
+    groups = [event.group for event in events if isinstance(event, Leased)]
+    expected = []
+    for first in (12, 16):  # the groups of the fourth and the fifth step
+        device, num_tokens = EmulatedDevice(settings, 256), 0
+        for rows in ([group.row(sample) for sample in range(4)] for group in groups[first : first + 4]):
+            lengths = [response_length(0, row.number, settings, 2000) for row in rows]
+            new = [EmulatedSequence(row.number, 300, length) for row, length in zip(rows, lengths, strict=True)]
+            new[0].num_missing = 300
+            device.add(new)
+            num_tokens += sum(lengths) + 300 * len(lengths)
+        while device.running or device.waiting:
+            device.advance(settings.stretch)
+        broadcast_s = settings.weights_gb / settings.broadcast_gb_s
+        trained_s = num_tokens * settings.train_us * 1e-6 / settings.train_gpus
+        expected.append(device.seconds + trained_s + broadcast_s + 4 * MESSAGE_S)
+    assert figures.step_s == pytest.approx(sum(expected) / 2, abs=0.002)
+
+
+def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
+    tails = {
+        "emulated__p99_over_median": 30,
+        "repack__period_s": 1,
+        "rollout__report_s": 0.5,
+        "repack__batch_bound": 64,
+    }
+    run_of(tmp_path, roles__rollout=4, batch__prompts_per_step=16, **tails)
+    moved = [event for _, event in read_events(tmp_path / "journal.jsonl") if isinstance(event, Moved)]
+    assert any(event.source != event.holder for event in moved)
+
+
+def test_a_process_that_is_ahead_sends_its_messages_when_its_work_is_done():
+    world = World()
+    clock, order = OwnClock(world, 20.0), []
+    world.at(1.0, lambda: order.append("soon"))
+    assert clock.sleep_until(5.0) == 0.0
+    assert (clock.now(), clock.seconds(), world.now) == (5.0, 0.25, 0.0), "its time passed, the world's did not"
+    world.at(clock.now(), lambda: order.append("when done"))
+    assert WorldClock(world, 20.0).sleep_until(4.0) == 0.0
+    assert (order, world.now) == (["soon"], 4.0)
+    world.run_until(lambda: len(order) == 2)
+    assert world.now == 5.0 and clock.sleep_until(4.0) == 1.0, "late"
+
+
+def test_a_run_without_anything_left_to_happen_is_an_error():
+    with pytest.raises(AssertionError, match="the run stands still"):
+        World().run_until(lambda: False)
+
+
+def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = [
+        str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "batch.samples_per_prompt=2", "--gpus", "16", "32",
+        "--fixed-batch", "16", "--only", "sync-colocated", "partial", "headrace", "--virtual",
+        "--json", str(tmp_path / "rows.json"),
+    ]  # fmt: skip
+    assert compare.main(words) == 0
+    ratios = {row["name"]: row["ratio"] for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert Counter(name.split("-")[-1] for name in ratios) == {"16gpus": 4, "32gpus": 4}
+    assert ratios["headrace-over-partial-16gpus"] > 0 and ratios["sync-colocated-32gpus"] == 1.0
+    assert "virtual time" in capsys.readouterr().out

@@ -1,0 +1,140 @@
+"""A reward function is called as its author expects: TRL's and verl's forms, with the arguments that it names."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
+from headrace.rollout.rewards.ready import format, gsm8k, length, math
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
+BATCH = {
+    "prompts": ["p", "q"],
+    "completions": ["a", [{"role": "assistant", "content": "bb"}]],
+    "completion_ids": [[1], [2, 3]],
+    "columns": {"answer": [1, 2], "data_source": ["d", "e"]},
+    "step": 7,
+}
+
+
+def scores_of(function: Callable[..., Any], **columns: list[Any]) -> Scores:
+    return RewardFunction("f", function, max_steps=9).score(BATCH | {"columns": BATCH["columns"] | columns})
+
+
+def test_a_function_gets_only_the_arguments_that_it_names():
+    assert scores_of(lambda completions: [1 for _ in completions]).rewards == [1, 1]
+    assert scores_of(lambda answer, prompts: [10 * a for a in answer]).rewards == [10, 20]
+
+
+def test_trl_functions_get_every_argument_of_trl():
+    def reward(prompts, completions, completion_ids, **kwargs):
+        assert sorted(kwargs) == ["answer", "data_source", "log_extra", "log_metric", "trainer_state"]
+        state = kwargs["trainer_state"]
+        kwargs["log_metric"]("accuracy", 0.25)
+        kwargs["log_metric"]("accuracy", 0.75)
+        kwargs["log_extra"]("source", kwargs["data_source"])
+        return [state.global_step, state.max_steps]
+
+    scores = scores_of(reward)
+    assert scores.rewards == [7, 9]
+    assert scores.metrics == [{"accuracy": 0.5}] * 2
+    assert scores.extra == [{"source": "d"}, {"source": "e"}]
+
+
+def test_a_wrong_number_of_extra_values_is_an_error_that_names_them():
+    with pytest.raises(WrongLength, match=r"f returned 1 values of log_extra\('x'\) for 2"):
+        scores_of(lambda log_extra: log_extra("x", [1]) or [1, 1])
+
+
+def test_a_column_with_the_name_of_an_argument_is_an_error_where_it_would_hide_one():
+    with pytest.raises(ValueError, match="'completions'"):
+        scores_of(lambda **kwargs: [1, 1], completions=["x", "y"])
+    assert scores_of(lambda answer: answer, completions=["x", "y"]).rewards == [1, 2]
+
+
+def test_verl_functions_are_called_per_sample_or_per_batch():
+    one = scores_of(lambda data_source, solution_str, ground_truth, extra_info=None: len(solution_str) + ground_truth)
+    many = scores_of(
+        lambda data_sources, solution_strs, ground_truths, extra_infos, **rest: [
+            len(s) + g + (d != "d") - (d != i["data_source"]) + len(rest)
+            for d, s, g, i in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        ]
+    )
+    assert (one.rewards, many.rewards) == ([2, 4], [2, 5])
+
+
+def test_a_per_sample_function_may_name_columns_and_log():
+    def reward(solution_str: str, answer: int, completion_ids: list[int], log_metric: Callable[..., None]) -> float:
+        log_metric("tokens", len(completion_ids))
+        return answer / 2
+
+    scores = scores_of(reward)
+    assert (scores.rewards, scores.metrics) == ([0.5, 1.0], [{"tokens": 1}, {"tokens": 2}])
+
+
+@pytest.mark.parametrize("value", [(0.5, {"acc": True, "text": "x"}), {"score": 0.5, "acc": 1, "text": "x"}])
+def test_a_score_with_an_info_keeps_its_numbers_as_metrics_and_the_rest_as_extra(value: Any):
+    scores = scores_of(lambda solution_str: value)
+    assert scores.rewards == [0.5, 0.5]
+    assert (scores.metrics[0], scores.extra[0]) == ({"f/acc": 1.0}, {"f/text": "x"})
+
+
+def test_a_dict_without_a_score_says_what_it_has():
+    with pytest.raises(KeyError, match="without 'score'; it has 'reward'"):
+        scores_of(lambda solution_str: {"reward": 1})
+
+
+def test_the_sum_leaves_out_functions_without_a_reward():
+    parts = [Scores([1.0, None, None], [{}] * 3, [{}] * 3), Scores([4.0, 5.0, None], [{"x": 1.0}] * 3, [{}] * 3)]
+    samples = combined(["a", "b"], [2.0, 0.5], parts)
+    assert [reward for reward, _ in samples] == [4.0, 2.5, None]
+    assert [info["metrics"] for _, info in samples] == [{"x": 1, "a": 1, "b": 4}, {"x": 1, "b": 5}, {"x": 1}]
+
+
+def test_gsm8k_accepts_each_published_solution_and_no_other_number():
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:400]]
+    for row in rows:
+        gold = re.findall(r"#### (\-?[0-9\.\,]+)", row["answer"])[-1].replace(",", "")  # verl's strict extraction
+        assert gsm8k(row["answer"], row["answer"]) == gsm8k(f"So it is ${gold}.", row["answer"]) == 1.0
+        assert gsm8k(f"{gold} or {gold}1", row["answer"]) == gsm8k("", row["answer"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "reward"),
+    [
+        ("1,000 apples", "1000", 1), ("72.0", "#### 72", 1), ("2", "12", 0), ("12", "2", 0), ("-3", "#### -3", 1),
+        ("5 #### 7", "7", 1), ("7 ####", "7", 0), (".5", 0.5, 1), ("The answer is 72. #### 71", "72", 0),
+    ],
+)  # fmt: skip
+def test_gsm8k_compares_the_last_number_exactly(response: str, truth: Any, reward: float):
+    assert gsm8k(response, truth) == reward
+
+
+def test_a_ground_truth_without_a_number_is_an_error():
+    with pytest.raises(ValueError, match="has no number"):
+        gsm8k("3", "three")
+
+
+def test_math_compares_values():
+    pytest.importorskip("math_verify")
+    assert math(r"so \boxed{\frac{1}{2}}", r"$0.5$") == math(r"$x=\frac12$", r"\frac{1}{2}") == 1.0
+    assert math(r"\boxed{3}", "4") == math("no idea", "4") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a\nb</think>\n4", 1), ("<think>a</think>", 0), ("4", 0), ("x <think>a</think> 4", 0),
+        ("<think>a<think>b</think> 4", 0),
+    ],
+)  # fmt: skip
+def test_format_asks_for_one_thought_and_an_answer(text: str, reward: float):
+    assert format(text) == reward
+
+
+def test_length_is_minus_thousands_of_tokens():
+    assert length([[1] * 500, []]) == [-0.5, 0.0]
