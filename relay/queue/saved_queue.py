@@ -96,7 +96,7 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
         path = folder.begin(order.step)
         _write(columns, path / _FILE, SavedList(order.cursor, saved))
         folder.seal(order.step)
-        for step in folder.whole():
+        for step in folder.whole().keys() - {order.step}:
             if not (checkpoints.path(step) / MANIFEST).exists():
                 shutil.rmtree(folder.path(step))
     except OSError as error:
