@@ -12,7 +12,7 @@ from .evaluation import EvalSettings
 from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
 from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
-from .run import DataSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
+from .run import DataSettings, EnvironmentSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
 from .training import AlgorithmSettings, CheckpointSettings, CriticSettings, OptimizerSettings, TrainerSettings
 
 
@@ -24,6 +24,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     reward: RewardSettings = RewardSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     batch: BatchSettings = BatchSettings()
     queue: QueueSettings = QueueSettings()
     repack: RepackSettings = RepackSettings()

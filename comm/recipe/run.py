@@ -1,4 +1,4 @@
-"""`run`, `roles`, `model`, `data` and `reward`: what a run trains on, and with which processes."""
+"""`run`, `roles`, `model`, `data`, `reward` and `environment`: what a run trains on, and with which processes."""
 
 from pathlib import PurePath
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from ..errors import SettingError
-from .fields import Count, NotNegative, OptionalCount, ScheduleName
+from .fields import Count, NotNegative, OptionalCount, Positive, ScheduleName
 
 _STATISTICS = ("mean", "std", "min", "max")
 """Metrics of the sum, `reward/mean` and so on."""
@@ -110,3 +110,23 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if unique.count(name) > 1 or name in _STATISTICS:
                 raise SettingError(f"reward.path: the name '{name}' is taken already; give the function another one")
         return dict(zip(unique, paths, strict=True))
+
+
+class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`environment.*`: what the policy talks to over several turns."""
+
+    path: str = ""
+    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/environments.md)."""
+    tools: tuple[str, ...] = ()
+    """Python functions that the policy may call, each `FILE.py:FUNCTION` with type hints and a docstring."""
+    max_turns: Count = 16
+    """Most turns of the policy in a trajectory."""
+    timeout_s: Positive = 30.0
+    """Longest time of one call of an environment or a tool in seconds; then its trajectory counts as failed."""
+    workers: Count = 1
+    """Processes per rollout that host environments, each any number of them."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether trajectories have several turns."""
+        return bool(self.path or self.tools)

@@ -92,6 +92,10 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_trainer(recipe)
     _check_emulation(recipe)
+    if recipe.environment.is_set and recipe.rollout.engine in ("emulated", "transformers"):
+        raise SettingError(
+            f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
+        )
 
 
 def _check_tls(recipe: Recipe) -> None:
@@ -165,7 +169,7 @@ def check_run_folder(recipe: Recipe) -> None:
 
 def _check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
-    check_rewards(recipe.reward)
+    _check_reward(recipe)
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
@@ -174,6 +178,17 @@ def _check_functions(recipe: Recipe) -> None:
             check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
+
+
+def _check_reward(recipe: Recipe) -> None:
+    """There is a reward: a function, or an environment that gives it."""
+    environment = recipe.environment
+    if recipe.reward.path or not environment.path:
+        check_rewards(recipe.reward)
+    if environment.path:
+        check_function("environment.path", environment.path)
+    for path in environment.tools:
+        check_function("environment.tools", path)
 
 
 def check_files(role: str, recipe: Recipe) -> None:
@@ -191,7 +206,7 @@ def check_files(role: str, recipe: Recipe) -> None:
             " for checkpoints"
         )
     if role == "rollout":
-        check_rewards(recipe.reward)
+        _check_reward(recipe)
     if role == "task":
         for task in recipe.queue.tasks:
             check_function("queue.tasks", task.function)

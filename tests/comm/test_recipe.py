@@ -15,6 +15,7 @@ model.path model.dtype
 data.path data.subset data.split data.prompt_column data.system_prompt data.chat_template data.chat_template_kwargs
 data.shuffle data.too_long
 reward.path reward.weights reward.batch reward.timeout_s reward.workers
+environment.path environment.tools environment.max_turns environment.timeout_s environment.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
 queue.lead queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
 repack.enabled repack.period_s repack.batch_bound repack.transfer
