@@ -45,7 +45,7 @@ def pausing(is_half: threading.Event, go_on: threading.Event) -> Callable[[Fleet
 
     def main(fleet: Fleet, recipe: Recipe) -> None:
         rollout = Rollout(
-            fleet, recipe, open_generator(fleet, recipe), open_rewards(recipe.rollout.engine, recipe.reward)
+            fleet, recipe, open_generator(fleet, recipe), open_rewards(recipe)
         )
         step = rollout.step
 
