@@ -58,8 +58,10 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`data.*`: the prompts."""
 
-    path: str = ""
-    """JSONL or parquet file, or Hugging Face data set."""
+    path: str | tuple[str, ...] = ""
+    """JSONL or parquet file, or Hugging Face data set, or a list of these, whose rows are mixed."""
+    weights: tuple[NotNegative, ...] = ()
+    """Shares of the sets of `path` in the prompts; empty is each set's share of the rows."""
     subset: str = ""
     """Subset (configuration) of a Hugging Face data set."""
     split: str = "train"
@@ -76,6 +78,11 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Shuffle the prompts in each epoch, by `run.seed`."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files and data sets of `path`."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
     @property
     def is_chat(self) -> bool:

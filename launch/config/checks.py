@@ -22,6 +22,7 @@ from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
+from .adapter_checks import check_adapter
 from .algorithm_checks import check_algorithm
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
@@ -48,6 +49,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
+    warnings += check_adapter(recipe, policy.folder)
     warnings += check_lengths(recipe, data, policy)
     for settings, prompts in evaluation:
         warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
@@ -128,6 +130,8 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError(
             "batch.updates_per_version, batch.passes: emulated devices train each group once, in one update"
         )
+    if emulated and recipe.lora.rank:
+        raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
     if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
@@ -260,8 +264,14 @@ def check_function(setting: str, path: str) -> None:
 
 def check_data(settings: DataSettings) -> list[Any]:
     """The prompts of the data; every row is checked."""
-    _given("data.path", settings.path, "a file or data set with a column of prompts")
-    return list(checked_prompts(open_rows(settings), settings.path, settings.prompt_column))
+    _given("data.path", "".join(settings.paths), "a file or data set with a column of prompts")
+    weights = settings.weights
+    if weights and (len(weights) != len(settings.paths) or not sum(weights)):
+        raise SettingError(
+            f"data.weights: {len(weights)} weights, not all 0, for {len(settings.paths)} sets of data.path"
+        )
+    each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
+    return [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column)]
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:

@@ -113,8 +113,8 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
     g = recipe.generator
     device = default_device(exact=g.exact)
     replica = TensorParallelGroup.join(fleet, recipe.rollout.tp, device, recipe.comm.deadline_s)
-    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=g.exact)
-    weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device)
+    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0, exact=g.exact)
+    weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device, recipe.lora)
     engine = Engine(
         policy,
         max_running=g.max_running,

@@ -50,8 +50,10 @@ class TransformersGenerator:
             raise SettingError("rollout.engine=transformers supports neither generator.exact nor rollout.tp")
         self._data = recipe.data
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
-        self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device())
+        self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0)
+        self.weights = RolloutWeights(
+            fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device(), lora=recipe.lora
+        )
         self.policy.model.set_attn_implementation("sdpa")
         self.context = self.policy.context
         self.max_running = recipe.generator.max_running

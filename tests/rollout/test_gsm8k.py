@@ -53,7 +53,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_gsm8k_goes_through_data_template_and_reward_as_published_and_in_verls_form(data: DataSettings, tokenizer):
     rows = open_rows(data)
-    first = next(iter(checked_prompts(rows, data.path, data.prompt_column)))
+    first = next(iter(checked_prompts(rows, data.paths[0], data.prompt_column)))
     question = json.loads(PUBLISHED.read_text().splitlines()[0])["question"]
     assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
     text = f"system: Be brief.\nuser: {question}\n<think>"

@@ -75,6 +75,8 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns
         words = LONG | {"repack.enabled": str(has_moves).lower()}
         if has_turns:
             words |= TURNS | {"environment.path": f"{folder / 'environments.py'}:Counter"}
+        elif has_moves:
+            words |= {"lora.rank": 4}  # without effect, since the learning rate is 0
         system = System(folder, **words).start_all(num_rollouts=3)
         random_moves = RandomMoves(system) if has_moves else None
         summary = system.wait()
