@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ...comm.disk import say
 from ...comm.messages import DropRows, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from ...comm.messages.base import GroupId, process_of
-from ..dataset import PromptPool
+from ..dataset import MixedPrompts, PromptPool
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext
@@ -30,7 +30,11 @@ class SavedQueue(Handler):
     """Orders of the hub to the relay that keeps the queue, and what comes back when a run is resumed."""
 
     def __init__(
-        self, context: HubContext, pool: PromptPool, partials: "PartialPool", clock: Callable[[], float]
+        self,
+        context: HubContext,
+        pool: PromptPool | MixedPrompts,
+        partials: "PartialPool",
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(context)
         self._clock = clock
