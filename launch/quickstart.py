@@ -1,23 +1,24 @@
 """The quickstart: makes a small policy and its task unless the user names them, then runs the recipe.
 
-python -m headrace.launch.quickstart [KEY=VALUE ...]
+python -m headrace.launch.quickstart [calculator] [KEY=VALUE ...]
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from . import run
 from .config.load import read_recipe
 from .processes.child import print_message
-from .recipes import sort_digits
+from .recipes import calculator, sort_digits
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
-WARM_UP_STEPS = 350
+CALCULATOR = RECIPE.with_name("calculator.yaml")
 NUM_ROWS = 4096
 OPENINGS = (
     "Once upon a time", "One day,", "There was a little girl", "There was a boy named Tim", "Lily and Ben",
@@ -26,28 +27,66 @@ OPENINGS = (
 )  # fmt: skip
 
 
+class Task(NamedTuple):
+    """What a small policy is made for: its alphabet, its demonstrations and their number, its prompts, its functions."""
+
+    home: str
+    characters: str
+    example: Callable[[Random], tuple[str, ...]]
+    warm_up_steps: int
+    write_data: Callable[[Path, int, int], None]
+    functions: dict[str, str]
+
+
+def _sorting(random: Random) -> tuple[str, ...]:
+    prompt = sort_digits.draw_prompt(random)
+    return prompt, sort_digits.demonstrate(prompt, random)
+
+
+def _calculating(random: Random) -> tuple[str, ...]:
+    prompt = calculator.draw_prompt(random)
+    return prompt, *calculator.demonstrate(prompt, random)
+
+
+TASKS = {
+    RECIPE: Task(
+        "quickstart-policy", sort_digits.CHARACTERS, _sorting, 350, sort_digits.write_data,
+        {"reward.path": f"{Path(sort_digits.__file__)}:reward"},
+    ),
+    CALCULATOR: Task(
+        "calculator-policy", calculator.CHARACTERS, _calculating, 500, calculator.write_data,
+        {
+            "reward.path": f"{Path(calculator.__file__)}:reward",
+            "environment.tools": f"[{Path(calculator.__file__)}:calc]",
+        },
+    ),
+}  # fmt: skip
+"""By recipe."""
+
+
 def main(words: Sequence[str]) -> int:
     """Make the missing parts, complete the command line with them, run it; returns the exit code."""
-    words = [str(RECIPE), *words]
+    path = CALCULATOR if list(words[:1]) == ["calculator"] else RECIPE
+    words = [str(path), *words[path == CALCULATOR :]]
     if "--help" in words or "-h" in words:
         return run.main(words)
     try:
         arguments = run.Arguments.parse(words)
         recipe = read_recipe(arguments.recipe, arguments.overrides)
-        words += missing_parts(recipe, is_dry_run=arguments.is_dry_run)
+        words += missing_parts(recipe, TASKS[path], is_dry_run=arguments.is_dry_run)
     except SettingError as error:
         print_message(f"error: {error}")
         return 2
     return run.main(words)
 
 
-def missing_parts(recipe: Recipe, *, is_dry_run: bool) -> list[str]:
+def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], *, is_dry_run: bool) -> list[str]:
     """Overrides for the parts that the recipe does not name; makes their files unless `is_dry_run`.
 
     The policy and the task made here belong together: with a policy of the user's the prompts are openings of stories,
     and the reward function must be the user's too.
     """
-    home = Path("runs") / "quickstart-policy" / f"seed-{recipe.run.seed}"
+    home = Path("runs") / task.home / f"seed-{recipe.run.seed}"
     parts: dict[str, Path] = {}
     if not recipe.model.path:
         parts["model.path"] = home / "policy"
@@ -55,35 +94,31 @@ def missing_parts(recipe: Recipe, *, is_dry_run: bool) -> list[str]:
         parts["data.path"] = home / "openings.jsonl" if recipe.model.path else home / "prompts.jsonl"
     words = [f"{name}={path}" for name, path in parts.items()]
     if not (recipe.model.path or recipe.data.path or recipe.reward.path):
-        words.append(f"reward.path={Path(sort_digits.__file__)}:reward")
+        words += [f"{name}={function}" for name, function in task.functions.items()]
     if not is_dry_run and parts:
         home.mkdir(parents=True, exist_ok=True)
         for name, path in parts.items():
-            _make(name, path, recipe.run.seed)
+            _make(name, path, recipe.run.seed, task)
     return words
 
 
-def _make(name: str, path: Path, seed: int) -> None:
+def _make(name: str, path: Path, seed: int, task: Task) -> None:
     if name == "model.path":
-        make_policy(path, seed)
+        make_policy(path, seed, task)
     elif path.name == "openings.jsonl":
         path.write_text("".join(json.dumps({"prompt": opening}) + "\n" for opening in OPENINGS), encoding="utf-8")
     else:
-        sort_digits.write_data(path, NUM_ROWS, seed)
+        task.write_data(path, NUM_ROWS, seed)
 
 
-def make_policy(folder: Path, seed: int) -> None:
+def make_policy(folder: Path, seed: int, task: Task) -> None:
     """Build and warm up the policy of this seed, unless its folder exists."""
     if folder.is_dir():
         return
     print_message("making and warming up a small policy (once; about half a minute)")
     from .recipes.tiny_policy import build_policy
 
-    def example(random: Random) -> tuple[str, str]:
-        prompt = sort_digits.draw_prompt(random)
-        return prompt, sort_digits.demonstrate(prompt, random)
-
-    build_policy(folder, sort_digits.CHARACTERS, example, seed=seed, num_steps=WARM_UP_STEPS)
+    build_policy(folder, task.characters, task.example, seed=seed, num_steps=task.warm_up_steps)
 
 
 if __name__ == "__main__":

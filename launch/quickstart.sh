@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv where needed, then trains a small policy on this machine's CPU.
-#   bash launch/quickstart.sh [KEY=VALUE ...]
+#   bash launch/quickstart.sh [calculator] [KEY=VALUE ...]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/launch/setup.sh"

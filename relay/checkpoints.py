@@ -1,6 +1,7 @@
 """The folder `checkpoints/` of a run: which checkpoints are whole, and the one that a run resumes from.
 
     step_N/{dcp,hf}/...      the trainer's state after N steps, and its policy in Hugging Face form
+    step_N/adapter/...       with `lora.rank`, the adapter in peft's form
     step_N/manifest.json     size and digest of each of these files; written last, so a folder without it is incomplete
     latest                   names the newest checkpoint that the journal knows
 

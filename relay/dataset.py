@@ -7,7 +7,7 @@ Rows come from a JSONL file, a parquet file or a Hugging Face data set. JSONL ne
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,32 @@ class TableRows:
             return json.dumps(_without_nan(row), default=str).encode()
 
 
+class PromptRows:
+    """The rows of a data set with their prompts in the column `prompt`, in the form that the settings ask for."""
+
+    def __init__(self, rows: DatasetRows, settings: DataSettings) -> None:
+        self._rows = rows
+        self._settings = settings
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> bytes:
+        """A row; without a usable prompt it is as it was read, but never with another column's prompt."""
+        raw, settings = self._rows[index], self._settings
+        try:
+            row = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return raw
+        if not isinstance(row, dict):
+            return raw
+        if settings.prompt_column != "prompt":
+            row.pop("prompt", None)
+        if (prompt := row.get(settings.prompt_column)) is not None:
+            row["prompt"] = _as_chat(prompt, settings.system_prompt) if settings.is_chat else prompt
+        return msgspec.json.encode(row)
+
+
 class PromptPool:
     """Deals out rows by a cursor: the position in the data is one integer.
 
@@ -96,18 +122,68 @@ class PromptPool:
         return msgspec.Raw(self._rows[group.prompt])
 
 
+class MixedPrompts:
+    """Several pools in given shares. Each has its own epochs; its rows are numbered after those of the pools before it.
+
+    A round is as many prompts as there are rows. It gives each pool its share, rounded, in an order drawn from (seed, round), so
+    cursor and seed alone determine what comes next.
+    """
+
+    def __init__(self, pools: Sequence[PromptPool], weights: Sequence[float], seed: int) -> None:
+        self._pools = pools
+        self._starts = np.cumsum([0, *map(len, pools)])
+        self._seed = seed
+        exact = np.cumsum(np.array(weights, float) / sum(weights)) * len(self)
+        self._shares = np.diff(np.rint(exact).astype(int), prepend=0)
+        self._order: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def group_at(self, cursor: int) -> GroupId:
+        """The group that the `cursor`-th first lease starts."""
+        number, place = divmod(cursor, len(self))
+        if self._order[0] != number:
+            self._order = (number, *self._round(number))
+        source = int(self._order[1][place])
+        group = self._pools[source].group_at(number * int(self._shares[source]) + int(self._order[2][place]))
+        return GroupId(group.epoch, int(self._starts[source]) + group.prompt)
+
+    def row(self, group: GroupId) -> msgspec.Raw:
+        """The row of a group, as JSON."""
+        source = int(np.searchsorted(self._starts, group.prompt, side="right")) - 1
+        return self._pools[source].row(GroupId(group.epoch, group.prompt - int(self._starts[source])))
+
+    def _round(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pool of each place in a round, and which of that pool's turns in the round it is."""
+        sources = np.repeat(np.arange(len(self._pools)), self._shares)
+        sources = np.random.default_rng([self._seed, number, len(self._pools)]).permutation(sources)
+        turns = np.empty(len(sources), int)
+        for source, share in enumerate(self._shares):
+            turns[sources == source] = np.arange(share)
+        return sources, turns
+
+
+def open_prompts(settings: DataSettings, seed: int) -> PromptPool | MixedPrompts:
+    """The prompts that `data.*` describes, in the order of a run. Raises `SettingError`."""
+    each = [open_rows(msgspec.structs.replace(settings, path=path)) for path in settings.paths]
+    pools = [PromptPool(rows, shuffle=settings.shuffle, seed=seed) for rows in each]
+    return pools[0] if len(pools) == 1 else MixedPrompts(pools, settings.weights or [len(rows) for rows in each], seed)
+
+
 def open_rows(settings: DataSettings) -> DatasetRows:
-    """The rows that `data.path` and `data.split` name. Raises `SettingError` if they cannot be read or are empty."""
-    path = Path(settings.path)
+    """The rows of one file or data set, as `data.*` describes them. Raises `SettingError` if they cannot be read or are empty."""
+    (name,) = settings.paths
+    path = Path(name)
     is_table = path.suffix == ".parquet" or path.is_dir()
-    is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and settings.path.count("/") <= 1
-    rows: DatasetRows = TableRows(_load_table(settings, path)) if is_table or is_hub_id else JsonLines(path)
+    is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and name.count("/") <= 1
+    rows: DatasetRows = TableRows(_load_table(settings, name)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
-        raise SettingError(f"data.path: {settings.path} has no rows")
-    return rows
+        raise SettingError(f"data.path: {name} has no rows")
+    return PromptRows(rows, settings) if settings.prompt_column != "prompt" or settings.is_chat else rows
 
 
-def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
+def checked_prompts(rows: DatasetRows, path: str, column: str = "prompt") -> Iterator[str | list[Any]]:
     """The prompt of each row: text, or a list of chat messages. Raises `SettingError` at the first row without one."""
     for index in range(len(rows)):
         if len(rows[index]) > MAX_ROW_BYTES:
@@ -121,10 +197,19 @@ def checked_prompts(rows: DatasetRows, path: str) -> Iterator[str | list[Any]]:
             raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error}){hint}") from error
         if not isinstance(row, dict) or "prompt" not in row:
             has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
-            raise SettingError(f"data.path: {path}:{index + 1} has no `prompt` column; {has}")
+            raise SettingError(f"data.path: {path}:{index + 1} has no `{column}` column; {has}; see data.prompt_column")
         if not isinstance(row["prompt"], str | list):
-            raise SettingError(f"data.path: {path}:{index + 1}: `prompt` must be text or a list of chat messages")
+            raise SettingError(f"data.path: {path}:{index + 1}: `{column}` must be text or a list of chat messages")
         yield row["prompt"]
+
+
+def _as_chat(prompt: Any, system_prompt: str) -> Any:
+    """A text as a message of the user; the system prompt comes before messages that have none."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not (system_prompt and isinstance(messages, list)):
+        return messages
+    has_one = any(isinstance(message, dict) and message.get("role") == "system" for message in messages[:1])
+    return messages if has_one else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _without_nan(value: Any) -> Any:
@@ -139,12 +224,13 @@ def _without_nan(value: Any) -> Any:
             return value
 
 
-def _load_table(settings: DataSettings, path: Path) -> Any:
+def _load_table(settings: DataSettings, name: str) -> Any:
+    path = Path(name)
     try:
         import datasets
     except ImportError:
         raise SettingError(
-            f"data.path: {settings.path} is not a .jsonl file; parquet files and Hugging Face data sets need the"
+            f"data.path: {name} is not a .jsonl file; parquet files and Hugging Face data sets need the"
             " `datasets` package: pip install 'headrace[data]'"
         ) from None
     datasets.disable_progress_bars()
@@ -153,6 +239,6 @@ def _load_table(settings: DataSettings, path: Path) -> Any:
             return datasets.load_dataset("parquet", data_files=str(path), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))
-        return datasets.load_dataset(settings.path, split=settings.split)
+        return datasets.load_dataset(name, settings.subset or None, split=settings.split)
     except (OSError, ValueError, KeyError) as error:  # the library raises these for a wrong name, split or file
-        raise SettingError(f"data.path: cannot load {settings.path}: {str(error).splitlines()[0]}") from error
+        raise SettingError(f"data.path: cannot load {name}: {str(error).splitlines()[0]}") from error

@@ -10,6 +10,7 @@ import msgspec
 from ..comm.clock import REAL_TIME, Clock
 from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
 from .engine.sequence import Completion
+from .environments.base import Episode
 
 if TYPE_CHECKING:
     from ..comm.mailbox import Mailbox
@@ -36,6 +37,21 @@ class LeasedRow:
     """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
     num_kept: int = 0
     """Tokens of the response that an earlier holder drew before it died."""
+    episode: Episode | None = None
+    """Its turns, if it has an environment."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the finished response that the policy has drawn here."""
+        if self.completion is None:
+            return 0
+        inserted = 0 if self.episode is None else self.episode.num_inserted(start=self.num_kept)
+        return len(self.completion.token_ids) - self.num_kept - inserted
+
+    @property
+    def episode_reward(self) -> float:
+        """What its environment gave, 0 without one."""
+        return 0.0 if self.episode is None else self.episode.reward
 
     def token_versions(self) -> list[int]:
         """The version that drew each token of the finished response."""

@@ -5,16 +5,16 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import asdict
 
 from ..comm.clock import Clock
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
-from ..comm.messages import Lease, LeaseGrant, LoadReport, SampleScored, Stop, WeightsPulled
+from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.signing import Envelope
 from ..comm.trace import Trace
@@ -22,8 +22,11 @@ from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
+from .engine.sequence import Completion
+from .episodes import Episodes, open_episodes
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
+from .load_report import LoadTotals
 from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers
 from .pacing import RolloutPacing
@@ -36,6 +39,7 @@ from .row_writer import FinishedRow, RowWriter, Writer
 _log = logging.getLogger(__name__)
 
 IDLE_S = 0.01
+ENVIRONMENT_POLL_S = 0.002
 
 
 class Rollout:
@@ -58,7 +62,7 @@ class Rollout:
         """It requests leases until it holds so many trajectories."""
         self._fleet = fleet
         self._recipe = recipe
-        self._params = SamplingParams(**asdict(recipe.sampling))
+        self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
         self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
         self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
@@ -71,13 +75,14 @@ class Rollout:
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
+        self.episodes = open_episodes(recipe.environment, generator, self.leases)
         self.migration = Migration(
             fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
         )
         self._is_stopped = False
         self._scored: list[ScoreRequest] = []
         self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
-        self._totals = _Totals()
+        self._totals = LoadTotals()
 
     def run(self) -> None:
         """Run until the hub's `Stop`."""
@@ -92,16 +97,19 @@ class Rollout:
         self._fleet.nearest("relay", having="unit")
         self._storage.attach()
         self._row_writer.start()
+        if self.episodes is not None:
+            self.episodes.start()
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
         self._totals.end_idle(self._clock.now())
         self._read_messages()
         self.migration.advance()
+        has_turns = self.episodes is not None and self._advance(self.episodes)
         self._request_leases(self._update_weights())
         self._generate()
         self._submit_scored()
-        if self.leases.can_continue and (rows := self._partial_rows.due()):
+        if self.leases.can_continue and (rows := self._partial_rows.due(has_turns=has_turns)):
             self._row_writer.submit(rows)
         self._report()
 
@@ -112,6 +120,8 @@ class Rollout:
             self._row_writer.submit(rows)
         self._row_writer.close()
         self._rewards.close()
+        if self.episodes is not None:
+            self.episodes.close()
         held = self.leases.held_rows(*self.migration.held())
         self.migration.close()
         self._mailbox.send("hub", held)
@@ -144,7 +154,7 @@ class Rollout:
         if self.generator.weights.version == grant.version:
             return True
         is_gone = False
-        if self.generator.idle and not self.migration.is_under_way:
+        if self._is_idle and not self.migration.is_under_way:
             try:
                 self._take_weights(grant.version)
             except VersionNotAvailable as error:
@@ -175,7 +185,7 @@ class Rollout:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
         weights = self.generator.weights
         is_outdated = weights.newest() > weights.version
-        if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self.generator.idle):
+        if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self._is_idle):
             return is_outdated
         if self.leases.pins_version:
             return True
@@ -200,58 +210,100 @@ class Rollout:
             self.handle(envelope)
 
     def _start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
-        if not fresh:
-            return
-        tokens = self.generator.prompt_ids(fresh[0].row)
         params = self._evaluation_params if lease.group.is_evaluation else self._params
+        begun = self._partial_rows.begun(lease, fresh, params)
+        if begun:
+            self.generator.import_sequences(begun)
+        continued = {state.trajectory_id for state in begun}
+        rows = [held for held in fresh if held.row_id.number not in continued]
+        if self.episodes is not None:
+            self.episodes.reset(rows)
+        elif rows:
+            self._generate_from(rows, rows[0].row)
+
+    def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
+        """Generate a sample for each of `rows`, of one group, from the prompt of a row of the data set."""
+        tokens, group = self.generator.prompt_ids(data), rows[0].row_id.group
         if len(tokens) < self.generator.context:
-            begun = self._partial_rows.begun(lease, fresh, params)
-            if begun:
-                self.generator.import_sequences(begun)
-            continued = {state.trajectory_id for state in begun}
-            numbers = [held.row_id.number for held in fresh if held.row_id.number not in continued]
-            if numbers:
-                self.generator.add_group(tokens, params, numbers)
+            params = self._evaluation_params if group.is_evaluation else self._params
+            self.generator.add_group(tokens, params, [held.row_id.number for held in rows])
             return
         problem = (
-            f"prompt {lease.group.prompt} has {len(tokens)} tokens,"
-            f" the context of the policy is {self.generator.context}"
+            f"prompt {group.prompt} has {len(tokens)} tokens, the context of the policy is {self.generator.context}"
         )
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
-        for held in fresh:
-            self._finish_row(held, ScoreRequest(held, held.row, "", [], failure=problem))
+        for held in rows:
+            self._fail(held, problem)
+
+    def _advance(self, episodes: Episodes) -> bool:
+        """Begin and end what the environments have answered; returns whether turns have begun."""
+        num_begun = episodes.num_begun
+        started, ended = episodes.advance()
+        for rows in started:
+            assert rows[0].episode is not None
+            self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
+        for held, completion, failure in ended:
+            if completion is None:
+                self._fail(held, failure)
+            else:
+                self._score(held, completion, failure)
+        return episodes.num_begun > num_begun
+
+    @property
+    def _num_starting(self) -> int:
+        return 0 if self.episodes is None else self.episodes.num_starting
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no trajectory is unfinished here."""
+        return self.generator.idle and not self._num_starting
 
     def _request_leases(self, is_outdated: bool) -> None:
-        if self.generator.idle:
+        if self._is_idle:
             self.leases.drained()
-        busy = self.generator.num_running + self.generator.num_waiting
+        busy = self.generator.num_running + self.generator.num_waiting + self._num_starting
         room = self._pacing.free_slots(self.max_running, busy)
         self.leases.ask(self.generator.weights.version, room, is_outdated=is_outdated)
 
     def _generate(self) -> None:
-        """Step the generator; an idle one waits a moment for messages instead."""
+        """Step the generator; where nothing decodes, wait a moment for messages instead."""
         started = self._clock.now()
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
             self._totals.idle_since = started
-            self._read_messages(IDLE_S)
+            self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
             return
-        for completion in self.generator.step():
+        completions = self.generator.step()
+        if self.episodes is not None and not (completions or self.generator.num_running):
+            self._trace.enter("idle", version=self.generator.weights.version)
+            self._totals.idle_since = started
+            self._read_messages(ENVIRONMENT_POLL_S)
+            return
+        for completion in completions:
             held = self.leases.held.get(completion.trajectory_id)
+            if self.episodes is not None and self.episodes.end_turn(held, completion):
+                continue
             if held is None:
                 continue  # another rollout got the lease before it finished
-            held.completion = completion
-            self._totals.tokens += len(completion.token_ids) - held.num_kept
-            request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version)
-            if completion.finish_reason == "error":
-                request.failure = "the policy's logits are not finite"
-                self._scored.append(request)
-            elif self._groups is not None:
-                self._groups.add(request)
-            else:
-                self._rewards.submit(request)
+            failure = "the policy's logits are not finite" if completion.finish_reason == "error" else ""
+            self._score(held, completion, failure)
         self._totals.busy_s += self._clock.now() - started
+
+    def _score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
+        """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
+        held.completion = completion
+        self._totals.tokens += held.num_drawn
+        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version, failure=failure)
+        if held.episode is not None:
+            request.completion = held.episode.response()
+            request.reward = None if self._recipe.reward.path or failure else 0.0
+        if failure or request.reward is not None:
+            self._scored.append(request)
+        elif self._groups is not None:
+            self._groups.add(request)
+        else:
+            self._rewards.submit(request)
 
     def _submit_scored(self) -> None:
         """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
@@ -265,60 +317,30 @@ class Rollout:
             if held.claim_id:
                 self._scored.append(each)
             else:
+                each.reward = None if each.reward is None else each.reward + held.episode_reward
                 self._finish_row(held, each)
+
+    def _fail(self, held: LeasedRow, failure: str) -> None:
+        """Finish a trajectory that has not begun."""
+        self._finish_row(held, ScoreRequest(held, held.row, "", [], failure=failure))
 
     def _finish_row(self, held: LeasedRow, scored: ScoreRequest) -> None:
         del self.leases.held[held.row_id.number]
+        row = FinishedRow(held, scored.reward, scored.failure, scored.info)
         if held.row_id.is_evaluation:
-            self._mailbox.send("hub", _scored(held, scored.reward, scored.failure))
+            self._mailbox.send("hub", row.sample_scored())
         else:
-            self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info))
+            self._row_writer.submit(row)
 
     def _report(self) -> None:
         now = self._clock.now()
         if now - self._totals.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
             return
         self._totals.reported_at = now
-        m, g = self._totals, self.generator
-        kv_util = g.kv_load / g.kv_capacity
-        load = LoadReport(
-            version=g.weights.version, num_running=g.num_running, num_waiting=g.num_waiting, kv_util=kv_util,
-            tokens=m.tokens, busy_s=m.busy_s, idle_s=m.idle_s, pull_s=m.pull_s, kv_used=self.migration.kv_used,
-            kv_max=g.kv_capacity, batch_bound=self.migration.batch_bound, prefilled=g.num_prefilled, found=g.num_found,
-        )  # fmt: skip
+        load, recomputed = self._totals.report(self.generator, self.migration), self.generator.num_recomputed
         self._mailbox.send("hub", load)
-        self._trace.counters(running=g.num_running, waiting=g.num_waiting, kv_util=kv_util, recomputed=g.num_recomputed)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Totals of a rollout since it started; tokens and seconds."""
-
-    tokens: int = 0
-    busy_s: float = 0.0
-    idle_s: float = 0.0
-    pull_s: float = 0.0
-    reported_at: float = 0.0
-    idle_since: float = math.inf
-    """When the idle turn before this one began; infinite after another one."""
-
-    def end_idle(self, now: float) -> None:
-        """Count the idle turn before this one, which ends now."""
-        self.idle_s += max(0.0, now - self.idle_since)
-        self.idle_since = math.inf
-
-
-def _scored(held: LeasedRow, reward: float | None, failure: str) -> SampleScored:
-    done = held.completion
-    return SampleScored(
-        row=held.row_id,
-        attempt=held.attempt,
-        versions=sorted(set(held.token_versions())) or [held.version],
-        num_tokens=len(done.token_ids) if done else 0,
-        is_truncated=done is not None and done.finish_reason == "length",
-        reward=reward,
-        failure=failure,
-    )
+        counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}
+        self._trace.counters(**counters, recomputed=recomputed)
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..comm.messages import Lease, RowId, RowsStreamed
 from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 from .engine.sampling import SamplingParams
 from .engine.sequence import SequenceState
+from .environments.base import Episode
 from .leases import HeldLeases, LeasedRow
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class StreamedRow(NamedTuple):
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    episode: np.ndarray
+    """Its turns as JSON, uint8; empty if it has no environment."""
 
     @property
     def key(self) -> str:
@@ -39,6 +43,7 @@ class StreamedRow(NamedTuple):
     def columns(self) -> dict[str, np.ndarray]:
         """Versions and log-probs have one entry per token of the response."""
         return {
+            **({"episode": self.episode} if len(self.episode) else {}),
             "prompt_ids": self.prompt_ids,
             "response_ids": self.token_ids,
             "rollout_logprobs": self.logprobs,
@@ -63,11 +68,12 @@ def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStre
 
 @dataclass(slots=True)
 class _Response:
-    """The tokens of an unfinished response so far; as this attempt, `num_streamed` tokens of it are in the storage units."""
+    """The tokens of an unfinished response so far; as this attempt, `num_streamed` tokens and `num_turns` turns of it are in the storage units."""
 
     held: LeasedRow
     attempt: int
     num_streamed: int = 0
+    num_turns: int = 0
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
 
@@ -88,13 +94,13 @@ class PartialRows:
         self._num_steps = 0
         self._responses: dict[int, _Response] = {}
 
-    def due(self) -> list[StreamedRow]:
-        """After a step of the generator: the trajectories to write now."""
+    def due(self, *, has_turns: bool = False) -> list[StreamedRow]:
+        """After a step of the generator: the trajectories to write now; `has_turns`: some have begun their next turn."""
         self._num_steps += 1
-        return self.all(self._min_new) if self._num_steps % self._step_tokens == 0 else []
+        return self.all(self._min_new) if has_turns or self._num_steps % self._step_tokens == 0 else []
 
     def all(self, min_new: int = 1) -> list[StreamedRow]:
-        """Every unfinished trajectory with `min_new` tokens that are not written yet."""
+        """Every unfinished trajectory with `min_new` tokens, or an answered turn, that are not written yet."""
         known = {n: r for n, r in self._responses.items() if self._leases.held.get(n) is r.held}
         responses: dict[int, _Response] = {}
         rows: list[StreamedRow] = []
@@ -107,9 +113,11 @@ class PartialRows:
             response.logprobs.extend(part.logprobs)
             responses[part.trajectory_id] = response
             if response.attempt != held.attempt:
-                response.attempt, response.num_streamed = held.attempt, 0
-            if len(response.token_ids) - response.num_streamed >= min_new and not held.claim_id:
-                response.num_streamed = len(response.token_ids)
+                response.attempt, response.num_streamed, response.num_turns = held.attempt, 0, 0
+            num_turns = len(held.episode.observations) if held.episode else 0
+            is_due = len(response.token_ids) - response.num_streamed >= min_new or num_turns > response.num_turns
+            if is_due and not held.claim_id:
+                response.num_streamed, response.num_turns = len(response.token_ids), num_turns
                 rows.append(_streamed_row(held, part.stream, part.prompt_ids, response))
         self._responses = responses
         return rows
@@ -130,7 +138,12 @@ class PartialRows:
                 for name in ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "stream")
             )
             held.keep(len(prompt_ids), versions)
-            states.append(SequenceState(held.row_id.number, stream[0], params, prompt_ids, token_ids, logprobs))
+            place = 0, False
+            if "episode" in columns:
+                held.episode = msgspec.json.decode(columns["episode"].tobytes(), type=Episode)
+                place = held.episode.turn_start, held.episode.is_waiting
+            tokens = prompt_ids, token_ids, logprobs
+            states.append(SequenceState(held.row_id.number, stream[0], params, *tokens, None, *place))
         return states
 
 
@@ -143,4 +156,5 @@ def _streamed_row(held: LeasedRow, stream: int, prompt_ids: list[int], response:
         np.array(response.token_ids, dtype=np.int32),
         np.array(response.logprobs, dtype=np.float32),
         np.array(held.first_versions(len(prompt_ids), len(response.token_ids)), dtype=np.int32),
+        np.frombuffer(msgspec.json.encode(held.episode) if held.episode else b"", dtype=np.uint8),
     )

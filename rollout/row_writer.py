@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ..comm.mailbox import Mailbox
-from ..comm.messages import RowDone
+from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .partial_rows import StreamedRow, write_streamed
@@ -55,11 +55,29 @@ class FinishedRow:
             "response_ids": np.array(done.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
             "versions": np.array(self.held.token_versions(), dtype=np.int32),
-            "loss_mask": np.ones(len(done.token_ids), dtype=np.uint8),
+            "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
             "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
         }
+
+    def sample_scored(self) -> SampleScored:
+        """The report of a sample of an evaluation, which no row is written for."""
+        held, done = self.held, self.held.completion
+        return SampleScored(
+            row=held.row_id,
+            attempt=held.attempt,
+            versions=sorted(set(held.token_versions())) or [held.version],
+            num_tokens=len(done.token_ids) if done else 0,
+            is_truncated=done is not None and done.finish_reason == "length",
+            reward=self.reward,
+            failure=self.failure,
+        )
+
+    def _loss_mask(self, num_tokens: int) -> np.ndarray:
+        """1 for the tokens that the policy drew, 0 for those that its environment inserted."""
+        episode = self.held.episode
+        return np.array([1] * num_tokens if episode is None else episode.loss_mask(num_tokens), dtype=np.uint8)
 
 
 class Writer(Protocol):

@@ -1,26 +1,28 @@
-"""The weights of one rank of a rollout: one flat buffer that the policy's parameters are views of, refilled in place."""
+"""The weights of one rank of a rollout: a policy's parameters, replaced in place by each version that it takes."""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..comm.fleet import Fleet
-from ..comm.recipe import CommSettings
+from ..comm.recipe import CommSettings, LoraSettings
 from ..relay.weights.checkpoint_source import CheckpointSource
 from ..relay.weights.layout import Layout
 from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
 from ..relay.weights.slots import Receipt
+from ..trainer.policy.adapter_files import read_adapter
+from ..trainer.policy.lora import A, B, adapter_shapes, merged, target_layers
 from ..trainer.policy.model import Policy, load_policy
 from ..trainer.policy.tensor_parallel import TensorParallel, splits_for
 
 
 class RolloutWeights:
-    """Binds a policy to a flat buffer; `pull` replaces all weights at once with the newest version of a relay.
+    """Splits a policy over the ranks of `tensor_parallel`, moves it to `device`, and fills it with versions of a relay.
 
-    policy: without weights, in host memory; it is split over the ranks of `tensor_parallel` and moved to `device`. For a GPU
-    the bytes arrive in host memory, and one copy moves them to the device. run_dir: its checkpoints have the versions that no
-    relay holds any more.
+    policy: in host memory; with an adapter it has the weights of `model.path`, else none. run_dir: its checkpoints have the
+    versions that no relay holds any more.
     """
 
     def __init__(
@@ -31,25 +33,20 @@ class RolloutWeights:
         run_dir: str | None = None,
         tensor_parallel: TensorParallel | None = None,
         device: torch.device | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
-        tensor_parallel, device = tensor_parallel or TensorParallel(), device or policy.device
-        weights = policy.weights()
-        self.layout = Layout.of(weights, policy.dtype, tensor_parallel.size, splits_for(weights, policy.config))
+        split, device = tensor_parallel or TensorParallel(), device or policy.device
+        self._content: _Whole | _Adapter
+        if lora is None or not lora.rank:
+            self._content = _Whole(policy, split, device)
+        else:
+            self._content = _Adapter(policy, split, device, lora)
+        self.layout = self._content.layout
         """The layout of a whole version, as the relays serve it."""
         self.version = -1
-        own = self.layout.of_rank(tensor_parallel.rank)
-        self._host = host_buffer(own.num_bytes)
-        archive = None
-        if run_dir is not None:
-            archive = CheckpointSource(Path(run_dir), lambda folder: load_policy(folder, policy.dtype).weights())
-        self._reader = WeightReader(fleet, self.layout, settings, archive, tensor_parallel.rank)
-        self._device: torch.Tensor | None = None
-        flat = torch.from_numpy(self._host)
-        if device.type != "cpu":
-            flat = self._device = flat.to(device)
-        policy.split(tensor_parallel)
-        policy.bind(own.views(flat))
-        policy.to(device)
+        archive = None if run_dir is None else CheckpointSource(Path(run_dir), self._content.read_checkpoint)
+        rank = split.rank if self.layout.tp > 1 else 0
+        self._reader = WeightReader(fleet, self.layout, settings, archive, rank)
 
     def newest(self) -> int:
         newest = self._reader.newest()
@@ -57,20 +54,78 @@ class RolloutWeights:
 
     def pull(self, deadline_s: float) -> Receipt:
         """Take the newest version. The policy must not run meanwhile."""
-        return self._switched(self._reader.pull(self._host, deadline_s))
+        return self._switched(self._reader.pull(self._content.buffer, deadline_s))
 
     def pull_version(self, version: int) -> Receipt:
         """Take one version, older ones included: from a relay that holds it, else from its checkpoint.
 
         Raises `VersionNotAvailable` if neither has it.
         """
-        return self._switched(self._reader.pull_version(version, self._host))
+        return self._switched(self._reader.pull_version(version, self._content.buffer))
 
     def _switched(self, receipt: Receipt) -> Receipt:
-        if self._device is not None:
-            self._device.copy_(torch.from_numpy(self._host))
+        self._content.apply()
         self.version = receipt.version
         return receipt
 
     def close(self) -> None:
         self._reader.close()
+
+
+class _Whole:
+    """A version has all weights: the policy's parameters are views of its bytes. For a GPU, one copy moves them there."""
+
+    def __init__(self, policy: Policy, tensor_parallel: TensorParallel, device: torch.device) -> None:
+        weights = policy.weights()
+        self.layout = Layout.of(weights, policy.dtype, tensor_parallel.size, splits_for(weights, policy.config))
+        own = self.layout.of_rank(tensor_parallel.rank)
+        self.buffer: np.ndarray = host_buffer(own.num_bytes)
+        self._dtype = policy.dtype
+        self._device: torch.Tensor | None = None
+        flat = torch.from_numpy(self.buffer)
+        if device.type != "cpu":
+            flat = self._device = flat.to(device)
+        policy.split(tensor_parallel)
+        policy.bind(own.views(flat))
+        policy.to(device)
+
+    def apply(self) -> None:
+        """Use the bytes in `buffer`."""
+        if self._device is not None:
+            self._device.copy_(torch.from_numpy(self.buffer))
+
+    def read_checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
+        return load_policy(folder / "hf", self._dtype).weights()
+
+
+class _Adapter:
+    """A version has an adapter: the policy's parameters are computed from it and from the first weights, kept in host memory.
+
+    Decoding costs the same as without an adapter, and no rounding adds up over versions.
+    """
+
+    def __init__(
+        self, policy: Policy, tensor_parallel: TensorParallel, device: torch.device, settings: LoraSettings
+    ) -> None:
+        self._targets = target_layers(policy.model, settings.targets)
+        self._scaling = settings.alpha / settings.rank
+        self._splits = splits_for([f"{name}.weight" for name in self._targets], policy.config)
+        self._tensor_parallel, self._device = tensor_parallel, device
+        self.layout = Layout.of(adapter_shapes(self._targets, settings.rank), torch.float32)
+        self.buffer: np.ndarray = host_buffer(self.layout.num_bytes)
+        policy.split(tensor_parallel)
+        self._base = {name: layer.weight.detach().clone() for name, layer in self._targets.items()}
+        policy.to(device)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Merge the adapter in `buffer`."""
+        matrices = self.layout.views(torch.from_numpy(self.buffer).to(self._device))
+        for name, layer in self._targets.items():
+            a, b = matrices[f"{name}.{A}"], matrices[f"{name}.{B}"]
+            if self._tensor_parallel.size > 1 and (split := self._splits.get(f"{name}.weight")) is not None:
+                b, a = self._tensor_parallel.slice_factors(b, a, split)
+            layer.weight.copy_(merged(self._base[name].to(self._device), a, b, self._scaling))
+
+    def read_checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
+        return read_adapter(folder / "adapter")

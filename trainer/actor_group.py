@@ -26,6 +26,7 @@ from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
 from ..comm.waits import waiting
 from .memory import PolicySizes, wants_checkpointing
+from .policy.lora import add_adapter
 
 if TYPE_CHECKING:
     from .policy.model import Policy
@@ -98,6 +99,14 @@ class ActorGroup:
     def is_lead(self) -> bool:
         """Whether this is rank 0, which talks to the hub and writes the run folder."""
         return self.rank == 0
+
+    def prepare(self, policy: "Policy", recipe: Recipe) -> None:
+        """Give a policy without weights its adapter, if `lora` asks for one, and shard it."""
+        if recipe.lora.rank:
+            # The weights below are rounded as those of the rollouts.
+            base = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
+            add_adapter(policy.model, recipe.lora, recipe.run.seed, base)
+        self.shard(policy)
 
     def shard(self, policy: "Policy") -> None:
         """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
+_TRAINED = StateDictOptions(strict=False)
+"""Frozen weights are not in the state. DCP itself refuses a checkpoint that lacks a trained one."""
+
+
 class TrainingState(Stateful):
-    """The state that DCP saves: model, optimizer, the critic's, random number generators and the number of steps."""
+    """The state that DCP saves: trained weights, optimizer, the critic's, random number generators and the number of steps."""
 
     def __init__(
         self,
@@ -49,25 +53,33 @@ class TrainingState(Stateful):
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = _trained_state(self.model, self.optimizer)
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": rng, "step": torch.tensor(self.step)}
         if self.critic is not None:
-            state["critic"], state["critic_optimizer"] = get_state_dict(*self.critic)
+            state["critic"], state["critic_optimizer"] = _trained_state(*self.critic)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         model, optimizer = state_dict["model"], state_dict["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
         if self.critic is not None:
             weights, moments = state_dict["critic"], state_dict["critic_optimizer"]
-            set_state_dict(*self.critic, model_state_dict=weights, optim_state_dict=moments)
+            set_state_dict(*self.critic, model_state_dict=weights, optim_state_dict=moments, options=_TRAINED)
         torch.set_rng_state(state_dict["rng"]["cpu"])
         if "cuda" in state_dict["rng"]:
             torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
         self.step = int(state_dict["step"])
+
+
+def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State of a model without its frozen weights (below an adapter, tied ones under all names), and of its optimizer."""
+    weights, moments = get_state_dict(model, optimizer)
+    named = model.state_dict(keep_vars=True)
+    frozen = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
+    return {name: tensor for name, tensor in weights.items() if name not in frozen}, moments
 
 
 def staged(state: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.errors import SettingError
-from ..comm.recipe import Recipe
+from ..comm.recipe import LoraSettings, Recipe
 
 CHUNK_BYTES = 512 << 20
 """One chunk of logits on a GPU (`policy.head`)."""
@@ -39,6 +39,8 @@ class PolicySizes:
     norms: int
     """Elements per token that the norms of one layer normalise."""
     vocab: int
+    linear: Mapping[str, tuple[int, int]]
+    """Inputs and outputs of one layer's linear modules, by their names; experts are not among them."""
 
     @property
     def num_parameters(self) -> int:
@@ -79,7 +81,24 @@ class PolicySizes:
             routed=3 * passed * hidden if experts > 1 else 0,
             norms=norms + (query + key_value // 2 if has_head_norms else 0),
             vocab=config["vocab_size"],
+            linear=_linear(family, hidden, query, key_value // 2, shared if experts > 1 else width),
         )
+
+    def adapted(self, lora: LoraSettings) -> dict[str, tuple[int, int]]:
+        """Those of `linear` that have an adapter."""
+        wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+        names = {target.rpartition(".")[2] for target in wanted}
+        return {name: shape for name, shape in self.linear.items() if lora.targets == "all-linear" or name in names}
+
+    def adapter_parameters(self, lora: LoraSettings) -> int:
+        """Parameters of the adapter of all layers; 0 without one."""
+        return self.num_layers * sum(lora.rank * (wide + high) for wide, high in self.adapted(lora).values())
+
+    def version_bytes(self, recipe: Recipe) -> int:
+        """Bytes of one version of the weights: of the adapter alone, if there is one, in fp32."""
+        if recipe.lora.rank:
+            return 4 * self.adapter_parameters(recipe.lora)
+        return self.num_parameters * _size(recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +124,34 @@ def actor_memory(
     actors = recipe.roles.actor
     ranks = recipe.trainer.shard_ranks or actors
     is_half, is_sharded = recipe.model.dtype == "bfloat16", actors > 1 or recipe.trainer.offload
-    share = sizes.num_parameters / ranks
-    states: dict[str, float] = {
-        "weights": 4 * share,
-        "gradients": 4 * share,
-        "moments": _MOMENTS[recipe.optimizer.name] * share,
-    }
-    if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
+    lora, moments = recipe.lora, _MOMENTS[recipe.optimizer.name]
+    adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
+    # Below an adapter, weights are in the type that the rollouts have, and nothing else of them is kept.
+    base = (4 * sizes.num_parameters - (4 - _size(recipe)) * sizes.num_layers * sum(adapted)) / ranks
+    share = (sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters) / ranks
+    weights = base + 4 * share if lora.rank else 4 * share
+    states: dict[str, float] = {"weights": weights, "gradients": 4 * share, "moments": moments * share}
+    if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference and not lora.rank:
         states["reference policy"] = 4 * share
     if recipe.algorithm.advantage == "gae":
-        states["critic"] = (
-            8 + _MOMENTS[recipe.optimizer.name]
-        ) * share  # its head has one row instead of the vocabulary
+        states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
     if recipe.batch.updates_per_version * recipe.batch.passes > 1 and recipe.algorithm.proximal == "version":
         states["weights of the version's start"] = 4 * share
     work: dict[str, float] = {}
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.
-        work["gathered weights"] = 8 * sizes.other_parameters + 12 * sizes.layer_parameters
+        gradients = 0 if lora.rank else 4
+        work["gathered weights"] = (4 + gradients) * sizes.other_parameters + (8 + gradients) * sizes.layer_parameters
     if is_half:
         copies = 1 if checkpointing else sizes.num_layers
-        work["bfloat16 copies"] = 2 * copies * sizes.layer_parameters
+        work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sum(adapted))
+    if adapted:
+        work["merged weight"] = (8 if is_half else 4) * max(adapted)
     tokens = max(recipe.optimizer.micro_tokens, recipe.sampling.max_new_tokens)
-    work["activations"] = tokens * _activations(sizes, half=is_half, checkpointing=checkpointing)
-    work["LM head"] = _head(sizes, chunk, half=is_half)
-    published = sizes.num_parameters * (2 if is_half else 4) / actors
-    kept = (4 + _MOMENTS[recipe.optimizer.name]) * share
+    work["activations"] = tokens * _activations(sizes, half=is_half, checkpointing=checkpointing, trained=not lora.rank)
+    work["LM head"] = _head(sizes, chunk, half=is_half, trained=not lora.rank)
+    published = sizes.version_bytes(recipe) / actors
+    kept = (4 + moments) * share
     host = {"published weights": 2 * published, "copy for a checkpoint": kept}
     if recipe.trainer.offload:
         return MemoryEstimate(work, states | host)
@@ -140,19 +161,24 @@ def actor_memory(
 def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:
     """Of one reference rank: the whole policy, and one layer's activations without any for a backward pass."""
     half = recipe.model.dtype == "bfloat16"
-    layer = recipe.optimizer.micro_tokens * _layer_activations(sizes, half=half)
+    layer = recipe.optimizer.micro_tokens * _layer_activations(sizes, half=half, trained=True)
     return MemoryEstimate({"weights": 4.0 * sizes.num_parameters, "one layer": layer, "LM head": 2.0 * CHUNK_BYTES}, {})
 
 
 def rollout_memory(sizes: PolicySizes, recipe: Recipe, context: int) -> MemoryEstimate:
     """Of one rank of a replica: its slice of the weights, and a cache in which all running trajectories may be longest."""
-    size, tp = 2 if recipe.model.dtype == "bfloat16" else 4, recipe.rollout.tp
+    size, tp = _size(recipe), recipe.rollout.tp
     weights = (sizes.num_layers * sizes.layer_parameters / tp + sizes.other_parameters) * size
     tokens = recipe.generator.max_running * context
     cache = tokens * sizes.num_layers * sizes.key_value * size / tp
     if recipe.generator.kv_gb is not None:
         cache = recipe.generator.kv_gb * 1e9
-    return MemoryEstimate({"weights": weights, "key-value cache": cache}, {"received version": weights})
+    host = {"received version": weights}
+    if recipe.lora.rank:
+        adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora).values())
+        base = sizes.num_layers * adapted * size / tp
+        host = {"received version": float(sizes.version_bytes(recipe)), "weights below the adapter": base}
+    return MemoryEstimate({"weights": weights, "key-value cache": cache}, host)
 
 
 def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
@@ -163,28 +189,44 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
     return actor_memory(sizes, recipe, checkpointing=False).device_bytes > CHECKPOINTING_FROM * gpu_bytes
 
 
-def _activations(sizes: PolicySizes, *, half: bool, checkpointing: bool) -> float:
+def _size(recipe: Recipe) -> int:
+    """Bytes of one weight of a rollout."""
+    return 2 if recipe.model.dtype == "bfloat16" else 4
+
+
+def _linear(family: str, hidden: int, query: int, key: int, mlp: int) -> dict[str, tuple[int, int]]:
+    """`PolicySizes.linear`; `mlp` is 0 where all of it is experts."""
+    if family == "phi3":
+        inputs, gates = {"qkv_proj": (hidden, query + 2 * key)}, {"gate_up_proj": (hidden, 2 * mlp)}
+    else:
+        inputs = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
+        gates = {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp)}
+    return inputs | {"o_proj": (query, hidden)} | (gates | {"down_proj": (mlp, hidden)} if mlp else {})
+
+
+def _activations(sizes: PolicySizes, *, half: bool, checkpointing: bool, trained: bool) -> float:
     """Per token: what is kept for the backward pass, and the last layer's output and norm."""
-    layer, last = _layer_activations(sizes, half=half), 4 * 5 * sizes.hidden
+    layer, last = _layer_activations(sizes, half=half, trained=trained), 4 * 5 * sizes.hidden
     if checkpointing:
         return 4 * sizes.num_layers * sizes.hidden + layer + last
     return sizes.num_layers * layer + last
 
 
-def _layer_activations(sizes: PolicySizes, *, half: bool) -> float:
+def _layer_activations(sizes: PolicySizes, *, half: bool, trained: bool) -> float:
     """Per token of one layer.
 
-    A norm keeps its input and the normalised one in fp32. A linear layer keeps its input: in fp32 the one that layers share, in
+    A norm keeps its input and, where its weight is `trained`, the normalised one, in fp32. A linear layer keeps its input: in fp32 the one that layers share, in
     autocast a copy each (query, key, value; gate, up). Attention keeps query, key, value and output; a gated MLP the gate, its
     activation, the other factor and the product. Experts compute in fp32.
     """
     inputs = 2 * 5 * sizes.hidden if half else 4 * 2 * sizes.hidden
     size = 2 if half else 4
     attention, mlp = size * (2 * sizes.query + sizes.key_value), (4 if sizes.routed else size) * 4 * sizes.mlp
-    return 8 * sizes.norms + inputs + attention + mlp + 4 * sizes.routed
+    norms = (8 if trained else 4) * sizes.norms
+    return norms + inputs + attention + mlp + 4 * sizes.routed
 
 
-def _head(sizes: PolicySizes, chunk: int, *, half: bool) -> float:
+def _head(sizes: PolicySizes, chunk: int, *, half: bool, trained: bool) -> float:
     """Two chunks of logits, the weight's gradient, and for bfloat16 a copy of the weight and a product to add."""
-    weight = sizes.vocab * sizes.hidden
-    return 2 * max(chunk, 4 * 128 * sizes.vocab) + weight * (4 + (2 + 4 if half else 0))
+    gradient = 4 + (4 if half else 0) if trained else 0
+    return 2 * max(chunk, 4 * 128 * sizes.vocab) + sizes.vocab * sizes.hidden * (gradient + (2 if half else 0))

@@ -54,9 +54,10 @@ class StepStats:
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
-        for response, truncated in zip(batch["response_ids"], batch["truncated"], strict=True):
-            self._add(responses=1, response_tokens=len(response), truncated=float(truncated[0]))
-            self._update_max(response_tokens=len(response))
+        for mask, truncated in zip(batch["loss_mask"], batch["truncated"], strict=True):
+            drawn = int((mask != 0).sum())  # without what an environment inserted
+            self._add(responses=1, response_tokens=drawn, truncated=float(truncated[0]))
+            self._update_max(response_tokens=drawn)
         for row in batch.rows:
             if (notes := batch.columns[row.key].get("reward_info")) is not None:
                 for name, value in msgspec.json.decode(notes.tobytes()).get("metrics", {}).items():

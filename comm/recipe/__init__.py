@@ -12,8 +12,15 @@ from .evaluation import EvalSettings
 from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
 from .queue import BatchSettings, QueueSettings, RepackSettings, TaskSettings
-from .run import DataSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
-from .training import AlgorithmSettings, CheckpointSettings, CriticSettings, OptimizerSettings, TrainerSettings
+from .run import DataSettings, EnvironmentSettings, ModelSettings, RewardSettings, RoleSettings, RunSettings
+from .training import (
+    AlgorithmSettings,
+    CheckpointSettings,
+    CriticSettings,
+    LoraSettings,
+    OptimizerSettings,
+    TrainerSettings,
+)
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +31,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     reward: RewardSettings = RewardSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     batch: BatchSettings = BatchSettings()
     queue: QueueSettings = QueueSettings()
     repack: RepackSettings = RepackSettings()
@@ -32,6 +40,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings = LoraSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     critic: CriticSettings = CriticSettings()

@@ -1,4 +1,4 @@
-"""`run`, `roles`, `model`, `data` and `reward`: what a run trains on, and with which processes."""
+"""`run`, `roles`, `model`, `data`, `reward` and `environment`: what a run trains on, and with which processes."""
 
 from pathlib import PurePath
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from ..errors import SettingError
-from .fields import Count, NotNegative, OptionalCount, ScheduleName
+from .fields import Count, NotNegative, OptionalCount, Positive, ScheduleName
 
 _STATISTICS = ("mean", "std", "min", "max")
 """Metrics of the sum, `reward/mean` and so on."""
@@ -58,14 +58,36 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`data.*`: the prompts."""
 
-    path: str = ""
-    """JSONL or parquet file, or Hugging Face data set, with prompts (text or chat messages) in the column `prompt`."""
+    path: str | tuple[str, ...] = ""
+    """JSONL or parquet file, or Hugging Face data set, or a list of these, whose rows are mixed."""
+    weights: tuple[NotNegative, ...] = ()
+    """Shares of the sets of `path` in the prompts; empty is each set's share of the rows."""
+    subset: str = ""
+    """Subset (configuration) of a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
+    prompt_column: str = "prompt"
+    """Column of the prompts: text, or chat messages with `role` and `content`."""
+    system_prompt: str = ""
+    """System message before each prompt that has none; text prompts become messages of the user."""
+    chat_template: str = ""
+    """File or text of a chat template in place of the tokenizer's; `tokenizer` is its own, for text prompts too."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files and data sets of `path`."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether text prompts become messages of the user."""
+        return bool(self.system_prompt or self.chat_template)
 
 
 class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,3 +117,23 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if unique.count(name) > 1 or name in _STATISTICS:
                 raise SettingError(f"reward.path: the name '{name}' is taken already; give the function another one")
         return dict(zip(unique, paths, strict=True))
+
+
+class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`environment.*`: what the policy talks to over several turns."""
+
+    path: str = ""
+    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/environments.md)."""
+    tools: tuple[str, ...] = ()
+    """Python functions that the policy may call, each `FILE.py:FUNCTION` with type hints and a docstring."""
+    max_turns: Count = 16
+    """Most turns of the policy in a trajectory."""
+    timeout_s: Positive = 30.0
+    """Longest time of one call of an environment or a tool in seconds; then its trajectory counts as failed."""
+    workers: Count = 1
+    """Processes per rollout that host environments, each any number of them."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether trajectories have several turns."""
+        return bool(self.path or self.tools)

@@ -1,10 +1,10 @@
-"""`trainer`, `algorithm`, `optimizer` and `checkpoint`: the trainer's engine, its loss and its updates."""
+"""`trainer`, `lora`, `algorithm`, `optimizer` and `checkpoint`: the trainer's engine, its loss and its updates."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import AtLeastOne, Count, NotNegative, OptionalCount, Share, words
+from .fields import AtLeastOne, Count, NotNegative, OptionalCount, Positive, Share, words
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +18,17 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
     shard_ranks: Count | None = None
     """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
+
+
+class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`lora.*`: a low-rank adapter that is trained in the place of the weights, with peft's names (docs/lora.md)."""
+
+    rank: OptionalCount = 0
+    """Rank of the adapter's matrices; 0 trains the weights themselves."""
+    alpha: Positive = 16
+    """Scale of the adapter: its product counts alpha / rank times."""
+    targets: str | Annotated[tuple[str, ...], Meta(min_length=1)] = "all-linear"
+    """Linear layers with an adapter, such as [q_proj, v_proj]; `all-linear` takes all but the LM head."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

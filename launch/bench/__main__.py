@@ -46,6 +46,8 @@ CATALOGUE = (
     Workload("5m-fp32", *_GENERATOR, f"5M policy, 128 short requests: {_PEERS}, and a step over its kernels"),
     Workload("5m-bf16", *_GENERATOR, "the same in bfloat16"),
     Workload("5m-fp32-groups", *_GENERATOR, f"5M policy, 8 groups of 8 with long prompts: {_PEERS}"),
+    Workload("5m-fp32-list", *_GENERATOR, "the same as 64 prompts of one list: tokens/s over groups and over transformers"),
+    Workload("second-turn", "generator", "generator.second_turn", "8 second turns with the prefix cache: time without it over theirs"),
     Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
     Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),

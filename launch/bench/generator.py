@@ -1,7 +1,7 @@
 """This engine compared with transformers' two generators.
 
 The weights are random. Prompts and response lengths are drawn once per scenario (log-normal lengths, sigma 0.9, at most 256).
-Every engine must produce exactly the requested tokens, with log-probabilities. Tokens per second count the process's CPU
+Every engine must produce exactly the requested tokens, with log-probabilities. No round finds pages of the one before. Tokens per second count the process's CPU
 time on one thread, or on a GPU the wall time; engines take turns and their best round counts. The kernel floor is the time
 of the linear and attention kernels of one decode step alone.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Scenario:
     peers: tuple[str, ...] = ("transformers.generate_batch", "transformers.generate")
     device: str = "cpu"
     slots: int = 32
+    as_list: bool = False
+    """This engine gets every sample as a prompt of its own."""
 
     def groups(self) -> list[tuple[list[int], list[int]]]:
         """Each prompt with the response lengths of its samples."""
@@ -67,6 +70,9 @@ SCENARIOS = (
     Scenario("5m-fp32", "5m", "float32", 32, 4, (8, 64)),
     Scenario("5m-bf16", "5m", "bfloat16", 32, 4, (8, 64)),
     Scenario("5m-fp32-groups", "5m", "float32", 8, 8, (128, 256)),
+    Scenario(
+        "5m-fp32-list", "5m", "float32", 8, 8, (128, 256), ("add_group", "transformers.generate_batch"), as_list=True
+    ),
     Scenario("100m-bf16", "100m", "bfloat16", 12, 4, (8, 64), ("transformers.generate_batch",)),
     Scenario("0.5b-bf16-gpu", "0.5b", "bfloat16", 128, 8, (64, 512), device="cuda", slots=256),
     Scenario("1.5b-bf16-gpu", "1.5b", "bfloat16", 128, 8, (64, 512), device="cuda", slots=256),
@@ -79,6 +85,7 @@ def by_engine(path: Path, scenario: Scenario) -> Callable[[], None]:
     groups = scenario.groups()
 
     def run() -> None:
+        engine.recompute()  # so that no round finds pages of the one before
         requested: dict[int, int] = {}
         for prompt, lengths in groups:
             ids = range(len(requested), len(requested) + len(lengths))
@@ -88,6 +95,20 @@ def by_engine(path: Path, scenario: Scenario) -> Callable[[], None]:
         while not engine.idle:
             done |= {c.trajectory_id: len(c.logprobs) for c in engine.step()}
         assert done == requested, "the engine returned other lengths than requested"
+
+    return run
+
+
+def by_list(path: Path, scenario: Scenario) -> Callable[[], None]:
+    """A run of this engine with each sample as a prompt of its own, all in one list."""
+    engine = Engine(path, scenario.dtype, max_running=scenario.slots, device=scenario.device)
+    requested = scenario.requests()
+    params = [SamplingParams(max_new_tokens=length, ignore_eos=True) for _, length in requested]
+
+    def run() -> None:
+        engine.recompute()
+        done = engine.generate([prompt for prompt, _ in requested], params)
+        assert [len(c.logprobs) for c in done] == [length for _, length in requested]
 
     return run
 
@@ -191,6 +212,35 @@ def _kernels(engine: Engine) -> Callable[[], None]:
     return run
 
 
+def second_turn(name: str, options: Options) -> list[Measurement]:
+    """Seconds of the second turns of conversations, one after the other, with the prefix cache and without.
+
+    A conversation has a prompt of 512 tokens, a response of 64, a question of 32 and an answer of one token.
+    """
+    torch.set_num_threads(1)
+
+    def by_cache(path: Path, prefix_cache: bool) -> Callable[[], float]:
+        engine = Engine(path, max_running=8, device="cpu", prefix_cache=prefix_cache)
+
+        def run() -> float:
+            engine.recompute()
+            prompts = [[10 + (index * 131 + i * 7) % 3000 for i in range(512)] for index in range(8)]
+            first = engine.generate(prompts, SamplingParams(max_new_tokens=64, ignore_eos=True))
+            chats = [c.prompt_ids + c.token_ids + [20 + index] * 32 for index, c in enumerate(first)]
+            started = time.process_time()
+            for chat in chats:
+                engine.generate([chat], SamplingParams(max_new_tokens=1, ignore_eos=True))
+            return time.process_time() - started
+
+        return run
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = build("5m", Path(folder))
+        runs = [by_cache(path, prefix_cache) for prefix_cache in (True, False)]
+        found, plain = (median(times) for times in zip(*([run() for run in runs] for _ in range(5)), strict=True))
+    return [Measurement(name, "no-prefix-cache", 1e3 * found, "ms", plain / found)]
+
+
 def measure(name: str, options: Options) -> list[Measurement]:
     """The engine's tokens per second over each peer's, and on CPU the time of a step over that of its kernels."""
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
@@ -198,16 +248,21 @@ def measure(name: str, options: Options) -> list[Measurement]:
         print_message(f"{scenario.name} is left out: it needs a GPU")
         return []
     torch.set_num_threads(1)
-    makers = {"transformers.generate_batch": by_generate_batch, "transformers.generate": by_generate}
+    ours = by_list if scenario.as_list else by_engine
+    makers = {
+        "add_group": by_engine,
+        "transformers.generate_batch": by_generate_batch,
+        "transformers.generate": by_generate,
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = build(scenario.size, Path(folder))
-        runs = {"ours": by_engine(path, scenario)} | {peer: makers[peer](path, scenario) for peer in scenario.peers}
+        runs = {"ours": ours(path, scenario)} | {peer: makers[peer](path, scenario) for peer in scenario.peers}
         best = best_seconds(*runs.values(), repeats=_ROUNDS, clock=partial(_clock, scenario.device))
         num_tokens = sum(length for _, length in scenario.requests())
         found = {name: num_tokens / seconds for name, seconds in zip(runs, best, strict=True)}
-        ours = found.pop("ours")
-        rows = [Measurement(scenario.name, peer, ours, "tokens/s", ours / rate) for peer, rate in found.items()]
-        if scenario.device == "cpu" and not scenario.name.endswith("groups"):
+        rate = found.pop("ours")
+        rows = [Measurement(scenario.name, peer, rate, "tokens/s", rate / other) for peer, other in found.items()]
+        if scenario.device == "cpu" and not scenario.name.endswith(("groups", "list")):
             step, kernels = floor(path, scenario.dtype)
             rows.append(Measurement(scenario.name, "kernel-floor", step, "ms/step", step / kernels))
     return rows

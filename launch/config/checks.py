@@ -22,6 +22,7 @@ from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
+from .adapter_checks import check_adapter
 from .algorithm_checks import check_algorithm
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
@@ -48,6 +49,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
+    warnings += check_adapter(recipe, policy.folder)
     warnings += check_lengths(recipe, data, policy)
     for settings, prompts in evaluation:
         warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
@@ -92,6 +94,10 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_trainer(recipe)
     _check_emulation(recipe)
+    if recipe.environment.is_set and recipe.rollout.engine in ("emulated", "transformers"):
+        raise SettingError(
+            f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
+        )
 
 
 def _check_tls(recipe: Recipe) -> None:
@@ -124,6 +130,8 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError(
             "batch.updates_per_version, batch.passes: emulated devices train each group once, in one update"
         )
+    if emulated and recipe.lora.rank:
+        raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
     if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
@@ -165,7 +173,7 @@ def check_run_folder(recipe: Recipe) -> None:
 
 def _check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
-    check_rewards(recipe.reward)
+    _check_reward(recipe)
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
@@ -174,6 +182,17 @@ def _check_functions(recipe: Recipe) -> None:
             check_function(f"algorithm.{name}", path)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
+
+
+def _check_reward(recipe: Recipe) -> None:
+    """There is a reward: a function, or an environment that gives it."""
+    environment = recipe.environment
+    if recipe.reward.path or not environment.path:
+        check_rewards(recipe.reward)
+    if environment.path:
+        check_function("environment.path", environment.path)
+    for path in environment.tools:
+        check_function("environment.tools", path)
 
 
 def check_files(role: str, recipe: Recipe) -> None:
@@ -191,7 +210,7 @@ def check_files(role: str, recipe: Recipe) -> None:
             " for checkpoints"
         )
     if role == "rollout":
-        check_rewards(recipe.reward)
+        _check_reward(recipe)
     if role == "task":
         for task in recipe.queue.tasks:
             check_function("queue.tasks", task.function)
@@ -245,8 +264,14 @@ def check_function(setting: str, path: str) -> None:
 
 def check_data(settings: DataSettings) -> list[Any]:
     """The prompts of the data; every row is checked."""
-    _given("data.path", settings.path, "a file or data set with a `prompt` column")
-    return list(checked_prompts(open_rows(settings), settings.path))
+    _given("data.path", "".join(settings.paths), "a file or data set with a column of prompts")
+    weights = settings.weights
+    if weights and (len(weights) != len(settings.paths) or not sum(weights)):
+        raise SettingError(
+            f"data.weights: {len(weights)} weights, not all 0, for {len(settings.paths)} sets of data.path"
+        )
+    each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
+    return [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column)]
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
@@ -254,7 +279,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     context, wanted = policy.context, recipe.sampling.max_new_tokens
     if not context:
         return []
-    lengths = _long_lengths(prompts, policy, room=context - wanted)
+    lengths = _long_lengths(prompts, policy, recipe.data, room=context - wanted)
     too_long = [number for number, length in lengths.items() if length >= context]
     if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
         number = too_long[0]
@@ -274,7 +299,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     return warnings
 
 
-def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int, int]:
+def _long_lengths(prompts: list[Any], policy: ModelFiles, settings: DataSettings, room: int) -> dict[int, int]:
     """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
     doubtful = [
         number
@@ -287,7 +312,7 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, room: int) -> dict[int
     from ...trainer.policy.model import load_tokenizer
 
     tokenizer = load_tokenizer(policy.folder)
-    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer)) for number in doubtful}
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer, settings)) for number in doubtful}
 
 
 def _given(name: str, value: str, meaning: str) -> str:

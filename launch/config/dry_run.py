@@ -75,10 +75,11 @@ def _batch(recipe: Recipe) -> Iterator[str]:
 
 
 def _epochs(recipe: Recipe) -> str:
-    if not recipe.data.path.endswith(".jsonl"):
+    if not all(path.endswith(".jsonl") for path in recipe.data.paths):
         return ""
     try:
-        num_rows = sum(bool(line.strip()) for line in Path(recipe.data.path).read_bytes().splitlines())
+        lines = (line for path in recipe.data.paths for line in Path(path).read_bytes().splitlines())
+        num_rows = sum(bool(line.strip()) for line in lines)
     except OSError:
         return ""
     return (

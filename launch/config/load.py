@@ -105,6 +105,8 @@ def describe(kind: kinds.Type) -> str:
             return f"{'int' if isinstance(kind, kinds.IntType) else 'float'} {' and '.join(bounds)}".strip()
         case kinds.VarTupleType(item_type=item):
             return f"list of {describe(item)}"
+        case kinds.DictType():
+            return "{name: value}"
         case kinds.StructType(fields=entries):
             return f"{{{', '.join(entry.name for entry in entries)}}}"
     return _NAMES[type(kind)]
@@ -149,7 +151,7 @@ def _parse(word: str) -> Mapping[str, Any]:
 
 def _typed(kind: kinds.Type, value: Any) -> Any:
     """A scalar's text as a value of the setting's type; a text that does not fit stays text, and `convert` refuses it."""
-    for member in kind.types if isinstance(kind, kinds.UnionType) else (kind,):
+    for member in _members(kind):
         with suppress(ValueError, yaml.YAMLError):
             match member, value:
                 case kinds.BoolType(), str():
@@ -158,9 +160,18 @@ def _typed(kind: kinds.Type, value: Any) -> Any:
                     return int(value)
                 case kinds.FloatType(), str():
                     return float(value.replace(".inf", "inf"))
+                case kinds.DictType(), str() | dict():
+                    entries = yaml.load(value, _Loader) if isinstance(value, str) else value
+                    return {
+                        key: yaml.safe_load(each) if isinstance(each, str) else each for key, each in entries.items()
+                    }
                 case kinds.VarTupleType(), str() if member is kind or value.startswith("["):
                     return yaml.load(value, _Loader)
     return value
+
+
+def _members(kind: kinds.Type) -> tuple[kinds.Type, ...]:
+    return kind.types if isinstance(kind, kinds.UnionType) else (kind,)
 
 
 def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
@@ -173,7 +184,7 @@ def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
         for name in named or ([] if section in firsts else [str(section)]):
             if name not in known:
                 raise SettingError(f"{origin}unknown setting {name!r}{_nearest(name)}")
-            if isinstance(named[name], dict):
+            if isinstance(named[name], dict) and kinds.DictType not in map(type, _members(known[name].type)):
                 raise SettingError(f"{origin}{name} is one value and has no settings of its own")
 
 

@@ -46,9 +46,11 @@ class MemoryPlan:
 
     def lines(self) -> Iterator[str]:
         """A row for each role, then one for GPUs that carry the same roles."""
-        size = 2 if self._recipe.model.dtype == "bfloat16" else 4
-        version = self.sizes.num_parameters * size
-        yield f"{self.sizes.num_parameters:,} parameters, {version / _GB:,.3f} GB as {self._recipe.model.dtype}"
+        size, lora = 2 if self._recipe.model.dtype == "bfloat16" else 4, self._recipe.lora
+        total, version = self.sizes.num_parameters, self.sizes.version_bytes(self._recipe)
+        yield f"{total:,} parameters, {total * size / _GB:,.3f} GB as {self._recipe.model.dtype}"
+        if lora.rank:
+            yield f"{self.sizes.adapter_parameters(lora):,} in the adapter: a version has {version / _GB:,.3f} GB"
         for role, need in self.needs.items():
             yield f"{role:10} {need.device_bytes / _GB:9,.3f} GB each: {_parts(need.device)}"
             yield f"{'':10} {need.host_bytes / _GB:9,.3f} GB of host memory: {_parts(need.host)}"

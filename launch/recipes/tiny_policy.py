@@ -3,7 +3,7 @@
 It is warmed up by imitation until it answers in the right form and is often wrong, which leaves something to gain.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,8 +22,8 @@ BATCH, BATCHES_AT_ONCE = 64, 25
 LR, LR_WARMUP = 3e-3, 20
 _IGNORED = -100
 
-Example = tuple[str, str]
-"""A prompt and a response."""
+Example = tuple[str, ...]
+"""A prompt and a response; or a prompt, turns of the policy and, between them, what a tool has answered."""
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
@@ -95,23 +95,29 @@ def warm_up(
 def _batches(
     tokenizer: PreTrainedTokenizerFast, example: Callable[[Random], Example], random: Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, each [B, T], of examples of like lengths (padding would double the time)."""
+    """Inputs and targets, each [B, T], of examples with like prompts: padding to the longest of all would double the time."""
     while True:
-        pairs = [example(random) for _ in range(BATCH * BATCHES_AT_ONCE)]
-        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-        starts = list(range(0, len(pairs), BATCH))
+        examples = [example(random) for _ in range(BATCH * BATCHES_AT_ONCE)]
+        examples.sort(key=lambda pieces: len(pieces[0]))
+        starts = list(range(0, len(examples), BATCH))
         random.shuffle(starts)
         for start in starts:
-            yield _pad(tokenizer, pairs[start : start + BATCH])
+            yield _pad(tokenizer, examples[start : start + BATCH])
 
 
-def _pad(tokenizer: PreTrainedTokenizerFast, pairs: list[Example]) -> tuple[Tensor, Tensor]:
-    rows = [(tokenizer.encode(prompt), [*tokenizer.encode(response), EOS_ID]) for prompt, response in pairs]
-    longest = max(len(prompt) + len(response) for prompt, response in rows)
-    inputs = torch.full((len(rows), longest), PAD_ID)
-    targets = torch.full((len(rows), longest), _IGNORED)
-    for index, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response)
-        inputs[index, :end] = torch.tensor(prompt + response)
-        targets[index, len(prompt) - 1 : end - 1] = torch.tensor(response)
-    return inputs, targets
+def _pad(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
+    """Every second piece is a turn of the policy: it ends with the stop token, and its tokens alone are targets."""
+    rows: list[tuple[list[int], list[int]]] = []
+    for pieces in examples:
+        inputs, targets = list[int](), list[int]()
+        for index, piece in enumerate(pieces):
+            tokens = [*tokenizer.encode(piece), EOS_ID] if index % 2 else tokenizer.encode(piece)
+            inputs += tokens
+            targets += tokens if index % 2 else [_IGNORED] * len(tokens)
+        rows.append((inputs, [*targets[1:], _IGNORED]))
+    longest = max(len(inputs) for inputs, _ in rows)
+
+    def padded(lists: Iterable[list[int]], filler: int) -> Tensor:
+        return torch.tensor([[*each, *[filler] * (longest - len(each))] for each in lists])
+
+    return padded((i for i, _ in rows), PAD_ID), padded((t for _, t in rows), _IGNORED)

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
-from ..dataset import MAX_ROW_BYTES, PromptPool
+from ..dataset import MAX_ROW_BYTES, MixedPrompts, PromptPool
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
@@ -21,7 +21,7 @@ class Leases(Handler):
     def __init__(
         self,
         context: HubContext,
-        pool: PromptPool,
+        pool: PromptPool | MixedPrompts,
         admission: "Admission",
         partials: "PartialPool",
         evaluations: "Evaluations",

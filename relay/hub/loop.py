@@ -35,7 +35,7 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
-from ..dataset import PromptPool, open_rows
+from ..dataset import open_prompts
 from ..journal import events as ev
 from ..journal.journal import Journal, account_dict, cut_at_checkpoint, opened_by, replay
 from ..journal.records import RowStatus
@@ -74,7 +74,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock)
-    pool = PromptPool(open_rows(recipe.data), shuffle=recipe.data.shuffle, seed=recipe.run.seed)
+    pool = open_prompts(recipe.data, recipe.run.seed)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)

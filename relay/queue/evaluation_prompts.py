@@ -52,7 +52,9 @@ def evaluation_names(settings: EvalSettings) -> dict[str, str]:
 def evaluation_data(data: DataSettings, settings: EvalSettings) -> dict[str, DataSettings]:
     """The settings that read each file: those of `data`, with its path and `eval.split`."""
     named = evaluation_names(settings)
-    return {name: msgspec.structs.replace(data, path=path, split=settings.split) for name, path in named.items()}
+    return {
+        name: msgspec.structs.replace(data, path=path, weights=(), split=settings.split) for name, path in named.items()
+    }
 
 
 def open_evaluation(recipe: Recipe) -> EvaluationPrompts | None:

@@ -13,7 +13,7 @@ from .layout import Layout
 from .slots import VersionNotAvailable
 
 WeightsLoader = Callable[[Path], Mapping[str, Tensor]]
-"""The weights in a folder that the trainer exported, on CPU, by the layout's names (those on disk may be others)."""
+"""The weights in a checkpoint's folder, on CPU, by the layout's names (those on disk may be others)."""
 
 
 class CheckpointSource:
@@ -35,7 +35,7 @@ class CheckpointSource:
                 published = event
             elif isinstance(event, Checkpointed):
                 # By its name, since the run folder may have another path here.
-                folders[event.step] = self._run_dir / "checkpoints" / Path(event.path).name / "hf"
+                folders[event.step] = self._run_dir / "checkpoints" / Path(event.path).name
         if published is None:
             raise VersionNotAvailable(f"version {version} was never complete on a relay: the journal does not know it")
         folder = folders.get(version)

@@ -184,9 +184,10 @@ class Engine:
         self._finished_early += self._drain()
         return self.scheduler.pause(trajectory_id)
 
-    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
-        """Continue a paused trajectory after tokens of its environment (their log-probability counts as 0)."""
-        self.scheduler.resume(trajectory_id, token_ids)
+    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> bool:
+        """Continue a paused trajectory after tokens of its environment, of log-probability 0. False if there is no room."""
+        self._finished_early += self._drain()
+        return self.scheduler.resume(trajectory_id, token_ids)
 
     def cancel(self, trajectory_id: int) -> bool:
         """Drop a trajectory; False if the engine does not hold it."""
@@ -241,16 +242,15 @@ class Engine:
         """Remove unfinished trajectories, for another engine on the same weights (or for this one, later).
 
         with_cache: include their keys and values, if computed; without them `import_sequences` computes them again. A
-        trajectory that has just finished stays: the next `step` returns it.
+        trajectory that has just finished, or whose turn has, stays: the next `step` returns it.
         """
         self._finished_early += self._drain()
         states = []
         for trajectory_id in trajectory_ids:
-            sequence = self.scheduler.find(trajectory_id)
-            if sequence is None:
-                has_finished = any(done.trajectory_id == trajectory_id for done in self._finished_early)
-                assert has_finished, f"no trajectory {trajectory_id}"
+            if any(done.trajectory_id == trajectory_id for done in self._finished_early):
                 continue
+            sequence = self.scheduler.find(trajectory_id)
+            assert sequence is not None, f"no trajectory {trajectory_id}"
             has_cache = with_cache and sequence.num_cached
             cache = self.cache.export(sequence.pages, sequence.num_cached) if has_cache else None
             self.scheduler.cancel(trajectory_id)
@@ -258,7 +258,7 @@ class Engine:
         return states
 
     def import_sequences(self, states: Many[SequenceState]) -> None:
-        """Continue trajectories that another engine exported; they queue like new ones."""
+        """Continue trajectories that another engine exported: they queue like new ones, or are paused like there."""
         for state in states:
             check_prompt(state.prompt_ids, self.policy)
             sequence = self._sequence(state.prompt_ids, state.params, state.trajectory_id, 0)

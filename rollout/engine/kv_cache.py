@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .to_device import to_device
+
 
 class KVCache:
     """Keys and values of all layers, one tensor each per layer: [pages, kv_heads, page_size, head_dim]."""
@@ -36,10 +38,22 @@ class KVCache:
         return keys, values
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy pages (source, target), one after the other."""
+        """Copy pages (source, target) as if one after the other; those that do not touch each other go together."""
+        together: dict[int, int] = {}
         for source, target in copies:
-            for tensor in (*self.keys, *self.values):
-                tensor[target].copy_(tensor[source])
+            if not {source, target}.isdisjoint(together) or target in together.values():
+                self._copy_together(together)
+                together = {}
+            together[target] = source
+        self._copy_together(together)
+
+    def _copy_together(self, sources: dict[int, int]) -> None:
+        if not sources:
+            return
+        places = to_device(np.array([*sources.values(), *sources], dtype=np.int64), self._heads.device)
+        source, target = places.split(len(sources))
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def export(self, pages: list[int], num_tokens: int) -> Tensor:
         """Keys and values of the first tokens in these pages: [layers, 2, tokens, kv_heads, head_dim], on the host."""

@@ -46,6 +46,8 @@ class SamplingParams:
     """Continue past the policy's own stop tokens."""
     seed: int | None = None
     """Seed of this prompt alone; None: the engine's."""
+    pause_at_stop: bool = False
+    """A response that stops is a turn: it stays in the engine, paused, until `resume` or `cancel`."""
 
     def __post_init__(self) -> None:
         rules = {

@@ -55,7 +55,15 @@ class Scheduler:
         """Tokens dropped from the cache and prefilled again."""
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a group. Its sequences join a group of the same tokens that no step has reached yet."""
+        """Queue a group. Its sequences join a group of the same tokens that no step has reached yet.
+
+        A sequence whose turn is over is paused, with the pages that its group has.
+        """
+        sequence = group.sequences[0]
+        if sequence.is_turn_over:
+            sequence.pages, sequence.num_cached, sequence.chain = group.pages, group.num_cached, group.chain
+            self.paused.append(sequence)
+            return
         group.digest = digest(group.tokens)
         twin = self._untouched.get(group.digest)
         if twin is not None and not group.pages:
@@ -141,9 +149,12 @@ class Scheduler:
         return forks
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a running sequence and free its pages."""
+        """Remove a running sequence and free its pages; with `pause_at_stop` one that stops is paused instead."""
         self.running.remove(sequence)
-        self._release(sequence)
+        if sequence.is_turn_over:
+            self.paused.append(sequence)
+        else:
+            self._release(sequence)
 
     def compact(self) -> None:
         """Close the holes between the private pages in use, and between the shared ones.
@@ -179,9 +190,11 @@ class Scheduler:
                 return True
         return False
 
-    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
-        """Queue a paused sequence again, with tokens of its environment."""
+    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> bool:
+        """Queue a paused sequence again, with tokens of its environment. False if they leave no room: it stays paused."""
         sequence = next(s for s in self.paused if s.trajectory_id == trajectory_id)
+        if len(sequence.token_ids) + len(token_ids) >= sequence.limit:
+            return False
         self.paused.remove(sequence)
         sequence.insert(token_ids)
         group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
@@ -190,6 +203,7 @@ class Scheduler:
             self._release(sequence)
         group.pages, group.num_cached, group.chain = sequence.pages, sequence.num_cached, sequence.chain
         self.waiting.append(group)
+        return True
 
     def reserve(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Take pages for the imported cache of a group, before it is added; False if it must be computed again."""

@@ -12,7 +12,7 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished trajectory. `token_ids` include the stop token; `logprobs` are one per token of the response.
+    """A finished trajectory, or one whose turn has ended. `token_ids` include the stop token; `logprobs` are one per token.
 
     A log-probability is that of the policy at the temperature of sampling, before filters and penalties.
     """
@@ -24,7 +24,7 @@ class Completion:
     finish_reason: str
     """`stop`, `length`, or `error`: the policy's logits are not finite, and the tokens are those before."""
     text: str = ""
-    """The response as text, without special tokens, up to a stop string; empty if the policy has no tokenizer."""
+    """The last turn as text, without special tokens, up to a stop string; empty if the policy has no tokenizer."""
 
 
 class SequenceProgress(NamedTuple):
@@ -57,6 +57,10 @@ class SequenceState:
     logprobs: list[float]
     cache: Tensor | None = None
     """Keys and values of every token but the newest, [layers, 2, tokens, kv_heads, head_dim]; None: compute them again."""
+    turn_start: int = 0
+    """The first token of the present turn in `token_ids`."""
+    is_turn_over: bool = False
+    """It is paused until a `resume`."""
 
 
 class Chain(NamedTuple):
@@ -86,12 +90,19 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     chain: Chain | None = None
     num_cached: int = 0
+    turn_start: int = 0
+    """The first token of the present turn in `token_ids`."""
     finish_reason: str = ""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether it has stopped, and its environment decides how it goes on."""
+        return self.params.pause_at_stop and self.finish_reason == "stop"
 
     def append(self, token: int, logprob: float) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the trajectory. One of probability NaN is not taken."""
@@ -111,9 +122,11 @@ class Sequence:
         return SequencePart(self.trajectory_id, self.key, self.prompt_ids, *tokens)
 
     def insert(self, token_ids: Many[int]) -> None:
-        """Append tokens that were not sampled; their log-probability counts as 0."""
+        """Append tokens that were not sampled, with 0 as their log-probability; the next turn begins if one is over."""
         self.token_ids.extend(token_ids)
         self.logprobs.extend([0.0] * len(token_ids))
+        if self.is_turn_over:
+            self.turn_start, self.finish_reason = len(self.token_ids), ""
 
     def completion(self, text: str) -> Completion:
         return Completion(self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, text)
@@ -122,11 +135,11 @@ class Sequence:
         """Restore the state of another engine's sequence."""
         self.key = state.key
         self.token_ids, self.logprobs = list(state.token_ids), list(state.logprobs)
+        self.turn_start, self.finish_reason = state.turn_start, "stop" if state.is_turn_over else ""
 
     def export_state(self, cache: Tensor | None = None) -> SequenceState:
-        return SequenceState(
-            self.trajectory_id, self.key, self.params, self.prompt_ids, self.token_ids, self.logprobs, cache
-        )
+        tokens, place = (self.prompt_ids, self.token_ids, self.logprobs), (self.turn_start, self.is_turn_over)
+        return SequenceState(self.trajectory_id, self.key, self.params, *tokens, cache, *place)
 
 
 @dataclass(slots=True, eq=False)

@@ -56,14 +56,15 @@ class Text:
         if not sequence.stop_strings:
             return False
         window = max(len(s.encode()) for s in sequence.stop_strings) + EXTRA_TOKENS
-        tail = self.tokenizer.decode(sequence.token_ids[-window:], skip_special_tokens=True)
+        start = max(sequence.turn_start, len(sequence.token_ids) - window)
+        tail = self.tokenizer.decode(sequence.token_ids[start:], skip_special_tokens=True)
         return any(s in tail for s in sequence.stop_strings)
 
     def decode(self, sequence: "Sequence") -> str:
-        """The response as text, up to the first stop string."""
+        """The present turn as text, up to the first stop string."""
         if self.tokenizer is None:
             return ""
-        text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(sequence.token_ids[sequence.turn_start :], skip_special_tokens=True)
         cuts = [text.find(s) for s in sequence.stop_strings if s in text]
         return text[: min(cuts)] if cuts else text
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
 from ..engine.chat_template import prompt_tokens
 from ..engine.engine import Engine
+from ..environments.tokens import observation_tokens
+from ..environments.tools import tool_schemas
 from ..tensor_parallel.lockstep import LeadEngine, run_follower
 from ..tensor_parallel.replica import TensorParallelGroup
 from ..weights import RolloutWeights
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+    from ..environments.base import Episode, Messages
 
 
 class BuiltinGenerator:
@@ -25,8 +28,10 @@ class BuiltinGenerator:
     can_stream = True
 
     def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
+        self._data = recipe.data
         replica, self.engine, self.weights = open_rank(fleet, recipe)
         self.lead = LeadEngine(replica, self.engine)
+        self._tools = tool_schemas(recipe.environment)
         fleet.announce(generator=self.engine.description)
         self.context = self.engine.policy.context
         self.kv_capacity = self.engine.pool.num_pages * self.engine.pool.page_size
@@ -62,10 +67,16 @@ class BuiltinGenerator:
         return (self.engine.pool.num_pages - self.engine.pool.num_free) * self.engine.pool.page_size
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        return prompt_tokens(row, self.engine.text.tokenizer)
+        return prompt_tokens(row, self.engine.text.tokenizer, self._data, self._tools)
+
+    def observation_ids(self, episode: "Episode", observation: "str | Messages") -> list[int]:
+        return observation_tokens(episode, observation, self.engine.text.tokenizer, self._data, self._tools)
 
     def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
         self.lead.add_group(prompt_ids, params, trajectory_ids)
+
+    def resume(self, trajectory_id: int, token_ids: Sequence[int]) -> bool:
+        return self.lead.resume(trajectory_id, token_ids)
 
     def step(self) -> "list[Completion]":
         return self.lead.step()
@@ -102,8 +113,8 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
     g = recipe.generator
     device = default_device(exact=g.exact)
     replica = TensorParallelGroup.join(fleet, recipe.rollout.tp, device, recipe.comm.deadline_s)
-    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False, exact=g.exact)
-    weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device)
+    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0, exact=g.exact)
+    weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device, recipe.lora)
     engine = Engine(
         policy,
         max_running=g.max_running,

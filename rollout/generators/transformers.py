@@ -48,9 +48,12 @@ class TransformersGenerator:
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         if recipe.generator.exact or recipe.rollout.tp > 1:
             raise SettingError("rollout.engine=transformers supports neither generator.exact nor rollout.tp")
+        self._data = recipe.data
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
-        self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device())
+        self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0)
+        self.weights = RolloutWeights(
+            fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device(), lora=recipe.lora
+        )
         self.policy.model.set_attn_implementation("sdpa")
         self.context = self.policy.context
         self.max_running = recipe.generator.max_running
@@ -70,7 +73,7 @@ class TransformersGenerator:
         return not self._queue
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        return prompt_tokens(row, self.tokenizer)
+        return prompt_tokens(row, self.tokenizer, self._data)
 
     def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Sequence[int]) -> None:
         """Raises `SettingError` for parameters that `generate_batch` does not support."""

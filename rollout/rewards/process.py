@@ -30,7 +30,8 @@ class ScoreRequest:
 
     key: Any
     row: dict[str, Any]
-    completion: str
+    completion: str | list[dict[str, Any]]
+    """Text, or the messages of several turns."""
     completion_ids: list[int]
     version: int = 0
     """The version of the weights that drew its first token."""
@@ -218,8 +219,8 @@ class RewardProcess:
             self._unread += chunk
 
 
-def _as_message(item: ScoreRequest) -> str | list[dict[str, str]]:
-    """A completion in the form of its prompt: text for text, a chat message for chat messages."""
-    if isinstance(item.row["prompt"], str):
+def _as_message(item: ScoreRequest) -> str | list[dict[str, Any]]:
+    """A completion in the form of its prompt: text for text, chat messages for chat messages."""
+    if isinstance(item.row["prompt"], str) or not isinstance(item.completion, str):
         return item.completion
     return [{"role": "assistant", "content": item.completion}]

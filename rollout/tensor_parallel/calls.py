@@ -31,6 +31,8 @@ class ImportSequence(_Call, frozen=True):
     params: SamplingParams
     prompt_ids: list[int]
     token_ids: list[int]
+    turn_start: int
+    is_turn_over: bool
 
 
 class Pause(_Call, frozen=True):

@@ -53,9 +53,11 @@ class LeadEngine:
 
     def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[SequenceState]:
         """With several ranks the states have no cache, since each rank holds a part of it only."""
-        for trajectory_id in trajectory_ids:
-            self.replica.enqueue(Cancel(trajectory_id))
-        return self.engine.export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
+        states = self.engine.export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
+        exported = {state.trajectory_id for state in states}
+        for number in trajectory_ids:  # one that stays is not running: the others read their step, as this rank has
+            self.replica.enqueue(Cancel(number) if number in exported else Pause(number))
+        return states
 
     def import_sequences(self, states: Many[SequenceState]) -> None:
         """Several ranks compute the caches again."""
@@ -63,15 +65,16 @@ class LeadEngine:
             states = [replace(state, cache=None) for state in states]
         self.engine.import_sequences(states)
         for s in states:
-            self.replica.enqueue(ImportSequence(s.trajectory_id, s.key, s.params, s.prompt_ids, s.token_ids))
+            place = s.turn_start, s.is_turn_over
+            self.replica.enqueue(ImportSequence(s.trajectory_id, s.key, s.params, s.prompt_ids, s.token_ids, *place))
 
     def pause(self, trajectory_id: int) -> bool:
         self.replica.enqueue(Pause(trajectory_id))
         return self.engine.pause(trajectory_id)
 
-    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> None:
+    def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> bool:
         self.replica.enqueue(Resume(trajectory_id, list(token_ids)))
-        self.engine.resume(trajectory_id, token_ids)
+        return self.engine.resume(trajectory_id, token_ids)
 
     def take_weights(self, weights: "RolloutWeights", deadline_s: float, version: int | None = None) -> "Receipt":
         """Switch all ranks to the newest version that all of them can get, or to `version`.
@@ -115,8 +118,9 @@ def _run_call(call: Call, replica: "TensorParallelGroup", engine: "Engine", weig
             engine.add_group(prompt_ids, params, trajectory_ids)
         case Cancel(trajectory_id):
             engine.cancel(trajectory_id)
-        case ImportSequence(trajectory_id, key, params, prompt_ids, token_ids):
-            engine.import_sequences([SequenceState(trajectory_id, key, params, prompt_ids, token_ids, [])])
+        case ImportSequence(number, key, params, prompt_ids, token_ids, turn_start, is_turn_over):
+            state = SequenceState(number, key, params, prompt_ids, token_ids, [], None, turn_start, is_turn_over)
+            engine.import_sequences([state])
         case Pause(trajectory_id):
             engine.pause(trajectory_id)
         case Resume(trajectory_id, token_ids):

@@ -12,8 +12,10 @@ SETTINGS = """
 run.dir run.seed run.steps run.schedule run.mode run.save_rows run.resume
 roles.actor roles.relay roles.rollout roles.reference roles.task
 model.path model.dtype
-data.path data.split data.shuffle data.too_long
+data.path data.weights data.subset data.split data.prompt_column data.system_prompt data.chat_template data.chat_template_kwargs
+data.shuffle data.too_long
 reward.path reward.weights reward.batch reward.timeout_s reward.workers
+environment.path environment.tools environment.max_turns environment.timeout_s environment.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
 queue.lead queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
 repack.enabled repack.period_s repack.batch_bound repack.transfer
@@ -24,6 +26,7 @@ generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
 eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
+lora.rank lora.alpha lora.targets
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
 algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in

@@ -2,12 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings
-from headrace.relay.dataset import MAX_ROW_BYTES, TableRows, checked_prompts, open_rows
+from headrace.launch.config.checks import check_data
+from headrace.relay.dataset import (
+    MAX_ROW_BYTES,
+    MixedPrompts,
+    PromptPool,
+    TableRows,
+    checked_prompts,
+    open_prompts,
+    open_rows,
+)
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
 datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data sets need the `datasets` package")
@@ -84,3 +94,99 @@ def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path):
 def test_a_missing_number_of_a_table_is_null():
     table = datasets.Dataset.from_list([{"prompt": "x", "score": float("nan"), "parts": {"least": float("-inf")}}])
     assert json.loads(TableRows(table)[0]) == {"prompt": "x", "score": None, "parts": {"least": None}}
+
+
+def rows_of(path: Path, text: str, **settings: Any) -> list[dict[str, Any]]:
+    path.write_text(text)
+    rows = open_rows(DataSettings(path=str(path), **settings))
+    list(checked_prompts(rows, str(path), settings.get("prompt_column", "prompt")))
+    return [json.loads(rows[i]) for i in range(len(rows))]
+
+
+def test_the_prompt_may_be_in_any_column_and_the_others_stay(tmp_path: Path):
+    text = json.dumps({"question": "q", "prompt": "other", "answer": 1})
+    (row,) = rows_of(tmp_path / "data.jsonl", text, prompt_column="question")
+    assert row == {"question": "q", "prompt": "q", "answer": 1}
+
+
+def test_a_row_without_the_named_column_is_an_error_even_if_it_has_a_prompt(tmp_path: Path):
+    with pytest.raises(SettingError, match=r":1 has no `question` column; it has answer; see data\.prompt_column"):
+        rows_of(tmp_path / "data.jsonl", '{"prompt": "x", "answer": 1}', prompt_column="question")
+
+
+USER, SYSTEM = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "expected"),
+    [
+        ("q", {}, "q"),
+        ("q", {"chat_template": "tokenizer"}, [USER]),
+        ("q", {"system_prompt": "s"}, [SYSTEM, USER]),
+        ([USER], {"system_prompt": "s"}, [SYSTEM, USER]),
+        (
+            [{"role": "system", "content": "own"}, USER],
+            {"system_prompt": "s"},
+            [{"role": "system", "content": "own"}, USER],
+        ),
+    ],
+)
+def test_text_becomes_a_chat_where_a_template_or_a_system_prompt_is_set(
+    tmp_path: Path, prompt: Any, settings: dict[str, str], expected: Any
+):
+    (row,) = rows_of(tmp_path / "data.jsonl", json.dumps({"prompt": prompt}), **settings)
+    assert row["prompt"] == expected
+
+
+def test_a_subset_of_a_hub_data_set_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or ROWS)
+    open_rows(DataSettings(path="openai/gsm8k", subset="main", split="test"))
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+
+
+def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) -> PromptPool | MixedPrompts:
+    paths = [folder / f"{number}.jsonl" for number in range(len(sizes))]
+    for path, size in zip(paths, sizes, strict=True):
+        path.write_text("".join(json.dumps({"prompt": f"{path.stem}-{i}"}) + "\n" for i in range(size)))
+    return open_prompts(DataSettings(path=tuple(map(str, paths)), **settings), seed)
+
+
+def prompts_of(pool: PromptPool | MixedPrompts, cursors: range) -> list[str]:
+    return [json.loads(bytes(pool.row(pool.group_at(cursor))))["prompt"] for cursor in cursors]
+
+
+def test_several_files_are_mixed_and_each_row_comes_once_in_an_epoch(tmp_path: Path):
+    prompts = prompts_of(mixed(tmp_path, (5, 20, 3)), range(28))
+    assert len(set(prompts)) == 28 and prompts != sorted(prompts)
+
+
+def test_weights_are_the_shares_of_the_files_whose_epochs_are_their_own(tmp_path: Path):
+    prompts = prompts_of(mixed(tmp_path, (4, 96), weights=(3.0, 1.0)), range(1000))
+    of_first = [prompt for prompt in prompts if prompt.startswith("0-")]
+    assert len(of_first) == 750
+    assert all(len(set(of_first[i : i + 4])) == 4 for i in range(0, 748, 4))
+    assert len({prompt for prompt in prompts if prompt.startswith("1-")}) == 96
+
+
+def test_the_cursor_and_the_seed_alone_decide_what_comes_next(tmp_path: Path):
+    first, again, other = (mixed(tmp_path, (4, 7), seed=seed, weights=(1.0, 2.0)) for seed in (1, 1, 2))
+    groups = [first.group_at(cursor) for cursor in range(200)]
+    assert [again.group_at(cursor) for cursor in reversed(range(200))] == groups[::-1]
+    assert [other.group_at(cursor) for cursor in range(200)] != groups
+    assert len(set(groups)) == 200
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.0, 0.0), (1.0, 1.0, 1.0)])
+def test_weights_that_do_not_fit_the_files_name_their_setting(tmp_path: Path, weights: tuple[float, ...]):
+    mixed(tmp_path, (1, 1))
+    settings = DataSettings(path=(str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")), weights=weights)
+    with pytest.raises(SettingError, match=r"data\.weights: \d weights, not all 0, for 2 sets"):
+        check_data(settings)
+
+
+def test_a_mistake_in_one_of_several_files_names_the_file_and_the_row(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
+    with pytest.raises(SettingError, match=r"b\.jsonl:2 has no `prompt` column"):
+        check_data(DataSettings(path=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))))

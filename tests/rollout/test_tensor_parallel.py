@@ -129,7 +129,7 @@ def test_calls_of_any_length_arrive_as_they_were_sent():
     calls: list[Call] = [
         Add(list(range(3000)), [params, SamplingParams()], [1 << 62, 4]),
         Cancel(5),
-        ImportSequence(5, -(1 << 62), params, [1], [2, 3]),
+        ImportSequence(5, -(1 << 62), params, [1], [2, 3], 1, True),
     ]
     sent = decode(encode(calls))
     assert [type(call) for call in sent] == [Add, Cancel, ImportSequence]

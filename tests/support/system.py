@@ -25,6 +25,21 @@ from headrace.trainer import loop as trainer_loop
 REWARD = (
     "def reward(prompts, completions, completion_ids, **rest):\n    return [c.count('a') / 8 for c in completions]\n"
 )
+ENVIRONMENT = """
+import asyncio
+
+class Counter:
+    async def reset(self, prompt, **row):
+        self.turns = []
+        return f" ({len(prompt)})"
+
+    async def step(self, completion):
+        self.turns.append(completion)
+        await asyncio.sleep(0.01)
+        return f"[{len(self.turns)} {sum(map(len, self.turns))}]", len(completion) / 8, len(self.turns) == 4
+"""
+TURNS = {"sampling.stop": f"[{','.join('abcdefghijklmnopqrs')}]", "sampling.max_new_tokens": 120}
+"""A random policy ends its turns."""
 PATIENCE_S = 240.0
 """A bound against hanging tests; the machine may be slow."""
 
@@ -35,6 +50,7 @@ class System:
     def __init__(self, folder: Path, **settings: object) -> None:
         tiny_policy(folder, "llama")
         (folder / "rewards.py").write_text(REWARD)
+        (folder / "environments.py").write_text(ENVIRONMENT)
         (folder / "data.jsonl").write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(20)))
         words = {
             "run.dir": folder / "run",

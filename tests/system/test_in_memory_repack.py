@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.closing import at_end
 from support.in_memory import MemoryFleet
-from support.system import System
+from support.system import TURNS, System
 
 from headrace.comm.messages import HeldRows, Interrupted, Message, Stop
 from headrace.comm.messages.migration import MigrateOrder, TransferOffered
@@ -67,11 +67,17 @@ def rows_of(system: System) -> dict[str, np.ndarray]:
     return rows
 
 
-def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path):
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns: bool):
     outcomes = []
     for folder, has_moves in ((tmp_path / "still", False), (tmp_path / "moved", True)):
         folder.mkdir()
-        system = System(folder, **LONG | {"repack.enabled": str(has_moves).lower()}).start_all(num_rollouts=3)
+        words = LONG | {"repack.enabled": str(has_moves).lower()}
+        if has_turns:
+            words |= TURNS | {"environment.path": f"{folder / 'environments.py'}:Counter"}
+        elif has_moves:
+            words |= {"lora.rank": 4}  # without effect, since the learning rate is 0
+        system = System(folder, **words).start_all(num_rollouts=3)
         random_moves = RandomMoves(system) if has_moves else None
         summary = system.wait()
         if random_moves is not None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import CheckpointSettings, ModelSettings, OptimizerSettings, Recipe
+from headrace.comm.recipe import CheckpointSettings, LoraSettings, ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
@@ -31,10 +31,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("policy"), "qwen3")
 
 
-def actor_of(policy_dir: Path) -> Actor:
+def actor_of(policy_dir: Path, rank: int = 0) -> Actor:
     torch.manual_seed(0)
-    optimizer = OptimizerSettings(lr=1e-3, warmup_steps=3)
-    return Actor(Recipe(model=ModelSettings(path=str(policy_dir)), optimizer=optimizer), ALONE)
+    optimizer, lora = OptimizerSettings(lr=1e-3, warmup_steps=3), LoraSettings(rank=rank)
+    return Actor(Recipe(model=ModelSettings(path=str(policy_dir)), optimizer=optimizer, lora=lora), ALONE)
 
 
 def random_row(key: str) -> dict[str, np.ndarray]:
@@ -65,15 +65,16 @@ def train(actor: Actor, num_steps: int) -> list[float]:
     return norms
 
 
-def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path):
-    unbroken = actor_of(policy_dir)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path, rank: int):
+    unbroken = actor_of(policy_dir, rank)
     train(unbroken, 4)
     expected = train(unbroken, 3)
-    broken = actor_of(policy_dir)
+    broken = actor_of(policy_dir, rank)
     train(broken, 4)
     random_number = torch.get_rng_state()
     save(broken, tmp_path)
-    resumed = actor_of(policy_dir)
+    resumed = actor_of(policy_dir, rank)
     torch.manual_seed(99)
     load_state(resumed.state, tmp_path, is_alone=True)
     assert resumed.version == 4
@@ -96,6 +97,15 @@ def test_a_staged_checkpoint_does_not_follow_the_training_that_goes_on(policy_di
     save_state(copy, tmp_path, team=None)
     load_state(actor.state, tmp_path, is_alone=True)
     assert train(actor, 2) == train(expected, 4)[2:]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_checkpoint_has_nothing_of_the_weights_below_an_adapter(tmp_path: Path, is_tied: bool):
+    actor = actor_of(tiny_policy(tmp_path, tie_word_embeddings=is_tied), rank=4)
+    trained = {name for name, p in actor.policy.model.named_parameters() if p.requires_grad}
+    assert set(actor.state.state_dict()["model"]) == trained
+    with pytest.raises(SettingError, match=r"run\.resume.*does not fit this run"):
+        load_state(actor.state, save(actor_of(tmp_path / "llama"), tmp_path / "whole"), is_alone=True)
 
 
 def test_a_checkpoint_of_another_model_is_a_mistake_in_the_settings(policy_dir: Path, tmp_path: Path):

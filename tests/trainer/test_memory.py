@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.comm.recipe import (
     AlgorithmSettings,
+    LoraSettings,
     ModelSettings,
     OptimizerSettings,
     Recipe,
@@ -24,6 +25,7 @@ from headrace.trainer.learners.optimizer import open_optimizer
 from headrace.trainer.logprobs import packed_logprobs
 from headrace.trainer.memory import PolicySizes, actor_memory, wants_checkpointing
 from headrace.trainer.policy import head
+from headrace.trainer.policy.lora import adapter_shapes, add_adapter, target_layers
 from headrace.trainer.policy.model import load_policy
 
 QWEN_7B = {
@@ -63,7 +65,8 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_of_training(path, recipe, chunk):
     """The peak of the third micro-batch, after an update, with weights and moments."""
-    policy = load_policy(path)
+    base = getattr(torch, recipe.model.dtype)
+    policy = load_policy(path, shard=lambda p: add_adapter(p.model, recipe.lora, 0, base) if recipe.lora.rank else None)
     if recipe.trainer.activation_checkpointing is True:
         policy.checkpoint_activations()
     optimizer = open_optimizer(policy, recipe.optimizer)
@@ -84,7 +87,8 @@ def peak_of_training(path, recipe, chunk):
     live = LiveBytes()
     for parameter in policy.parameters():
         for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
-            live.hold(tensor)
+            if tensor is not None:
+                live.hold(tensor)
     with live:
         backward()
     return live.peak
@@ -93,16 +97,17 @@ def peak_of_training(path, recipe, chunk):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "rank"),
     [
-        ("llama", {"tie_word_embeddings": False}),
-        ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 6, "vocab_size": 2000}),
-        ("gemma3_text", {"num_hidden_layers": 6}),
-        ("mixtral", {}),
+        ("llama", {"tie_word_embeddings": False}, 0),
+        ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 6, "vocab_size": 2000}, 0),
+        ("gemma3_text", {"num_hidden_layers": 6}, 0),
+        ("mixtral", {}, 0),
+        ("llama", {"tie_word_embeddings": False, "num_hidden_layers": 6}, 8),
     ],
 )
 def test_the_estimate_is_within_15_percent_of_a_policy_that_trains(
-    tmp_path, monkeypatch, family, changes, checkpointing, dtype
+    tmp_path, monkeypatch, family, changes, rank, checkpointing, dtype
 ):
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "head_dim": 32}
     path = tiny_policy(tmp_path, family, **(wide | {"num_hidden_layers": 4} | changes))
@@ -110,6 +115,7 @@ def test_the_estimate_is_within_15_percent_of_a_policy_that_trains(
     monkeypatch.setitem(head._CHUNK_BYTES, "cpu", chunk)
     recipe = Recipe(
         model=ModelSettings(dtype=dtype),
+        lora=LoraSettings(rank=rank),
         optimizer=OptimizerSettings(micro_tokens=2048),
         sampling=SamplingSettings(max_new_tokens=64),
         trainer=TrainerSettings(activation_checkpointing=checkpointing),
@@ -125,6 +131,50 @@ def test_the_number_of_parameters_follows_from_the_configuration(tmp_path, famil
     sizes = PolicySizes.of(json.loads((path / "config.json").read_text()))
     counted = sum(parameter.numel() for parameter in load_policy(path, weights=False).parameters())
     assert sizes.num_parameters == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(family, "all-linear") for family in ("llama", "phi3", "qwen2_moe", "gpt_oss")]
+    + [("llama", ("self_attn.q_proj", "down_proj")), ("phi3", "gate_up_proj")],
+)
+def test_the_parameters_of_an_adapter_follow_from_the_configuration(tmp_path, family, targets):
+    path, lora = tiny_policy(tmp_path, family), LoraSettings(rank=4, targets=targets)
+    sizes = PolicySizes.of(json.loads((path / "config.json").read_text()))
+    shapes = adapter_shapes(target_layers(load_policy(path, weights=False).model, targets), 4)
+    counted = sum(shape.numel() for shape in shapes.values())
+    assert sizes.adapter_parameters(lora) == pytest.approx(counted, rel=0.1)
+    assert sizes.version_bytes(Recipe(lora=lora)) == 4 * sizes.adapter_parameters(lora)
+
+
+def test_an_adapter_of_half_a_billion_parameters_is_less_than_2_percent_of_them():
+    sizes = PolicySizes.of(
+        {
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        }
+    )
+    half = ModelSettings(dtype="bfloat16")
+    whole, adapter = (sizes.version_bytes(Recipe(model=half, lora=LoraSettings(rank=rank))) for rank in (0, 8))
+    assert whole == pytest.approx(988e6, rel=0.01) and adapter == pytest.approx(17.6e6, rel=0.01)
+    assert adapter / whole < 0.02
+
+
+def test_below_an_adapter_no_gradient_moment_or_reference_is_counted():
+    sizes = PolicySizes.of(QWEN_7B)
+    settings = {"model": ModelSettings(dtype="bfloat16"), "algorithm": AlgorithmSettings(kl_coef=0.1)}
+    need = actor_memory(sizes, Recipe(lora=LoraSettings(rank=8), **settings), checkpointing=True)
+    small = 4 * sizes.adapter_parameters(LoraSettings(rank=8))
+    assert need.device["gradients"] == small and need.device["moments"] == 2 * small
+    assert "reference policy" not in need.device
+    assert 2 < need.device["weights"] / sizes.num_parameters < 2.4
+    assert need.device_bytes < 0.3 * actor_memory(sizes, Recipe(**settings), checkpointing=True).device_bytes
 
 
 def test_a_policy_of_7_billion_parameters_is_checkpointed_on_80_gb_and_a_small_one_is_not():

@@ -27,7 +27,13 @@ def batch_of(version: int, response_ids: np.ndarray, truncated: int = 1) -> Batc
     return Batch(
         TrainBatch(step=VERSION, first=0, total=1, groups=[group], metrics={}),
         [[first]],
-        {first.key: {"response_ids": response_ids, "truncated": np.array([truncated], np.uint8)}},
+        {
+            first.key: {
+                "response_ids": response_ids,
+                "loss_mask": np.ones(len(response_ids), np.uint8),
+                "truncated": np.array([truncated], np.uint8),
+            }
+        },
     )
 
 
@@ -122,3 +128,12 @@ def test_one_rank_reduces_to_its_own_sums():
     before = stats.metrics(VERSION)
     stats.reduce(ActorGroup(0, 1, torch.device("cpu"), deadline_s=1))
     assert stats.metrics(VERSION) == before
+
+
+def test_the_length_of_a_response_leaves_out_what_its_environment_inserted():
+    batch = batch_of(VERSION, np.arange(5, dtype=np.int32))
+    batch.columns[batch.rows[0].key]["loss_mask"] = np.array([1, 1, 0, 0, 1], np.uint8)
+    stats = StepStats()
+    stats.add(batch)
+    metrics = stats.metrics(VERSION)
+    assert (metrics["response_length/mean"], metrics["response_length/max"]) == (3.0, 3.0)

@@ -27,7 +27,7 @@ from .start_weights import StartWeights
 
 
 class Actor:
-    """fp32 weights, sharded over several ranks.
+    """fp32 weights or an adapter of them, sharded over several ranks.
 
     Gradients accumulate as groups arrive, and an update follows each part of a step's groups (`batch.updates_per_version`). Rows
     are held only for later passes, and until the step is complete where their advantages need all of it.
@@ -37,7 +37,11 @@ class Actor:
         self.recipe = recipe
         self.group = group
         self.policy: Policy = load_policy(
-            recipe.model.path, "float32", group.device, exact=recipe.generator.exact, shard=group.shard
+            recipe.model.path,
+            "float32",
+            group.device,
+            exact=recipe.generator.exact,
+            shard=lambda policy: group.prepare(policy, recipe),
         )
         group.checkpoint_activations(self.policy, recipe)
         self.updater = Updater(self.policy, recipe.optimizer)

@@ -18,6 +18,8 @@ from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import load_state, save_state, staged
 from ..logprobs import response_logprobs
+from ..policy.adapter_files import merge_adapter, write_adapter
+from ..policy.lora import adapter_weights, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from .actor import Actor
@@ -36,29 +38,36 @@ class ActorLearner(Actor):
         self.tokenizer = load_tokenizer(recipe.model.path)
         self._checkpoint_team = self.group.clone_for_thread()
         self._staged_version = -1
-        weights = self.policy.weights()
+        weights = self._published()
         layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, splits_for(weights, self.policy.config))
+        if recipe.lora.rank:
+            layout = Layout.of(weights, torch.float32)
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
         self.publisher = WeightPublisher(fleet, layout, recipe.comm, shard)
         self.num_bytes = layout.num_bytes
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """The initial policy is loaded for the first batch."""
+        """The initial policy is the one without the adapter; where all weights are trained, it is loaded for the first batch."""
+        if self.recipe.lora.rank:
+            with without_adapter(self.policy.model):
+                found = response_logprobs(self.policy, batch, self.group.device, self.recipe)
+            self.group.reshard(self.policy)
+            return found
         if self.reference is None:
             path, group = self.recipe.model.path, self.group
             self.reference = load_policy(path, "float32", group.device, shard=group.shard)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def publish(self) -> None:
-        self.publisher.publish(self.version, self.policy.weights())
+        self.publisher.publish(self.version, self._published())
 
     def export(self) -> str:
-        """Write the policy in Hugging Face format; a collective."""
-        path = CheckpointFolder(Path(self.recipe.run.dir)).path(self.version) / "hf"
+        """Write the policy in Hugging Face format, and its adapter in peft's; a collective."""
+        path = CheckpointFolder(Path(self.recipe.run.dir)).path(self.version)
         if self._staged_version != self.version:  # else its checkpoint has the export
             weights, deadline_s = self._whole_weights(), self.recipe.comm.deadline_s
             when_there_is_room(path, lambda: self._write_policy(path, weights), deadline_s)
-        return str(path)
+        return str(path / "hf")
 
     def stage(self) -> Callable[[Path], None]:
         self._staged_version = self.version
@@ -66,12 +75,16 @@ class ActorLearner(Actor):
 
         def write(folder: Path) -> None:
             save_state(state, folder, self._checkpoint_team)
-            self._write_policy(folder / "hf", weights)
+            self._write_policy(folder, weights)
 
         return write
 
     def restore(self, folder: Path) -> None:
         load_state(self.state, folder, is_alone=self.group.size == 1)
+
+    def _published(self) -> dict[str, torch.Tensor]:
+        """The weights that make a version: those of the adapter, or all."""
+        return adapter_weights(self.policy.model) if self.recipe.lora.rank else self.policy.weights()
 
     def _whole_weights(self) -> dict[str, torch.Tensor]:
         """A copy of the policy's weights in rank 0's host memory, one at a time; a collective."""
@@ -85,9 +98,13 @@ class ActorLearner(Actor):
     def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         if not self.group.is_lead:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        lora, whole = self.recipe.lora, dict(weights)
+        (folder / "hf").mkdir(parents=True, exist_ok=True)
         try:
-            save_policy(self.policy, folder, self.tokenizer, weights)
+            if lora.rank:
+                adapter = merge_adapter(whole, lora.alpha / lora.rank)
+                write_adapter(folder / "adapter", adapter, lora, self.recipe.model.path)
+            save_policy(self.policy, folder / "hf", self.tokenizer, whole)
         except SafetensorError:
             raise_if_full(folder)
             raise

@@ -35,7 +35,8 @@ class ValueModel(nn.Module):
         self.policy = policy
         self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(self.head.weight)
-        policy.head.weight.requires_grad_(policy.config.tie_word_embeddings)
+        if not policy.config.tie_word_embeddings:
+            policy.head.weight.requires_grad_(False)
 
 
 class Critic:
@@ -44,7 +45,8 @@ class Critic:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self._recipe = recipe
         self._group = group
-        policy = load_policy(recipe.model.path, "float32", group.device, shard=group.shard)
+        path, device = recipe.model.path, group.device
+        policy = load_policy(path, "float32", device, shard=lambda policy: group.prepare(policy, recipe))
         group.checkpoint_activations(policy, recipe)
         self.model = ValueModel(policy)
         group.shard_modules(self.model.head)

@@ -11,7 +11,7 @@ from ..policy.model import Policy
 
 
 class StartWeights:
-    """A copy of this rank's share of a policy, from the first update of a version until its last rows have arrived."""
+    """A copy of this rank's share of the trained weights, from the first update of a version until its last rows have arrived."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -43,4 +43,5 @@ class StartWeights:
             copy.copy_(present)
 
     def _weights(self) -> list[Tensor]:
-        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self._policy.parameters()]
+        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in trained]

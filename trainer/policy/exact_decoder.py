@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, AttentionSpec, rope_table, window_of
+from .lora import LoraLinear
 
 BLOCK = 32
 """Rows of every linear layer's call."""
@@ -71,6 +72,8 @@ class ExactDecoder:
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
     """`module` of x [T, in], T a multiple of BLOCK, block by block."""
+    if isinstance(module, LoraLinear):
+        return module(x, _in_blocks)
     if not torch.is_grad_enabled():
         return _in_blocks(x, module.weight, module.bias)
     return _BlockLinear.apply(x, module.weight, module.bias)  # pyright: ignore[reportReturnType]

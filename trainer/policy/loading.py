@@ -22,6 +22,7 @@ from ...comm.errors import SettingError
 from ...relay.weights.layout import local_tensor
 from ...relay.weights.shards import held_rows
 from .checkpoint_files import language_model, weight_files
+from .lora import is_adapter
 
 _PIECE = 1 << 22
 """Elements that are read, checked and cast at one time."""
@@ -30,7 +31,7 @@ _SHOWN = 4
 
 @torch.no_grad()
 def read_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Fill the parameters and persistent buffers of a model; of a sharded one, the rows that this rank holds.
+    """Fill the parameters and persistent buffers of a model but its adapter; of a sharded one, the rows that this rank holds.
 
     Raises SettingError for weights that are missing, unknown, of another shape or not finite, and for damaged files.
     """
@@ -46,7 +47,8 @@ class _WeightReader:
     """The tensors of a model by name, and which of them are filled."""
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self.targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        tensors = model.state_dict(keep_vars=True)
+        self.targets: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         self._folder = folder
         self._filled: dict[int, str] = {}
         """By identity of the tensor, since a tied one has several names."""

@@ -32,6 +32,12 @@ class TensorParallel:
         part = torch.cat([weight[start:end] for start, end in rows])
         return part if columns is None else part[:, slice(*columns)].contiguous()
 
+    def slice_factors(self, b: Tensor, a: Tensor, split: TensorSplit) -> tuple[Tensor, Tensor]:
+        """Factors of this rank's slice of the product b a, a whole parameter."""
+        rows, columns = split.slice_for_rank((len(b), a.shape[1]), self.rank, self.size)
+        part = torch.cat([b[start:end] for start, end in rows])
+        return part, a if columns is None else a[:, slice(*columns)]
+
     def all_reduce_sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
         assert self._group is not None

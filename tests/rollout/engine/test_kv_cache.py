@@ -1,9 +1,12 @@
-"""The pool of pages: owners, ranges, and no lost page."""
+"""The pool of pages: owners, ranges, and no lost page; copies of pages."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.rollout.engine.kv_cache import KVCache
 from headrace.rollout.engine.page_pool import PagePool
 
 
@@ -30,6 +33,18 @@ def test_the_check_finds_a_lost_page():
     pool.check([[page]])
     with pytest.raises(AssertionError, match="other owners"):
         pool.check([])
+
+
+class DispatchCount(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
 
 
 def hold(pool, *digests):
@@ -76,6 +91,26 @@ def test_a_pool_keeps_no_more_pages_than_it_may_and_none_after_it_forgets():
     pool.forget()
     pool.check([held])
     assert [pool.find(digest, is_shared=False) for digest in (b"a", b"ab", b"d")] == [None] * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+def test_copies_of_pages_have_the_result_of_one_after_the_other(copies):
+    cache = KVCache(2, (7, 1, 4, 2), torch.float32, "cpu")
+    expected = list(range(7))
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.arange(7.0)[:, None, None, None].expand_as(tensor))
+    for source, target in copies:
+        expected[target] = expected[source]
+    cache.copy_pages(copies)
+    for tensor in (*cache.keys, *cache.values):
+        assert tensor.flatten(1).unique(dim=1)[:, 0].tolist() == expected
+
+
+def test_forks_of_a_group_are_copied_together():
+    cache = KVCache(3, (9, 1, 4, 2), torch.float32, "cpu")
+    with DispatchCount() as count:
+        cache.copy_pages([(1, target) for target in range(2, 9)])
+    assert count.names.count("index_copy_") == 6 and "copy_" not in count.names
 
 
 @given(st.lists(st.integers(0, 5), max_size=60))

@@ -288,8 +288,13 @@ if group.is_lead:
 
 @pytest.mark.parametrize(
     "settings",
-    [GAE, GAE | {"critic__warmup_steps": 1}, DECOUPLED | {"batch__updates_per_version": 4}],
-    ids=["gae", "warmup", "updates"],
+    [
+        GAE,
+        GAE | {"critic__warmup_steps": 1},
+        DECOUPLED | {"batch__updates_per_version": 4},
+        pytest.param(GAE | {"lora__rank": 3, "batch__updates_per_version": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["gae", "warmup", "updates", "lora"],
 )
 def test_two_ranks_update_like_one(policy_dir, tmp_path, settings):
     on_two_ranks(tmp_path, TWO_RANKS, policy_dir, tmp_path / "weights", repr(settings))

@@ -1,0 +1,119 @@
+"""What an environment answers, and how far a trajectory has come in one.
+
+An environment is a class of the user's, one object for each trajectory; every method may be `async`:
+
+    reset(**row) -> None | str | messages    begins; the answer follows the prompt
+    step(completion) -> StepResult                 answers a turn of the policy
+    state() -> JSON, restore(state)          optional: moves it to another process, where else its steps are repeated
+    close()                                  optional
+
+A class without `step` has tools instead (TRL's `environment_factory`): its public methods but `reset` (see `tools.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Messages = list[dict[str, Any]]
+
+
+class StepResult(NamedTuple):
+    """The answer to a turn. A plain tuple will do, as in Gymnasium: (observation, reward, done)."""
+
+    observation: str | Messages = ""
+    """What the policy reads next: text, or chat messages where the prompt is chat messages. Unused with `done`."""
+    reward: float = 0.0
+    """It counts besides the other turns' rewards."""
+    done: bool = False
+    """The trajectory ends."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """A trajectory's transcript: it travels with the trajectory, and an environment can be built again from it.
+
+    `prompt` is text or chat messages, with what `reset` has added. Turn i of the policy is `completions[i]`,
+    `observations[i]` follows it, as tokens [start, start + count) of the response: `inserted[i]`.
+    """
+
+    prompt: str | Messages
+    completions: list[str] = field(default_factory=list)
+    observations: list[str | Messages] = field(default_factory=list)
+    inserted: list[tuple[int, int]] = field(default_factory=list)
+    reward: float = 0.0
+    """Sum over the turns answered so far."""
+    state: Any = None
+    """The environment's `state()` after the last answer."""
+    num_tokens: int = 0
+    """Tokens of the response at the end of the newest turn."""
+    last_token: int = -1
+    """The newest turn's last token."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the environment has to answer a turn."""
+        return len(self.completions) > len(self.observations)
+
+    @property
+    def turn_start(self) -> int:
+        """The first token of the present turn, or of the newest one, in the response."""
+        start, count = self.inserted[-1] if self.inserted else (0, 0)
+        return start + count
+
+    def end_turn(self, completion: str, token_ids: Sequence[int]) -> None:
+        """Record a turn; `token_ids` are those of the whole response."""
+        self.completions.append(completion)
+        self.num_tokens, self.last_token = len(token_ids), token_ids[-1] if token_ids else -1
+
+    def insert(self, observation: str | Messages, count: int) -> None:
+        """Record the observation after the newest turn, which became `count` tokens of the response."""
+        self.observations.append(observation)
+        self.inserted.append((self.num_tokens, count))
+
+    def num_inserted(self, start: int = 0) -> int:
+        """Tokens of observations, from token `start` of the response on."""
+        return sum(count for first, count in self.inserted if first >= start)
+
+    def loss_mask(self, num_tokens: int) -> list[int]:
+        """For each token of the response 1 if the policy drew it, 0 if the environment inserted it."""
+        mask = [1] * num_tokens
+        for start, count in self.inserted:
+            mask[start : start + count] = [0] * count
+        return mask
+
+    def messages(self) -> Messages:
+        """The turns and observations after the prompt, for a chat prompt."""
+        found: Messages = []
+        for index, completion in enumerate(self.completions):
+            found.append({"role": "assistant", "content": completion})
+            if index < len(self.observations):
+                found += as_messages(self.observations[index])
+        return found
+
+    def response(self) -> str | Messages:
+        """The whole response as a reward function gets it: text, or messages for a chat prompt."""
+        if not isinstance(self.prompt, str):
+            return self.messages()
+        pieces: list[str] = []
+        for index, completion in enumerate(self.completions):
+            pieces += [completion, *(str(each) for each in self.observations[index : index + 1])]
+        return "".join(pieces)
+
+
+def as_messages(observation: str | Messages) -> Messages:
+    """An observation of a chat: text is a message of the user."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+
+def with_observation(prompt: str | Messages, observation: str | Messages | None) -> str | Messages:
+    """A prompt with what `reset` returned: text follows the prompt's text, or its last message's; messages follow its messages."""
+    if not observation:
+        return prompt
+    if isinstance(prompt, str):
+        if not isinstance(observation, str):
+            raise TypeError("`reset` returned messages for a prompt that is text")
+        return prompt + observation
+    if isinstance(observation, str):
+        last = {**prompt[-1], "content": f"{prompt[-1]['content']}{observation}"}
+        return [*prompt[:-1], last]
+    return [*prompt, *observation]

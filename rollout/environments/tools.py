@@ -1,0 +1,143 @@
+"""Tools as Python functions, in TRL's form: type hints and a docstring become the JSON schema that the chat template shows.
+
+The policy calls a tool in one of two forms:
+
+    <tool_call>{"name": "calc", "arguments": {"expression": "2+3"}}</tool_call>     for chat prompts (Hermes, Qwen)
+    <calc>2+3</calc>                                                                for text prompts: the first argument
+
+The results are messages with the role `tool`, or `<result>5</result>` in text. A turn without a call is the last one.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ...comm.errors import SettingError
+from ...comm.plugins import load_object
+from ...comm.recipe import EnvironmentSettings
+from .base import Messages, StepResult
+from .calls import call
+
+Tool = Callable[..., Any]
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_RESERVED = {"reset", "state", "restore", "close"}
+
+
+class ToolCall(NamedTuple):
+    """One call of a turn; `problem` says what is wrong with it."""
+
+    name: str
+    arguments: dict[str, Any] | list[Any]
+    problem: str = ""
+
+
+def tools_of(environment: object) -> list[Tool]:
+    """The public methods of an environment that are tools."""
+    found = inspect.getmembers(environment, callable)
+    return [tool for name, tool in found if not name.startswith("_") and name not in _RESERVED]
+
+
+def parse_calls(turn: str, names: Sequence[str], *, is_chat: bool) -> list[ToolCall]:
+    """The calls of a turn in their order."""
+    if is_chat:
+        return [_hermes_call(match.group(1)) for match in _HERMES.finditer(turn)]
+    if not names:
+        return []
+    form = re.compile(rf"<({'|'.join(map(re.escape, names))})>(.*?)(?:</\1>|$)", re.DOTALL)
+    return [ToolCall(match.group(1), [match.group(2)]) for match in form.finditer(turn)]
+
+
+def _hermes_call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ToolCall("", {}, 'a tool call is JSON with "name" and "arguments"')
+    if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return ToolCall(str(name), {}, "the arguments of a tool call are JSON")
+    if not isinstance(arguments, dict):
+        return ToolCall(str(name), {}, "the arguments of a tool call are an object")
+    return ToolCall(str(name), arguments)
+
+
+def tool_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]] | None:
+    """JSON schemas of the tools, for the chat template; None without tools.
+
+    Raises `SettingError` for a function without type hints or docstring.
+    """
+    tools = [load_object("environment.tools", path) for path in settings.tools]
+    if settings.path and isinstance(made := load_object("environment.path", settings.path), type):
+        tools += [] if hasattr(made, "step") else tools_of(object.__new__(made))
+    if not tools:
+        return None
+    from transformers.utils import chat_template_utils as form
+
+    try:
+        return [form.get_json_schema(tool) for tool in tools]
+    except (form.TypeHintParsingException, form.DocstringParsingException) as error:
+        raise SettingError(f"environment.tools: {error}") from error
+
+
+class ToolEnvironment:
+    """The environment of tools: each turn's calls one after the other, until a turn has none.
+
+    owner: the user's environment whose methods the tools are, or None. Its attribute `reward` is the reward so far, if it has one.
+    A tool that raises gives its error to the policy as the result.
+    """
+
+    def __init__(self, tools: Sequence[Tool], owner: Any = None) -> None:
+        self._tools = {tool.__name__: tool for tool in tools}
+        self._owner = owner
+        self._is_chat = False
+        self._reward = 0.0
+        if owner is None or hasattr(owner, "restore"):
+            self.state, self.restore = self._state, self._restore
+
+    async def reset(self, **row: Any) -> Any:
+        self._is_chat = not isinstance(row["prompt"], str)
+        reset = getattr(self._owner, "reset", None)
+        return None if reset is None else await call(reset, **row)
+
+    async def step(self, completion: str) -> StepResult:
+        calls = parse_calls(completion, list(self._tools), is_chat=self._is_chat)
+        results = [(each.name, await self._result(each)) for each in calls]
+        before, self._reward = self._reward, float(getattr(self._owner, "reward", 0.0))
+        gained = self._reward - before
+        if not calls:
+            return StepResult(reward=gained, done=True)
+        if self._is_chat:
+            messages: Messages = [{"role": "tool", "name": name, "content": text} for name, text in results]
+            return StepResult(messages, gained)
+        return StepResult("".join(f"<result>{text}</result>" for _, text in results), gained)
+
+    async def close(self) -> None:
+        if hasattr(self._owner, "close"):
+            await call(self._owner.close)
+
+    async def _state(self) -> Any:
+        """Functions have no state that another process would need."""
+        own = None if self._owner is None else await call(self._owner.state)
+        return {"reward": self._reward, "own": own}
+
+    async def _restore(self, state: Any) -> None:
+        self._reward = state["reward"]
+        if self._owner is not None:
+            await call(self._owner.restore, state["own"])
+
+    async def _result(self, wanted: ToolCall) -> str:
+        if wanted.problem:
+            return json.dumps({"error": wanted.problem})
+        if wanted.name not in self._tools:
+            return json.dumps({"error": f"there is no tool {wanted.name!r}; there are {', '.join(self._tools)}"})
+        tool, arguments = self._tools[wanted.name], wanted.arguments
+        try:
+            by_name = isinstance(arguments, dict)
+            result = await (call(tool, **arguments) if by_name else call(tool, *arguments))
+        except Exception as error:  # noqa: BLE001 - the policy learns from the errors of its calls
+            return json.dumps({"error": f"{type(error).__name__}: {error}"}, ensure_ascii=False)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -1,0 +1,215 @@
+"""The process that hosts a user's environments: JSON lines in, JSON lines out, any number of calls at a time.
+
+A question has the whole transcript of a trajectory. If this process does not host its environment, or hosts it at another turn, the
+environment is built again: by `restore`, else by `reset` and the same steps. So a trajectory may move between processes, and no
+process has to be kept alive.
+
+Each call has a deadline. A coroutine is cancelled, a thread is abandoned. Code that blocks the event loop itself is found by a
+second thread: it answers for that call, and the process ends; `pool.py` asks the next process the other questions again.
+"""
+
+import asyncio
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ...comm.errors import SettingError
+from ...comm.plugins import load_object
+from ...comm.process_tree import fork_guarded
+from ..rewards.worker import explain
+from .base import StepResult, with_observation
+from .calls import THREADS, call, num_abandoned
+from .tools import ToolEnvironment, tools_of
+
+Answer = Callable[[dict[str, Any]], None]
+BEAT_S = 1.0
+MOST_ABANDONED = THREADS // 2
+
+
+class _Hosted(NamedTuple):
+    environment: Any
+    num_steps: int
+
+
+class Worker:
+    """Environments by their trajectory, each advanced by one question at a time; used by the event loop alone."""
+
+    def __init__(self, make: Callable[[], Any], timeout_s: float) -> None:
+        self._make = make
+        self._timeout_s = timeout_s
+        self._hosted: dict[int, _Hosted] = {}
+
+    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """`{"observation", "reward", "done", "state"}`, or `{"error"}` with one line for the log."""
+        try:
+            answer = await self._advance(question)
+            json.dumps(answer)
+            return answer
+        except TimeoutError:
+            return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}
+        except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's environment
+            return {"error": explain(error)}
+
+    async def drop(self, keys: list[int]) -> None:
+        """Close the environments of trajectories that have ended."""
+        for hosted in (self._hosted.pop(key) for key in keys if key in self._hosted):
+            if hasattr(hosted.environment, "close"):
+                await self._limited(hosted.environment.close)
+
+    async def _advance(self, question: dict[str, Any]) -> dict[str, Any]:
+        key, completions = question["key"], question["completions"]
+        hosted = self._hosted.pop(key, None)
+        if not completions:
+            environment = await self._limited(self._make)
+            step = StepResult(await self._limited(environment.reset, **question["row"]) or "")
+        else:
+            if hosted is None or hosted.num_steps != len(completions) - 1:
+                hosted = _Hosted(await self._rebuilt(question), len(completions) - 1)
+            environment = hosted.environment
+            step = StepResult(*await self._limited(environment.step, completions[-1]))
+            _check(step, is_chat=not isinstance(question["row"]["prompt"], str))
+        has_state = hasattr(environment, "state") and hasattr(environment, "restore")
+        state = await self._limited(environment.state) if has_state else None
+        self._hosted[key] = _Hosted(environment, len(completions))
+        return {"observation": step.observation, "reward": float(step.reward), "done": bool(step.done), "state": state}
+
+    async def _rebuilt(self, question: dict[str, Any]) -> Any:
+        """The environment of a transcript, before its last turn."""
+        environment = await self._limited(self._make)
+        first = await self._limited(environment.reset, **question["row"])
+        if question["state"] is not None and hasattr(environment, "restore"):
+            await self._limited(environment.restore, question["state"])
+            return environment
+        is_same = with_observation(question["row"]["prompt"], first) == question["prompt"]
+        for completion, observation in zip(question["completions"], question["observations"], strict=False):
+            step = StepResult(*await self._limited(environment.step, completion))
+            is_same = is_same and step.observation == observation
+        if not is_same:
+            raise RuntimeError("the same turns have another answer when repeated: give it `state` and `restore`")
+        return environment
+
+    async def _limited(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        async with asyncio.timeout(self._timeout_s):
+            return await call(function, *arguments, **named)
+
+
+def _check(step: StepResult, *, is_chat: bool) -> None:
+    """Raise for a step that cannot continue a trajectory."""
+    if not math.isfinite(step.reward):
+        raise ValueError(f"a step's reward is {step.reward}")
+    if step.done:
+        return
+    if not isinstance(step.observation, str | list) or (isinstance(step.observation, list) and not is_chat):
+        raise TypeError(f"a step's observation is a {type(step.observation).__name__}, which does not fit the prompt")
+    if not step.observation:
+        raise ValueError("a step has neither an observation nor `done`")
+
+
+def open_factory(path: str, tools: list[str]) -> Callable[[], Any]:
+    """Makes one environment for a trajectory, from `environment.path` and `environment.tools`."""
+    functions = [load_object("environment.tools", tool) for tool in tools]
+    if not path:
+        return lambda: ToolEnvironment(functions)
+    make_users = load_object("environment.path", path)
+
+    def make() -> Any:
+        environment = make_users()
+        if not hasattr(environment, "step"):
+            return ToolEnvironment([*functions, *tools_of(environment)], environment)
+        if functions:
+            raise SettingError(f"environment.tools: not with {path}, which has `step`; call them there")
+        return environment
+
+    return make
+
+
+class _Watchdog:
+    """A thread that tells the pool that the process lives, and ends it when code of the user's blocks the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float, write: Answer) -> None:
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._write = write
+        self._ticked_at = time.monotonic()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._write({"beat": True})
+            self._loop.call_soon_threadsafe(self._tick)
+            time.sleep(min(BEAT_S, self._timeout_s / 4))
+            if time.monotonic() - self._ticked_at > self._timeout_s:
+                self._end()
+
+    def _tick(self) -> None:
+        self._ticked_at = time.monotonic()
+        if num_abandoned() >= MOST_ABANDONED:
+            self._write({"restart": True})
+            os._exit(0)
+
+    def _end(self) -> None:
+        """Answer for the call that blocks. Without its number the pool finds it by asking again, one call at a time."""
+        task = asyncio.current_task(self._loop)
+        if task is not None and task.get_name().isdecimal():
+            error = f"it blocks the other environments for environment.timeout_s={self._timeout_s:g}"
+            self._write({"id": int(task.get_name()), "error": error})
+            self._write({"restart": True})
+        os._exit(1)
+
+
+async def serve(worker: Worker, questions: IO[str], write: Answer, timeout_s: float) -> None:
+    """Answer questions until their stream ends; then the process ends, with its abandoned threads."""
+    loop, reader, tasks = asyncio.get_running_loop(), ThreadPoolExecutor(1), set[asyncio.Task[None]]()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS))
+    _Watchdog(loop, timeout_s, write).start()
+
+    async def reply(question: dict[str, Any]) -> None:
+        if "drop" in question:
+            await worker.drop(question["drop"])
+        else:
+            write({"id": question["id"], **await worker.answer(question)})
+
+    while line := await loop.run_in_executor(reader, questions.readline):
+        question = json.loads(line)
+        task = loop.create_task(reply(question), name=str(question.get("id", "")))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    os._exit(0)
+
+
+def main() -> None:
+    """The arguments are `{"path", "tools", "timeout_s"}` and the process that starts this one."""
+    settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
+    fork_guarded(parent)
+    questions, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def write(answer: dict[str, Any]) -> None:
+        with lock:
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+    try:
+        for path in (settings["path"], *settings["tools"]):
+            sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
+        make = open_factory(settings["path"], settings["tools"])
+        write({"ready": True})
+    except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
+        write({"ready": False, "error": explain(error)})
+        os._exit(1)
+    asyncio.run(serve(Worker(make, settings["timeout_s"]), questions, write, settings["timeout_s"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What a rollout has done since it started, and how full it is: its report to the hub."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..comm.messages import LoadReport
+
+if TYPE_CHECKING:
+    from .generators.base import Generator
+    from .migration.migration import Migration
+
+
+@dataclass(slots=True)
+class LoadTotals:
+    """Totals of a rollout since it started; tokens that its policy drew, and seconds."""
+
+    tokens: int = 0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    pull_s: float = 0.0
+    reported_at: float = 0.0
+    idle_since: float = math.inf
+    """When the idle turn before this one began; infinite after another one."""
+
+    def end_idle(self, now: float) -> None:
+        """Count the idle turn before this one, which ends now."""
+        self.idle_s += max(0.0, now - self.idle_since)
+        self.idle_since = math.inf
+
+    def report(self, generator: "Generator", migration: "Migration") -> LoadReport:
+        return LoadReport(
+            version=generator.weights.version,
+            num_running=generator.num_running,
+            num_waiting=generator.num_waiting,
+            kv_util=generator.kv_load / generator.kv_capacity,
+            tokens=self.tokens,
+            busy_s=self.busy_s,
+            idle_s=self.idle_s,
+            pull_s=self.pull_s,
+            kv_used=migration.kv_used,
+            kv_max=generator.kv_capacity,
+            batch_bound=migration.batch_bound,
+            prefilled=generator.num_prefilled,
+            found=generator.num_found,
+        )

@@ -1,0 +1,147 @@
+"""Environments run in processes of their own: hundreds wait in one, and a fault costs its own trajectory."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.comm.recipe import EnvironmentSettings
+from headrace.rollout.environments.base import Episode
+from headrace.rollout.environments.pool import EnvironmentCall, EnvironmentPool
+
+ENVIRONMENT = """
+import asyncio, os, time
+
+class Counter:
+    async def reset(self, prompt, **row):
+        self.turns = []
+        return " go"
+
+    async def step(self, completion):
+        self.turns.append(completion)
+        if completion == "wait":
+            await asyncio.sleep(0.3)
+        if completion == "hang":
+            await asyncio.sleep(1000)
+        if completion == "block":
+            time.sleep(1000)
+        if completion == "die":
+            os._exit(3)
+        if completion == "raise":
+            raise ValueError("no such turn")
+        return "+".join(self.turns), 0.5, completion == "end"
+
+class Threaded(Counter):
+    def reset(self, prompt, **row):
+        self.turns = []
+        return " go"
+
+    def step(self, completion):
+        self.turns.append(completion)
+        time.sleep(1000 if completion == "hang" else 0)
+        return "+".join(self.turns), 0.5, False
+
+class Kept(Counter):
+    async def state(self):
+        return {"turns": self.turns}
+
+    async def restore(self, state):
+        self.turns = state["turns"]
+
+class Random(Counter):
+    async def step(self, completion):
+        return str(time.monotonic()), 0.0, False
+"""
+MakePool = Callable[..., EnvironmentPool]
+
+
+@pytest.fixture
+def pool(tmp_path: Path):
+    """Makes a pool for a class of `ENVIRONMENT`; closes it at the end."""
+    file = tmp_path / "environments.py"
+    file.write_text(ENVIRONMENT)
+    pools: list[EnvironmentPool] = []
+
+    def make(name: str = "Counter", timeout_s: float = 60.0) -> EnvironmentPool:
+        pools.append(EnvironmentPool(EnvironmentSettings(path=f"{file}:{name}", timeout_s=timeout_s)).start())
+        return pools[-1]
+
+    yield make
+    for each in pools:
+        each.close()
+
+
+def ask(pool: EnvironmentPool, *turns: list[str], **episode: object) -> list[EnvironmentCall]:
+    """The answers to trajectories with these turns, in their order."""
+    for number, completions in enumerate(turns):
+        observations = ["+".join(completions[: i + 1]) for i in range(len(completions) - 1)]
+        transcript = {"prompt": "p go", "completions": completions, "observations": observations} | episode
+        pool.submit(EnvironmentCall(number, number, {"prompt": "p"}, Episode(**transcript)))  # pyright: ignore[reportArgumentType]
+    done: list[EnvironmentCall] = []
+    deadline = time.monotonic() + 240
+    while len(done) < len(turns) and time.monotonic() < deadline:
+        done += pool.finished()
+        time.sleep(0.002)
+    return sorted(done, key=lambda call: call.number)
+
+
+def test_an_environment_answers_its_reset_and_its_turns(pool: MakePool):
+    counter = pool()
+    assert ask(counter, [])[0].step == (" go", 0.0, False)
+    assert ask(counter, ["a"])[0].step == ("a", 0.5, False)
+    assert ask(counter, ["a", "end"])[0].step == ("a+end", 0.5, True)
+
+
+def test_hundreds_of_environments_wait_at_the_same_time_in_one_process(pool: MakePool):
+    counter = pool()
+    ask(counter, *[[]] * 300)
+    started = time.monotonic()
+    done = ask(counter, *[["wait"]] * 300)
+    assert all(call.step.observation == "wait" for call in done)
+    assert time.monotonic() - started < 0.5 * 300 * 0.3, "they waited one after the other"
+
+
+@pytest.mark.parametrize("kind", ["Counter", "Threaded"])
+def test_a_call_that_hangs_costs_its_trajectory_alone(pool: MakePool, kind: str):
+    counter = pool(kind, timeout_s=2.0)
+    hung, *others = ask(counter, ["hang"], *[["a"]] * 9)
+    assert "environment.timeout_s=2" in hung.failure
+    assert [call.step.observation for call in others] == ["a"] * 9 and not any(call.failure for call in others)
+
+
+def test_a_call_that_blocks_the_event_loop_costs_its_trajectory_alone(pool: MakePool):
+    blocked, *others = ask(pool(timeout_s=2.0), ["a", "block"], *[["a", "wait"]] * 9)
+    assert "blocks the other environments" in blocked.failure
+    assert [call.step.observation for call in others] == ["a+wait"] * 9
+
+
+def test_a_call_that_kills_the_process_costs_its_trajectory_alone(pool: MakePool):
+    killer, raiser, *others = ask(pool(), ["a", "die"], ["raise"], *[["a", "wait"]] * 9)
+    assert "process ended" in killer.failure and "ValueError: no such turn" in raiser.failure
+    assert [call.step.observation for call in others] == ["a+wait"] * 9
+
+
+def test_an_environment_is_built_again_from_its_transcript(pool: MakePool):
+    assert ask(pool(), ["a", "b", "c"])[0].step.observation == "a+b+c"
+
+
+def test_an_environment_with_a_state_is_restored_and_its_steps_are_not_repeated(pool: MakePool):
+    (call,) = ask(pool("Kept"), ["a", "b"], state={"turns": ["from elsewhere"]})
+    assert call.step.observation == "from elsewhere+b" and call.state == {"turns": ["from elsewhere", "b"]}
+
+
+def test_an_environment_that_answers_otherwise_the_second_time_fails_its_trajectory(pool: MakePool):
+    random, other = ask(pool("Random"), ["a", "b"], ["a"])
+    assert "give it `state` and `restore`" in random.failure and not other.failure
+
+
+def test_an_environment_that_always_fails_is_a_mistake_in_the_settings(pool: MakePool):
+    with pytest.raises(SettingError, match=r"environment\.path: .* fails on every trajectory: .*no such turn"):
+        ask(pool(), ["raise"], ["raise"], ["raise"])
+
+
+def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_settings(pool: MakePool):
+    with pytest.raises(SettingError, match=r"environment\.path: .* cannot be loaded: .*has no Missing"):
+        ask(pool("Missing"), [])

@@ -1,0 +1,119 @@
+"""Calls of tools in a turn: how they are written, and what the policy gets back."""
+
+import asyncio
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.comm.plugins import load_object
+from headrace.comm.recipe import EnvironmentSettings
+from headrace.rollout.environments.tools import ToolCall, ToolEnvironment, parse_calls, tool_schemas, tools_of
+
+FILE = '''
+def add(left: int, right: int = 1) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        left: The first.
+        right: The second.
+    """
+    return left + right
+
+def bare(x):
+    return x
+
+class Stock:
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, **row):
+        self.level = 10
+
+    def take(self, number: int) -> str:
+        """
+        Take from the stock.
+
+        Args:
+            number: How many.
+        """
+        self.level -= number
+        self.reward += 0.25
+        return f"{self.level} left"
+'''
+
+
+def add(left: int, right: int = 1) -> int:
+    return left + right
+
+
+async def shout(text: str) -> str:
+    return text.upper()
+
+
+def run(environment: ToolEnvironment, prompt: object, *turns: str) -> list[tuple]:
+    async def talk() -> list[tuple]:
+        await environment.reset(prompt=prompt)
+        return [tuple(await environment.step(turn)) for turn in turns]
+
+    return asyncio.run(talk())
+
+
+def test_a_chat_models_calls_become_tool_messages_in_their_order():
+    turn = (
+        'so <tool_call>\n{"name": "add", "arguments": {"left": 2, "right": 3}}\n</tool_call>'
+        '<tool_call>{"name": "shout", "arguments": {"text": "a"}}</tool_call>'
+    )
+    (first, last) = run(ToolEnvironment([add, shout]), [{"role": "user", "content": "?"}], turn, "it is 5")
+    assert first[0] == [
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "tool", "name": "shout", "content": "A"},
+    ]
+    assert not first[2] and last[2], "a turn without a call is the last"
+
+
+def test_a_text_models_call_has_one_argument_between_tags():
+    first, last = run(ToolEnvironment([shout]), "prompt", "I <shout>say</shout>", "done")
+    assert first[:3:2] == ("<result>SAY</result>", False) and last[2]
+
+
+@pytest.mark.parametrize(
+    ("turn", "problem"),
+    [
+        ("<tool_call>{not json}</tool_call>", 'JSON with \\"name\\"'),
+        ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "no tool 'sub'; there are add"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are an object"),
+        ('<tool_call>{"name": "add", "arguments": {"up": 1}}</tool_call>', "TypeError"),
+        ('<tool_call>["add"]</tool_call>', 'JSON with \\"name\\"'),
+    ],
+)
+def test_the_policy_reads_what_is_wrong_with_its_call(turn: str, problem: str):
+    (step,) = run(ToolEnvironment([add]), [{"role": "user", "content": "?"}], turn)
+    assert problem in step[0][0]["content"] and '"error"' in step[0][0]["content"]
+
+
+def test_arguments_may_be_json_within_json_and_a_cut_call_counts():
+    assert parse_calls('<tool_call>{"name": "add", "arguments": "{\\"left\\": 1}"}', ["add"], is_chat=True) == [
+        ToolCall("add", {"left": 1})
+    ]
+    assert parse_calls("<add>1", ["add"], is_chat=False) == [ToolCall("add", ["1"])]
+
+
+def test_a_class_without_step_offers_its_methods_as_tools_and_its_reward(tmp_path):
+    file = tmp_path / "stock.py"
+    file.write_text(FILE)
+    stock = load_object("environment.path", f"{file}:Stock")()
+    assert [tool.__name__ for tool in tools_of(stock)] == ["take"]
+    turn = '<tool_call>{"name": "take", "arguments": {"number": 4}}</tool_call>'
+    steps = run(ToolEnvironment(tools_of(stock), stock), [{"role": "user", "content": "?"}], turn + turn, turn, "end")
+    assert [message["content"] for message in steps[0][0]] == ["6 left", "2 left"]
+    assert [step[1] for step in steps] == [0.5, 0.25, 0.0] and steps[-1][2]
+    schemas = tool_schemas(EnvironmentSettings(path=f"{file}:Stock", tools=(f"{file}:add",)))
+    assert schemas is not None and [each["function"]["name"] for each in schemas] == ["add", "take"]
+    assert schemas[0]["function"]["parameters"]["required"] == ["left"]
+
+
+def test_a_tool_without_type_hints_is_a_mistake_in_the_settings(tmp_path):
+    (tmp_path / "tools.py").write_text(FILE)
+    with pytest.raises(SettingError, match="environment.tools: .*bare"):
+        tool_schemas(EnvironmentSettings(tools=(f"{tmp_path / 'tools.py'}:bare",)))
