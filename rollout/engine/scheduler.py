@@ -142,6 +142,9 @@ class Scheduler:
             while not self._can_fork(group):
                 if self.running or not self._drop_something(keep=group):
                     return forks
+            self._untouched.pop(
+                group.digest, None
+            )  # a prompt of one token needs no prefill, so that this may be its first step
             forks.append(self._fork(group))
             self.running.append(forks[-1])
             if not group.sequences:
@@ -248,7 +251,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every page has exactly the owners that it counts."""
-        assert not self._untouched or set(map(id, self._untouched.values())) <= set(map(id, self.waiting))
+        assert all(any(group is each for each in self.waiting) for group in self._untouched.values()), (
+            "a group left unnoticed"
+        )
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
 
     def _must_recompute(self, num_cached: int, position: int) -> bool:

@@ -86,7 +86,8 @@ class RewardPool:
                     process.ask([alone.popleft()])
             elif units := self._next_units(process.room, 0.0 if process.calls else POLL_S):
                 process.ask(units)
-            for call, answer in process.answers(0.0 if process.room and not self._todo.empty() else POLL_S):
+            has_more = not alone and process.room and not self._todo.empty()
+            for call, answer in process.answers(0.0 if has_more else POLL_S):
                 self._settle(call, answer, alone)
         process.close()
 

@@ -103,6 +103,15 @@ def test_samples_of_a_prompt_that_are_added_one_by_one_are_one_group():
     assert [len(g.sequences) for g in scheduler.waiting] == [2, 1, 1], "the first group is on its way"
 
 
+def test_a_prompt_of_one_token_that_a_step_has_reached_is_joined_by_no_other():
+    slots, scheduler = Slots(), Scheduler(PagePool(100, PAGE), 2, 1)
+    scheduler.add(group(0, 1, 2, 1))
+    scheduler.add(group(1, 1, 1, 1))
+    finished = step(scheduler, slots)
+    scheduler.add(group(2, 1, 1, 1))
+    assert sorted([*drain(scheduler, slots), *(s.trajectory_id for s in finished)]) == [0, 1, 2]
+
+
 def test_prompts_that_are_admitted_together_prefill_their_common_pages_once():
     scheduler = Scheduler(PagePool(100, PAGE, max_kept=100), 8, 100)
     for index, length in enumerate((11, 9, 23)):
