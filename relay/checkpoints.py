@@ -4,6 +4,7 @@
     step_N/adapter/...       with `lora.rank`, the adapter in peft's form
     step_N/manifest.json     size and digest of each of these files; written last, so a folder without it is incomplete
     latest                   names the newest checkpoint that the journal knows
+    best                     names the one with the highest score, with `checkpoint.best`
 
 A power cut leaves no name without what it names: files and folders are synced before the manifest is written, the manifest
 before the journal has the checkpoint, and the journal before `latest` names it.
@@ -92,6 +93,14 @@ class CheckpointFolder:
         write_durably(path / MANIFEST, msgspec.json.encode(Manifest(step, files, score)))
         _sync_folder(self.root)
 
+    def set_score(self, step: int, score: float) -> None:
+        """Give a whole checkpoint its score; one that was removed meanwhile needs none."""
+        manifest = self.whole().get(step)
+        if manifest is not None and manifest.score != score:
+            write_durably(
+                self.path(step) / MANIFEST, msgspec.json.encode(msgspec.structs.replace(manifest, score=score))
+            )
+
     def problem(self, step: int) -> str:
         """Why a checkpoint cannot be loaded, "" if it can be. It reads every byte."""
         path = self.path(step)
@@ -109,16 +118,21 @@ class CheckpointFolder:
                 return f"holds other bytes in {name} than were written"
         return ""
 
-    def prune(self, newest: int, keep: int, *, keep_best: bool = False) -> None:
+    def prune(self, newest: int, keep: int, *, keep_best: bool = False, unscored_after: int | None = None) -> None:
         """Remove checkpoints up to `newest` but the last `keep` whole ones, the one that `latest` names and the best.
 
-        Of equal scores the newest is the best. Those after `newest` are of a run that was resumed from an earlier one.
+        Of equal scores the newest is the best, which `best` names. Those after `newest` are of a run that was resumed from an
+        earlier one, those after `unscored_after` may get a score yet.
         """
         whole = {step: manifest for step, manifest in self.whole().items() if step <= newest}
         kept = {*list(whole)[-keep:], self.latest()}
         scores = {step: manifest.score for step, manifest in whole.items() if manifest.score is not None}
         if keep_best and scores:
-            kept.add(max(scores, key=lambda step: (scores[step], step)))
+            best = max(scores, key=lambda step: (scores[step], step))
+            kept.add(best)
+            write_durably(self.root / "best", self.path(best).name.encode())
+        if unscored_after is not None:
+            kept.update(step for step in whole if step > unscored_after)
         for step in {*whole, *(step for step in self.incomplete() if step <= newest)} - kept:
             (self.path(step) / MANIFEST).unlink(missing_ok=True)  # first, so a part of it never counts as whole
             shutil.rmtree(self.path(step))

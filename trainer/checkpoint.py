@@ -7,7 +7,7 @@ says what makes a checkpoint whole.
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.disk import describe_full, raise_if_full, say
+from ..comm.disk import describe_full, is_full, raise_if_full, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
 from ..comm.trace import failpoint
@@ -136,6 +136,12 @@ class CheckpointWriter:
         self.newest = 0
         """The step of the newest checkpoint that was begun."""
         self._settings = settings
+        self._scores: dict[int, float] = {}
+        """Scores by evaluations that came after their checkpoints."""
+        self._evaluated: int | None = -1 if is_evaluation(settings.best) else None
+        """The newest version that was evaluated; None if evaluations give no score."""
+        self._has_scored = True
+        """All of these scores are on the disk."""
         self._deadline_s = deadline_s
         self._is_lead = is_lead
         self._on_written = on_written
@@ -150,9 +156,25 @@ class CheckpointWriter:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error that ended a thread, if one did."""
+        """Raise the error that ended a thread, if one did; write the scores that came since, unless a thread runs."""
         if self._error is not None:
             raise self._error
+        if not self._has_scored and not (self._thread is not None and self._thread.is_alive()):
+            try:
+                self._prune(self.newest)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                say(f"{describe_full(self.folder.root)}; the scores of checkpoints are not written")
+
+    def score(self, evaluation: Mapping[str, float]) -> None:
+        """Note the metrics of an evaluation, which scores the checkpoint of its version if `checkpoint.best` is one of them."""
+        version, best = int(evaluation["eval/version"]), evaluation.get(self._settings.best)
+        if not self._is_lead or self._evaluated is None:
+            return
+        if best is not None:
+            self._scores[version] = best
+        self._evaluated, self._has_scored = max(self._evaluated, version), False
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -170,9 +192,17 @@ class CheckpointWriter:
             if self._is_lead:
                 self.folder.seal(step, score)
                 self._on_written(step, str(path))
-                self.folder.prune(step, self._settings.keep, keep_best=bool(self._settings.best))
+                self._prune(step)
         except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
             self._on_failure(self.folder.path(step), error)
+
+    def _prune(self, newest: int) -> None:
+        """Write the scores that have come, and remove the checkpoints that are not kept."""
+        self._has_scored = True
+        for step, score in list(self._scores.items()):
+            self.folder.set_score(step, score)
+        keep, best = self._settings.keep, bool(self._settings.best)
+        self.folder.prune(newest, keep, keep_best=best, unscored_after=self._evaluated)
 
     def _on_failure(self, path: Path, error: Exception) -> None:
         """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
@@ -185,6 +215,11 @@ class CheckpointWriter:
             # A checkpoint that is whole failed later: at the removal of others.
             if self._is_lead and self.newest not in self.folder.whole():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def is_evaluation(metric: str) -> bool:
+    """Whether `checkpoint.best` is a metric of evaluations, whose scores come after the checkpoint."""
+    return metric.startswith("eval/")
 
 
 def _first_failure(error: CheckpointException) -> Exception:

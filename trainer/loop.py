@@ -20,7 +20,7 @@ from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
-from .checkpoint import CheckpointWriter
+from .checkpoint import CheckpointWriter, is_evaluation
 from .learners.base import Learner, open_learner
 from .metrics import MetricsLog, Value, console_line, evaluation_line
 from .recovery import request_restart, restore_newest, stops, train_again
@@ -65,6 +65,8 @@ class Trainer:
             on_written=lambda step, path: self.mailbox.send("hub", CheckpointWritten(step, path)),
         )
         self.checkpoints.newest = self.learner.version
+        for line in self.recorder.evaluations if self.recorder is not None else ():
+            self.checkpoints.score(line)
         self.checkpoint_after = -1
         """A checkpoint of a later step than this is wanted, beside those of `checkpoint.every`."""
         self.metrics: dict[str, Value] = {}
@@ -172,9 +174,9 @@ class Trainer:
         self.trace.enter("checkpoint")
         best = self.recipe.checkpoint.best
         score = self.metrics.get(best)
-        if not isinstance(score, float | int):
+        if not isinstance(score, float | int) or is_evaluation(best):
             score = None
-            if best and self.group.is_lead:
+            if best and not is_evaluation(best) and self.group.is_lead:
                 names = ", ".join(sorted(self.metrics))
                 raise SettingError(f"checkpoint.best: a step has no number '{best}'; it has {names}")
         self.checkpoints.begin(self.learner.version, self.learner.stage(), score)
@@ -193,6 +195,7 @@ class Trainer:
             if isinstance(taken := batch.row_batch, TrainBatch):
                 if taken.evaluation and self.recorder is not None:
                     self.recorder.evaluation(taken.evaluation)
+                    self.checkpoints.score(taken.evaluation)
                 return batch, taken
             self.trace.enter(batch.task, step=step)
             self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
@@ -252,8 +255,10 @@ class RunRecorder:
         self.next_step: int = 1 + (self.log.kept[-1]["step"] if self.log.kept else -1)
         """The first step that has no line in the log."""
         self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
-        self.evaluated = max((int(step.get("eval/version", -1)) for step in self.log.kept), default=-1)
-        """The newest version whose evaluation is in the log."""
+        self.evaluations = [step for step in self.log.kept if "eval/version" in step]
+        """The lines of the log that have an evaluation."""
+        self.evaluated = max((int(step["eval/version"]) for step in self.evaluations), default=-1)
+        """The newest version among them."""
         self.num_tokens = 0
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:

@@ -130,6 +130,6 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
     best: str = ""
-    """A metric such as `reward/mean`: the checkpoint with its highest value stays on disk too; empty keeps the newest only."""
+    """A metric such as `reward/mean` or `eval/NAME/avg@1`: the checkpoint with its highest value stays on disk too; empty is off."""
     grace_s: NotNegative = 60.0
     """Seconds that an interrupted run has, beyond the usual 20, to write its last checkpoint."""

@@ -6,12 +6,14 @@ from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.dataset import checked_prompts, open_rows
-from ...relay.queue.evaluation_prompts import evaluation_data
+from ...relay.journal.evaluations import pass_sizes
+from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
 
 
 def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
     """The prompts of each file of `eval.path`, with the settings that read it. Raises `SettingError`."""
     settings = recipe.eval
+    _check_best(recipe)
     if not settings.paths:
         return []
     if 0 < settings.temperature < LEAST_TEMPERATURE:
@@ -25,3 +27,21 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
         return [(each, list(checked_prompts(open_rows(each), each.paths[0], each.prompt_column))) for each in data]
     except SettingError as error:
         raise SettingError(str(error).replace("data.path", "eval.path")) from error
+
+
+def _check_best(recipe: Recipe) -> None:
+    """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
+    best, every, settings = recipe.checkpoint.best, recipe.checkpoint.every, recipe.eval
+    if not best.startswith("eval/"):
+        return
+    if not settings.paths:
+        raise SettingError(f"checkpoint.best={best}: nothing is evaluated; set eval.path, and eval.every above 0")
+    means = [f"avg@{settings.samples}", *(f"pass@{k}" for k in pass_sizes(settings.samples))]
+    known = [f"eval/{name}/{mean}" for name in evaluation_names(settings) for mean in means]
+    if best not in known:
+        raise SettingError(f"checkpoint.best={best}: an evaluation has {', '.join(known)}")
+    if every % settings.every:
+        raise SettingError(
+            f"checkpoint.best={best}: an evaluation every {settings.every} steps scores no checkpoint every {every} steps;"
+            " set checkpoint.every to a multiple of eval.every"
+        )

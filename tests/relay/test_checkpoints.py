@@ -58,6 +58,19 @@ def test_the_newest_stay_and_the_one_that_latest_names_and_the_best(folder: Chec
     assert steps(folder) == [4, 6]
 
 
+def test_a_checkpoint_that_may_get_a_score_yet_stays_until_it_has_one(folder: CheckpointFolder):
+    for step in (2, 4, 6, 8):
+        write(folder, step)
+    folder.set_score(2, 0.5)
+    folder.prune(8, keep=1, keep_best=True, unscored_after=4)
+    assert steps(folder) == [2, 6, 8]
+    folder.set_score(6, 0.7)
+    folder.set_score(4, 0.9)  # it was removed meanwhile
+    folder.prune(8, keep=1, keep_best=True, unscored_after=8)
+    assert steps(folder) == [6, 8] and (folder.root / "best").read_text() == "step_6"
+    assert folder.problem(6) == "", "a score changes no digest"
+
+
 def test_only_checkpoints_that_can_be_resumed_from_use_up_the_number_to_keep(folder: CheckpointFolder):
     write(folder, 2)
     (folder.path(3) / "hf").mkdir(parents=True)  # the export of a run that ended

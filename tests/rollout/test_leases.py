@@ -90,3 +90,35 @@ def test_a_rollout_that_joins_late_takes_its_share(desk: Desk):
     desk.leases.ask(40, room=100)
     (request,) = desk.heard()
     assert isinstance(request, LeaseRequest) and request.num_groups == 4
+
+
+def evaluation_of(request: LeaseRequest, num_groups: int) -> LeaseGrant:
+    groups = [GroupId.of_evaluation(0, index) for index in range(num_groups)]
+    leases = [Lease(group, 1, [0, 1], msgspec.Raw(b"{}")) for group in groups]
+    return LeaseGrant(request.request_id, request.version, leases)
+
+
+def test_after_prompts_of_an_evaluation_it_asks_for_more_of_them_until_none_are_left(desk: Desk):
+    desk.leases.take(evaluation_of(desk.request(version=3), 1), version=3)
+    assert desk.leases.pins_version
+    desk.leases.ask(3, room=2, is_outdated=True)
+    (request,) = desk.heard()
+    assert isinstance(request, LeaseRequest) and request.only_evaluation
+    desk.leases.take(LeaseGrant(request.request_id, 3, []), version=3)
+    assert desk.leases.pins_version, "a sample is unfinished"
+    desk.leases.held.clear()
+    assert not desk.leases.pins_version
+    desk.leases.ask(3, room=2, is_outdated=True)
+    assert not desk.heard(), "a newer version comes first"
+
+
+def test_prompts_of_an_evaluation_take_nothing_of_the_share_of_a_version(desk: Desk):
+    desk.leases.take(evaluation_of(desk.request(version=3), 9), version=3)
+    desk.leases.ask(3, room=8)
+    (request,) = desk.heard()
+    assert isinstance(request, LeaseRequest)
+    desk.leases.take(LeaseGrant(request.request_id, 3, []), version=3)
+    desk.leases.ask(3, room=8)
+    (request,) = desk.heard()
+    assert isinstance(request, LeaseRequest)
+    assert (request.num_groups, request.only_evaluation) == (4, False), "the whole share"

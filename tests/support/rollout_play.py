@@ -19,6 +19,7 @@ from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
+from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 from headrace.relay.weights.slots import Receipt, VersionNotAvailable
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.generators.base import Weights
@@ -112,7 +113,7 @@ class ManualRollout(Rollout):
         super().__init__(fleet, recipe, EngineGenerator(policy), TokenSums(), deadlines)
         self.fleet = fleet
         self.max_running = 0
-        self._params = PARAMS
+        self._params = self._evaluation_params = PARAMS
         self.migration.profile = GeneratorProfile(16, 1e-4)
         self.loses: set[type] = set()
 
@@ -137,6 +138,7 @@ class Play:
         hosts: tuple[str, ...] = ("here",) * 3,
         transfer: str = "pages",
         deadlines: MoveDeadlines = FAST_LINK,
+        evaluation: EvaluationPrompts | None = None,
     ) -> None:
         folder.mkdir()
         data = folder / "data.jsonl"
@@ -147,8 +149,9 @@ class Play:
         admission = Admission(recipe.batch, recipe.queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
         self.hub = Hub(
-            self.network.mailboxes.open("hub"), HubState(), journal, pool, admission, recipe.queue, recipe.repack
-        )
+            self.network.mailboxes.open("hub"), HubState(), journal, pool, admission, recipe.queue, recipe.repack,
+            evaluation=evaluation,
+        )  # fmt: skip
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
         relay = MemoryFleet.join_network(self.network, "relay")
         self.unit = relay.host_rows()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.system import System
 
+from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.journal.events import Evaluated, EvaluationBegun, Leased
 from headrace.relay.journal.journal import replay
 from headrace.trainer.replay import replay_steps
@@ -92,3 +93,16 @@ def test_a_resumed_run_repeats_no_evaluation_and_a_run_with_evaluations_is_repla
     assert {version: after[version] for version in before} == before
     begun = [event.version for event in resumed.events() if isinstance(event, EvaluationBegun)]
     assert begun == [0, 2, 4, 6]
+
+
+def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path):
+    settings = {"checkpoint.every": 2, "checkpoint.keep": 1, "checkpoint.best": "eval/hard/avg@4", "run.steps": 8}
+    system = evaluated_system(tmp_path, **settings, **{"optimizer.lr": 0.05, "repack.enabled": False})
+    system.start_all().wait()
+    folder = CheckpointFolder(system.dir)
+    scores = {version: result["eval/hard/avg@4"] for version, result in check_evaluations(system).items() if version}
+    best = max(scores, key=lambda version: (scores[version], version))
+    assert (folder.root / "best").read_text() == f"step_{best}"
+    assert {step: manifest.score for step, manifest in folder.whole().items()} == {
+        step: scores.get(step) for step in {best, 8}
+    }

@@ -164,6 +164,21 @@ def test_one_checkpoint_is_written_at_a_time_and_old_ones_are_removed(tmp_path: 
     assert (disk.reported, [*disk.writer.folder.whole()]) == ([1, 2, 3], [3])
 
 
+def test_the_best_checkpoint_by_an_evaluation_stays_when_its_score_comes_later(tmp_path: Path):
+    disk = Disk(tmp_path, keep=1, best="eval/a/avg@1")
+    disk.may_write.set()
+    for step in (2, 4, 6):
+        disk.writer.begin(step, disk.write)
+    disk.writer.close()
+    whole = disk.writer.folder.whole
+    assert [*whole()] == [2, 4, 6], "each may be the best"
+    for step, value in ((2, 0.1), (4, 0.9), (6, 0.3)):
+        disk.writer.score({"eval/version": step, "eval/a/avg@1": value})
+    disk.writer.check()
+    assert {step: manifest.score for step, manifest in whole().items()} == {4: 0.9, 6: 0.3}
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_4"
+
+
 def test_the_error_of_a_writer_is_raised_in_the_trainers_loop(tmp_path: Path):
     disk = Disk(tmp_path)
     disk.writer.begin(4, disk.fail)

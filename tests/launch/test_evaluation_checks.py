@@ -1,0 +1,48 @@
+"""Checks of `eval.*`: a mistake names its setting before any process starts."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.launch.config.evaluation_checks import check_evaluation
+from headrace.launch.config.load import read_recipe
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "easy.jsonl"
+    path.write_text('{"prompt": "1 + 1"}\n{"prompt": "2 + 2"}\n')
+    return path
+
+
+def test_the_prompts_of_each_file_are_read(prompts: Path):
+    ((settings, found),) = check_evaluation(read_recipe(None, [f"eval.path={prompts}"]))
+    assert settings.path == str(prompts) and found == ["1 + 1", "2 + 2"]
+    assert not check_evaluation(read_recipe(None, [f"eval.path={prompts}", "eval.every=0"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval.path=none.jsonl"], r"eval\.path: none\.jsonl does not exist"),
+        (["eval.path=[{0},sub/easy.jsonl]"], r"eval\.path: .* would both be eval/easy/"),
+        (["eval.path={0}", "eval.samples=4"], r"eval\.samples=4: greedy"),
+        (["eval.path={0}", "eval.temperature=1e-9"], r"eval\.temperature"),
+        (["checkpoint.best=eval/easy/avg@1"], r"checkpoint\.best=.*: nothing is evaluated"),
+        (
+            ["eval.path={0}", "checkpoint.best=eval/hard/avg@1"],
+            r"checkpoint\.best=.*: an evaluation has eval/easy/avg@1",
+        ),
+        (["eval.path={0}", "checkpoint.best=eval/easy/avg@1", "checkpoint.every=20"], r"multiple of eval\.every"),
+    ],
+)
+def test_a_mistake_names_the_setting(prompts: Path, words: list[str], message: str):
+    with pytest.raises(SettingError, match=message):
+        check_evaluation(read_recipe(None, [word.format(prompts) for word in words]))
+
+
+def test_a_row_without_a_prompt_names_its_file(prompts: Path):
+    prompts.write_text('{"question": "1 + 1"}\n')
+    with pytest.raises(SettingError, match=r"eval\.path: .*easy\.jsonl:1 has no `prompt`"):
+        check_evaluation(read_recipe(None, [f"eval.path={prompts}"]))
