@@ -10,6 +10,7 @@ A power cut leaves no name without what it names: files and folders are synced b
 before the journal has the checkpoint, and the journal before `latest` names it.
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,8 @@ import msgspec
 import xxhash
 
 from ..comm.errors import SettingError
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 24
@@ -39,10 +42,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class CheckpointFolder:
-    """The checkpoints of one run; every process that shares the run folder may read it."""
+    """The checkpoints of one run, or what else it saves with each (`name`); every process that shares the run folder may read it."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.root = run_dir / "checkpoints"
+    def __init__(self, run_dir: Path, name: str = "checkpoints") -> None:
+        self.root = run_dir / name
 
     def path(self, step: int) -> Path:
         return self.root / f"step_{step}"
@@ -66,6 +69,15 @@ class CheckpointFolder:
         if step < 0:
             raise SettingError(f"run.resume: {pointer} does not name a checkpoint")
         return step
+
+    def newest_usable(self) -> int | None:
+        """The newest whole checkpoint up to the one that `latest` names; None without any. It reads every byte of those it tries."""
+        latest = self.latest()
+        for step in sorted((step for step in self.whole() if latest is not None and step <= latest), reverse=True):
+            if not (problem := self.problem(step)):
+                return step
+            log.warning("%s %s; it is passed over", self.path(step).name, problem)
+        return None
 
     def set_latest(self, step: int) -> None:
         """Let `latest` name a checkpoint."""

@@ -1,17 +1,30 @@
 """The relay's process: a storage unit for rows and a server of weight versions.
 
-Consumes its mailbox; waits for messages only; woken by the hub (rows to drop or list, the end). The bytes of weights and rows
+Consumes its mailbox; waits for messages only; woken by the hub (rows to drop, list, save or restore, the end). The bytes of weights and rows
 go through threads and links of their own, never through this loop.
 """
 
 import time
+from pathlib import Path
 
 from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet
 from ..comm.links.opening import staging_of
-from ..comm.messages import BusyReport, ConnectionLost, DeclaredDead, DropRows, ListStoredRows, Stop, StoredRows
+from ..comm.messages import (
+    BusyReport,
+    ConnectionLost,
+    DeclaredDead,
+    DropRows,
+    ListStoredRows,
+    RestoreQueue,
+    SaveQueue,
+    Stop,
+    StoredRows,
+)
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
+from .queue.replicated_rows import ReplicatedRows
+from .queue.saved_queue import QueueKeeper
 from .weights.server import WeightServer
 
 REPORT_S = 1.0
@@ -24,6 +37,9 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     segment = Segment.inherited()
     weights = WeightServer(fleet, segment, recipe.comm).start()
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
+    keeper = QueueKeeper(
+        Path(recipe.run.dir), ReplicatedRows(fleet), lambda answer: mailbox.send("hub", answer)
+    ).start()
     started, reported = time.monotonic(), 0.0
     while True:
         envelope = mailbox.receive(REPORT_S)
@@ -32,6 +48,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
                 unit.drop(keys)
             case ListStoredRows():
                 mailbox.send("hub", StoredRows(list(unit.listing())))
+            case SaveQueue() | RestoreQueue() as order:
+                keeper.submit(order)
             case DeclaredDead(incarnation=incarnation) if incarnation == fleet.incarnation:
                 raise PeerGone(
                     f"{fleet.name} was silent and counts as dead; its next process brings a new storage unit"
@@ -41,6 +59,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         if time.monotonic() - reported >= REPORT_S:
             reported = time.monotonic()
             mailbox.send("hub", busy_report(reported - started))
+    keeper.close()
     weights.close()
     segment.close()
     unit.close()

@@ -259,7 +259,7 @@ class RunRecorder:
         """The lines of the log that have an evaluation."""
         self.evaluated = max((int(step["eval/version"]) for step in self.evaluations), default=-1)
         """The newest version among them."""
-        self.num_tokens = 0
+        self.num_tokens = sum(round(step["perf/throughput"] * step["timing_s/step"]) for step in self.log.kept)
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
         tokens = sum(row.num_tokens for row in stats.rows)

@@ -29,11 +29,12 @@ class MetricsLog:
 
     @property
     def elapsed_s(self) -> float:
-        return self._clock.now() - self._start
+        """Seconds of the run, with those before it was resumed or its trainer was started again."""
+        return self._earlier_s + self._clock.now() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of optimizer step `step` (counted from 0); `time_s` goes on where a resumed run ended."""
-        row = {"step": step, "time_s": round(self._earlier_s + self.elapsed_s, 3), **metrics}
+        """Record the metrics of optimizer step `step` (counted from 0)."""
+        row = {"step": step, "time_s": round(self.elapsed_s, 3), **metrics}
         self._file.append(json.dumps(row).encode() + b"\n")
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         self._board.write(step, {name: value for name, value in scalars.items() if not name.startswith("eval/")})

@@ -47,10 +47,13 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_re
     """Load the newest checkpoint that the journal knows; returns the step to continue with. A collective of all ranks.
 
     num_trained: rank 0's result of `request_restart`, or -1 if the run begins with this process; other ranks pass -1.
-    A run that begins loads a checkpoint only if `is_resumed`.
+    A run that begins loads a checkpoint only if `is_resumed`: the one that was chosen and checked when it was prepared. A trainer
+    that starts again passes over a damaged one, and trains more steps again.
     """
     folder, newest = CheckpointFolder(run_dir), None
-    if learner.group.is_lead and (is_resumed or num_trained >= 0):
+    if learner.group.is_lead and num_trained >= 0:
+        newest = folder.newest_usable()
+    elif learner.group.is_lead and is_resumed:
         newest = folder.latest()
     found = learner.group.all_reduce_max([-1.0 if newest is None else float(newest), float(num_trained)])
     checkpoint, num_trained = map(int, found)

@@ -1,4 +1,4 @@
-"""Control messages between processes, grouped by subject: run, leases, queue, weights, migration.
+"""Control messages between processes, grouped by subject: run, leases, queue, saved queue, weights, migration.
 
 Invariant: a message is a frozen struct; a malformed or foreign message is counted, logged and dropped.
 Start reading at `base.py` (the base class and ids), then `leases.py`.
@@ -49,6 +49,7 @@ from .run import (
     TrainerStarted,
     TrainingDone,
 )
+from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from .weights import (
     FetchVersion,
     OpenPushLink,

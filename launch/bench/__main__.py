@@ -68,6 +68,8 @@ CATALOGUE = (
              "a push during which a relay is killed over an undisturbed one"),
     Workload("gloo-broadcast-12-hosts", "weights", "weights.gloo_broadcast",
              "Gloo's broadcast over our chain, in shaped network namespaces", ("chain-12-namespaces",)),
+    Workload("shaped-hosts", "weights", "weights.shaped_hosts",
+             "the actor's stall and a push to 4 hosts with links of 100 Mbit/s", ("shaped-stall", "shaped-push")),
     Workload("units", "queue", "storage.beside_peer",
              "put, get, list, clear of a storage unit over TransferQueue (--peer-python)", ("put", "get", "list", "clear")),
     Workload("load", "queue", "storage_load.load",

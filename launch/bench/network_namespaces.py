@@ -1,15 +1,18 @@
 """A cluster in network namespaces: one shaped duplex link per host on one switch. Needs root and iproute2.
 
     python -m headrace.launch.bench.network_namespaces chain PREFIX NUM_HOSTS NUM_BYTES
+    python -m headrace.launch.bench.network_namespaces stall PREFIX NUM_HOSTS NUM_BYTES
     python -m headrace.launch.bench.network_namespaces gloo RANK NUM_HOSTS STORE NUM_BYTES
 
-run inside the namespaces: the first on host 0, the second on each host. Both print `seconds SECONDS`.
+run inside the namespaces: the last on each host, the others on host 0. They print `seconds SECONDS`, the second `stall SECONDS` before.
 """
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Self
@@ -21,12 +24,13 @@ from ...comm.store import StoreServer, connect_store
 from .harness import BenchProcess, best_seconds, command
 
 _REPEATS = 2
+_STEPS, _STEP_S = 10, 0.5
 _DEADLINE = timedelta(seconds=120)
 
 
 def can_shape() -> bool:
     """Whether this process can create namespaces and shaped links."""
-    return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+    return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "unshare")))
 
 
 class Network:
@@ -54,6 +58,13 @@ class Network:
     def chain_seconds(self, num_hosts: int, num_bytes: int) -> float:
         """Seconds that our chain takes to push a version from host 0 to all others."""
         return self._slowest([(0, command("network_namespaces", "chain", self._prefix, num_hosts, num_bytes))])
+
+    def push_seconds(self, num_hosts: int, num_bytes: int) -> tuple[float, float]:
+        """Seconds of an actor's stall beside a relay of its host, with pushes faster than the links, and of one push to all hosts."""
+        words = command("network_namespaces", "stall", self._prefix, num_hosts, num_bytes)
+        with BenchProcess([*_enter(self._prefix, 0), *words]) as child:
+            stall_s, push_s = (float(child.line(name).split()[1]) for name in ("stall", "seconds"))
+        return stall_s, push_s
 
     def gloo_seconds(self, num_hosts: int, num_bytes: int) -> float:
         """Seconds that Gloo's broadcast takes for the same."""
@@ -86,8 +97,9 @@ class Network:
 
 
 def _enter(prefix: str, host: int) -> list[str]:
-    """The words before a command that run it on a host."""
-    return ["ip", "netns", "exec", f"{prefix}{host}"]
+    """The words before a command that run it on a host: a host has process ids of its own."""
+    separate = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return ["ip", "netns", "exec", f"{prefix}{host}", *separate]
 
 
 def _address(host: int) -> str:
@@ -104,6 +116,22 @@ def _chain(prefix: str, num_hosts: str, num_bytes: str) -> None:
     places = [(_enter(prefix, host), _address(host)) for host in range(1, int(num_hosts))]
     with RelayCluster(int(num_hosts) - 1, int(num_bytes), interface=_address(0), places=places) as cluster:
         cluster.push()
+        print("seconds", min(cluster.push() for _ in range(_REPEATS)), flush=True)
+
+
+def _stall(prefix: str, num_hosts: str, num_bytes: str) -> None:
+    from .relay_cluster import RelayCluster
+
+    others = [(_enter(prefix, host), _address(host)) for host in range(1, int(num_hosts))]
+    places = [([], _address(0)), *others]
+    with RelayCluster(len(places), int(num_bytes), places, interface=_address(0), link="auto") as cluster:
+        cluster.push()
+        stalls: list[float] = []
+        for _ in range(_STEPS):
+            stalls.append(cluster.publish())
+            time.sleep(_STEP_S)
+        cluster.wait_for_relays()
+        print("stall", statistics.median(stalls), flush=True)
         print("seconds", min(cluster.push() for _ in range(_REPEATS)), flush=True)
 
 
@@ -127,4 +155,4 @@ def _gloo(rank: str, num_hosts: str, store_address: str, num_bytes: str) -> None
 
 
 if __name__ == "__main__":
-    {"chain": _chain, "gloo": _gloo}[sys.argv[1]](*sys.argv[2:])
+    {"chain": _chain, "stall": _stall, "gloo": _gloo}[sys.argv[1]](*sys.argv[2:])

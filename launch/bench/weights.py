@@ -19,6 +19,9 @@ _PACE = 40e6
 _PACED_BYTES = 64 << 20
 # A dozen processes on few cores are scheduled late: the links must take far longer than that.
 _SHAPED_PACE, _SHAPED_BYTES = 10e6, 64 << 20
+_LAN_PACE, _LAN_HOSTS = 100e6 / 8, 4
+_TCP_SHARE = 1448 / 1514
+"""Of a frame on an Ethernet link, the share of a TCP stream's bytes."""
 _CHUNKS = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
 _REPEATS = 5
 
@@ -124,6 +127,23 @@ def gloo_broadcast(name: str, options: Options) -> list[Measurement]:
     return [
         Measurement(name, "our chain", gloo, "s", gloo / chain),
         Measurement("chain-12-namespaces", "2 hosts", chain, "s", chain / pair),
+    ]
+
+
+def shaped_hosts(name: str, options: Options) -> list[Measurement]:
+    """On hosts with links of 100 Mbit/s: the actor's stall over that on one host, and a push over the model's time."""
+    if not can_shape():
+        print_message(f"{name} is left out: shaped links need root, ip, tc and unshare")
+        return []
+    with Network(_LAN_HOSTS, _LAN_PACE) as network:
+        alone_s, _ = network.push_seconds(1, _SHAPED_BYTES)
+        stall_s, push_s = network.push_seconds(_LAN_HOSTS, _SHAPED_BYTES)
+    byte_s = 1 / (_LAN_PACE * _TCP_SHARE)
+    num_chunks = best_num_chunks(_LAN_HOSTS, _SHAPED_BYTES, byte_s, START_S)
+    model_s = push_seconds(_LAN_HOSTS, _SHAPED_BYTES, num_chunks, byte_s, START_S)
+    return [
+        Measurement("shaped-stall", "1 host", stall_s * 1e3, "ms", stall_s / alone_s),
+        Measurement("shaped-push", "T(k) of the model", push_s, "s", push_s / model_s),
     ]
 
 

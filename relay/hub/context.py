@@ -20,7 +20,8 @@ Routes = dict[type, Callable[[str, Any], None]]
 class HubContext:
     """The hub's state, which changes through `commit` alone.
 
-    `relays` are those heard of so far; leases are granted and moves are planned while `is_leasing`.
+    `relays` are those heard of so far; leases are granted and moves are planned while `is_leasing`. While `awaits_queue`, the rows of
+    a resumed run are read from the disk, and leases wait.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class HubContext:
         self.journal = journal
         self.relays: set[str] = set()
         self.is_leasing = True
+        self.awaits_queue = False
         self.failure = ""
         """Why the run has to end; empty while it may go on."""
 

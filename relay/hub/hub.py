@@ -37,6 +37,7 @@ from .leases import Leases
 from .partial_pool import PartialPool
 from .repacking import Repacking
 from .results import Results
+from .saved_queue import SavedQueue
 from .telemetry import FleetStats
 
 MAX_RESTARTS_IN_STEP = 3
@@ -69,11 +70,12 @@ class Hub:
         self.partials = PartialPool(self.context, clock, mixes_versions=mixes_versions)
         self.evaluations = Evaluations(self.context, evaluation, mixes_versions=mixes_versions)
         self.leases = Leases(self.context, pool, admission, self.partials, self.evaluations)
+        self.saved_queue = SavedQueue(self.context, pool, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
         # Rows are handed out before groups are leased, since that makes room in the queue.
         self.handlers: tuple[Handler, ...] = (
-            self.results, self.evaluations, dispatcher, self.partials, self.leases, self.repacking,
+            self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases, self.repacking,
         )  # fmt: skip
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
@@ -141,6 +143,8 @@ class Hub:
             if not is_full(error):
                 raise
             say(describe_full(folder.root / "latest"))
+        if self.state.ending is None:  # at the end of the run it is saved once more, with what the rollouts leave
+            self.saved_queue.save()
 
     def _on_actor_failed(self, sender: str, message: ActorFailed) -> None:
         """The first error counts: the other ranks fail because of it."""

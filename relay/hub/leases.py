@@ -44,7 +44,7 @@ class Leases(Handler):
     def advance(self) -> None:
         state = self.state
         has_work = state.unassigned or self.evaluations.prompts is not None or self.admission.free_places(state)
-        if not self.context.is_leasing or not has_work:
+        if not self.context.is_leasing or self.context.awaits_queue or not has_work:
             return  # at scale hundreds ask, and most messages change nothing for them
         refused: set[int] = set()  # a version that admission refuses is refused to all holders
         requests = list(self._requests.items())

@@ -61,6 +61,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     if hub.state.hub_restarts:
         loop.recover()
+    elif hub.state.checkpointed >= 0:
+        hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)

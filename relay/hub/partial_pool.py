@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ...comm.messages import DropRows, RowId, RowsStreamed
+from ...comm.messages import DropRows, RowId, RowsStreamed, SavedRow
 from ...comm.messages.base import process_of
 from ...comm.messages.leases import PartialRef
 from ..journal.records import Group, RowStatus
@@ -74,6 +74,14 @@ class PartialPool(Handler):
                 self.rows[row_id] = partial._replace(storage_ids=left)
                 if not left:
                     del self.rows[row_id]
+
+    def restore(self, saved: SavedRow) -> bool:
+        """Take the first tokens of a trajectory that a resumed run has read from the disk; False if nothing needs them."""
+        row = self.state.row(saved.row)
+        if row is None or row.status is not RowStatus.WANTED:
+            return False
+        self.rows[saved.row] = PartialRow(saved.attempt, saved.version, saved.num_tokens, saved.storage_ids)
+        return True
 
     def wanted(self, group: Group) -> dict[int, PartialRow]:
         """The wanted samples of a group that can be continued together: unless versions may mix, those of one version."""

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...comm.disk import when_there_is_room
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import HeldRows, ListStoredRows, Message, Stop, StoredRows, TrainingDone
+from ...comm.messages import HeldRows, ListStoredRows, Message, QueueSaved, Stop, StoredRows, TrainingDone
 from ...comm.messages.base import is_partial, process_of
 from ...comm.waits import waiting
 from ..checkpoints import write_durably
 from ..journal import events as ev
 from ..journal.journal import account_dict
 from ..journal.records import RowStatus
+from .saved_queue import KEEPER
 
 if TYPE_CHECKING:
     from .hub import Hub
@@ -92,6 +93,9 @@ class Shutdown:
         counted = num_held + num_ready + sum(len(group.samples(RowStatus.WANTED)) for group in unassigned)
         if counted != hub.state.in_flight:
             log.error("%d trajectories were counted in flight, the hub's state has %d", counted, hub.state.in_flight)
+        if number := hub.saved_queue.save():
+            while (answer := self._collect(QueueSaved, [KEEPER]).get(KEEPER)) and answer.number < number:
+                pass
         hub.context.commit(ev.Ended(reason=end.status))
         self._tell("relay", Stop(end.status), gone)
         return self._summary(end, done, counted)
@@ -175,6 +179,7 @@ class Shutdown:
             "moves_refused": dict(self.hub.repacking.refusals),
             "regenerated": state.regenerated,
             "hub_restarts": state.hub_restarts,
+            "restored": state.num_restored,
             "continued": state.num_continued,
             "tokens_kept": state.tokens_kept,
             "restarted": self.hub.partials.num_restarted,

@@ -82,6 +82,22 @@ class RowReady(Event, frozen=True, kw_only=True):
     num_kept: int = 0
 
 
+class GroupRestored(Event, frozen=True, kw_only=True):
+    """A group of the queue came back from the disk with a resumed run: these samples are ready, in these units; the others are wanted.
+
+    One that was first leased after the checkpoint takes its place in the data again.
+    """
+
+    group: GroupId
+    samples: list[int] = []
+    attempts: list[int] = []
+    versions: list[int] = []
+    num_tokens: list[int] = []
+    rewards: list[float] = []
+    num_versions: list[int] = []
+    units: list[list[str]] = []
+
+
 class RowFailed(Event, frozen=True, kw_only=True):
     """A trajectory was lost: its reward failed or its prompt cannot be used."""
 

@@ -16,7 +16,9 @@ class HubState:
 
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
     `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
-    `incarnations` are those of the lease holders; `checkpoint_after` is the step when a checkpoint was asked for last.
+    `num_restored` counts those that were read from the disk when the run was resumed.
+    `incarnations` are those of the lease holders; `checkpoint_after` is the step when a checkpoint was asked for last,
+    `checkpointed` that of the newest checkpoint, -1 without one.
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
@@ -32,8 +34,10 @@ class HubState:
     num_moved: int = 0
     regenerated: int = 0
     checkpoint_after: int = -1
+    checkpointed: int = -1
     ending: ev.Ending | None = None
     num_continued: int = 0
+    num_restored: int = 0
     tokens_kept: int = 0
     trainer_incarnation: int = 1
     trainer_restarts: int = 0

@@ -126,6 +126,38 @@ def _(event: ev.RowReady, state: HubState) -> None:
 
 
 @_change.register
+def _(event: ev.GroupRestored, state: HubState) -> None:
+    group = state.groups.get(event.group)
+    if group is None:
+        group = Group(event.group, state.cursor, [Row() for _ in range(state.samples_per_prompt)])
+        state.groups[event.group] = group
+        state.cursor += 1
+        state.account.leased += len(group.rows)
+    columns = (
+        event.samples,
+        event.attempts,
+        event.versions,
+        event.num_tokens,
+        event.rewards,
+        event.num_versions,
+        event.units,
+    )
+    for sample, attempt, version, num_tokens, reward, num_versions, units in zip(*columns, strict=True):
+        row = group.rows[sample]
+        assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
+        assert row.attempt <= attempt, f"{event.group}.{sample}: attempt {attempt} after {row.attempt}"
+        group.rows[sample] = Row(
+            RowStatus.READY, attempt, version, storage_ids=units, num_tokens=num_tokens, reward=reward, num_versions=num_versions
+        )  # fmt: skip
+    if group.samples(RowStatus.WANTED):
+        state.unassigned[event.group] = None
+    else:
+        state.unassigned.pop(event.group, None)
+    state.num_restored += len(event.samples)
+    state.queue.update(group)
+
+
+@_change.register
 def _(event: ev.RowFailed, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
@@ -282,6 +314,7 @@ def _(event: ev.Received, state: HubState) -> None:
 @_change.register
 def _(event: ev.Checkpointed, state: HubState) -> None:
     assert event.step <= state.step, f"checkpoint of step {event.step} at step {state.step}"
+    state.checkpointed = event.step
 
 
 @_change.register

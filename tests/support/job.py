@@ -16,6 +16,16 @@ from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
 
+LONG_TAILS: dict[str, Any] = {
+    "roles__rollout": 3,
+    "sampling__max_new_tokens": 60,
+    "sampling__temperature": 1.2,
+    "repack__period_s": 0.05,
+    "repack__batch_bound": 8,
+    "queue__capacity": 4,
+}
+"""Settings with which trajectories move often."""
+
 RATIO_OF_As = """
 def reward(prompts, completions, completion_ids, **columns):
     return [(c.count("a") + c.count("e")) / max(len(c), 1) for c in completions]

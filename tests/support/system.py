@@ -65,7 +65,7 @@ class System:
         } | settings
         self.recipe: Recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
         self.dir = Path(self.recipe.run.dir)
-        self.dir.mkdir()
+        self.dir.mkdir(exist_ok=True)
         self.network = MemoryNetwork()
         self.threads: dict[str, threading.Thread] = {}
         self.errors: list[BaseException] = []

@@ -14,6 +14,7 @@ from support.job import DEADLINE_S, MakeJob, assert_account_adds_up, child_of, d
 from support.policies import needs_stories
 from transformers import AutoModelForCausalLM
 
+from headrace.relay.journal.events import Published, Received
 from headrace.relay.journal.journal import read_events
 from headrace.trainer.policy.model import load_policy
 
@@ -48,20 +49,6 @@ def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJ
     with torch.no_grad():
         hidden = trained.forward_packed(tokens, torch.tensor([0, 56], dtype=torch.int32))
         assert (exported(tokens[None]).logits[0] - trained.logits(hidden)).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_writes_its_summary_and_export(job: MakeJob, number: signal.Signals):
-    run = job(run__steps=10_000).start()
-    run.wait_for_step(1)
-    assert run.process is not None
-    run.process.send_signal(number)
-    code, output = run.end()
-    assert code == 128 + number, output
-    assert "Traceback" not in output
-    assert run.summary()["status"] == "interrupted"
-    assert_account_adds_up(run)
-    AutoModelForCausalLM.from_pretrained(run.summary()["export"])
 
 
 @pytest.mark.parametrize(
@@ -118,42 +105,38 @@ def test_the_only_relay_starts_again_with_its_weights_and_its_rows_are_generated
     assert account["trained"] == 40 * 16 and account["failed"] == 0
 
 
-def test_a_resumed_run_continues_from_its_checkpoint(job: MakeJob):
-    run = job(checkpoint__every=2)
-    run.run(**{"run.steps": 5})
-    newest = max((run.dir / "checkpoints/step_5/dcp").glob("*.distcp"))
-    newest.write_bytes(newest.read_bytes()[:-1])
-    code, output = run.start(**{"run.steps": 6}).end()
-    assert code == 2 and "run.resume" in output
-    output = run.run(**{"run.resume": "auto", "run.steps": 6})
-    assert "step_5 has" in output and "passed over" in output and "continues after step 4" in output
+def test_an_interrupted_run_is_resumed_from_its_newest_whole_checkpoint(job: MakeJob):
+    """SIGUSR1 writes a checkpoint and the run continues, Ctrl-C writes one and ends it; then that one is damaged."""
+    run = job(run__steps=1000).start()
+    run.wait_for_step(1)
+    run.signal(signal.SIGUSR1)
+    run.until(lambda: (run.dir / "checkpoints" / "latest").exists())
+    earlier = int((run.dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    run.wait_for_step(len(run.metrics()) + 2)
+    run.signal(signal.SIGINT)
+    code, output = run.end()
+    assert code == 130 and "Traceback" not in output, output
     summary = run.summary()
-    assert summary["steps"] == 6
-    assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
-    account = assert_account_adds_up(run)
-    assert account["trained"] == 6 * 16
-    assert summary["export"].endswith("step_6/hf")
+    newest = summary["steps"]
+    assert summary["status"] == "interrupted" and newest > earlier
+    assert_account_adds_up(run)
+    AutoModelForCausalLM.from_pretrained(summary["export"])
+    assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{newest}"
+    damaged = max((run.dir / f"checkpoints/step_{newest}/dcp").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    code, output = run.start(**{"run.steps": earlier + 2}).end()
+    assert code == 2 and "run.resume" in output
+    output = run.run(**{"run.resume": "auto"})
+    assert f"step_{newest} has" in output and "passed over" in output and f"continues after step {earlier}" in output
+    assert [m["step"] for m in run.metrics()] == list(range(earlier + 2))
+    assert assert_account_adds_up(run)["trained"] == (earlier + 2) * 16
+    assert run.summary()["export"].endswith(f"step_{earlier + 2}/hf")
     seconds = [m["time_s"] for m in run.metrics()]
     assert seconds == sorted(seconds), "the clock of the metrics goes on"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_writes_a_checkpoint_from_which_it_continues(job: MakeJob, number: signal.Signals):
-    run = job(run__steps=1000).start()
-    run.wait_for_step(2)
-    run.signal(number)
-    code, output = run.end()
-    assert code == 128 + number, output
-    steps = run.summary()["steps"]
-    assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{steps}"
-    assert_account_adds_up(run)
-    output = run.run(**{"run.resume": "auto", "run.steps": steps + 1})
-    assert f"continues after step {steps}" in output
-    assert [m["step"] for m in run.metrics()] == list(range(steps + 1))
-
-
-def test_a_scheduler_may_send_sigterm_to_every_process_of_the_run(job: MakeJob):
-    run = job(run__steps=1000).start()
+def test_a_scheduler_may_send_sigterm_to_every_process_of_a_run_that_is_queued_again(job: MakeJob):
+    run = job(run__steps=1000, checkpoint__every=2).start()
     run.wait_for_step(2)
     assert run.process is not None
     for pid in [run.process.pid, *descendants_of(run.process.pid)]:
@@ -163,37 +146,23 @@ def test_a_scheduler_may_send_sigterm_to_every_process_of_the_run(job: MakeJob):
     steps = run.summary()["steps"]
     assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{steps}"
     assert_account_adds_up(run)
+    assert (run.dir / f"queue/step_{steps}/manifest.json").exists()
+    output = run.run(**{"run.resume": "auto", "run.steps": steps + 1})
+    assert f"continues after step {steps}" in output
+    assert [m["step"] for m in run.metrics()] == list(range(steps + 1))
 
 
-def test_the_signal_for_a_checkpoint_writes_one_and_the_run_continues(job: MakeJob):
-    run = job(run__steps=1000).start()
-    run.wait_for_step(1)
-    run.signal(signal.SIGUSR1)
-    run.until(lambda: (run.dir / "checkpoints" / "latest").exists())
-    run.wait_for_step(len(run.metrics()) + 2)
-    run.signal(signal.SIGINT)
-    assert run.end()[0] == 130
-    assert_account_adds_up(run)
-
-
-@pytest.mark.parametrize("settings", [{"roles__relay": 2}, {"roles__relay": 2, "comm__link": "tcp"}])
-def test_all_processes_get_the_same_weights_over_every_link(job: MakeJob, settings: dict[str, object]):
-    run = job(**settings)
+@pytest.mark.parametrize("link", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
+def test_an_asynchronous_run_gives_all_the_same_weights_and_is_replayed_bit_for_bit(job: MakeJob, link: str):
+    run = job(run__steps=8, roles__relay=2, comm__link=link)
     run.run()
     assert_account_adds_up(run)
-    digests = {}
-    for _, event in read_events(run.dir / "journal.jsonl"):
-        kind = type(event).__name__
-        if kind in ("Published", "Received"):
-            digests.setdefault(event.version, set()).add(event.digest)  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(digests) >= 2
-    assert all(len(found) == 1 for found in digests.values())
-
-
-def test_an_asynchronous_run_is_replayed_bit_for_bit(job: MakeJob):
-    run = job(run__steps=8)
-    run.run()
     assert max(m["staleness/max"] for m in run.metrics()) > 0
+    digests: dict[int, set[str]] = {}
+    for _, event in read_events(run.dir / "journal.jsonl"):
+        if isinstance(event, Published | Received):
+            digests.setdefault(event.version, set()).add(event.digest)
+    assert len(digests) >= 2 and all(len(found) == 1 for found in digests.values())
     output = run.run(**{"run.mode": "replay"})
     assert "8 steps replayed, 0 of them differ" in output
     torn = (run.dir / "metrics.jsonl").read_text().replace('"actor/grad_norm": ', '"actor/grad_norm": 1', 1)
@@ -202,16 +171,7 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit(job: MakeJob):
     assert code == 1 and "1 of them differ" in output
 
 
-def test_a_run_with_two_actor_ranks_is_replayed_bit_for_bit_with_two_ranks_alone(job: MakeJob):
-    run = job(roles__actor=2, roles__rollout=1, run__steps=2)
-    run.run()
-    output = run.run(**{"run.mode": "replay"})
-    assert "2 steps replayed, 0 of them differ" in output
-    code, output = run.start(**{"roles.actor": 1}).end()
-    assert code == 2 and "roles.actor=1: step 1 was trained by 2 actor ranks" in output
-
-
-def test_several_actor_ranks_train_like_one(job: MakeJob):
+def test_several_actor_ranks_train_like_one_and_are_replayed_with_as_many(job: MakeJob):
     """With the same data on policy, the first steps are equal up to the order of additions."""
     exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
     alone, sharded = job(**exact, run__dir="alone"), job(**exact, run__dir="sharded", roles__actor=2)
@@ -225,6 +185,9 @@ def test_several_actor_ranks_train_like_one(job: MakeJob):
     models = [AutoModelForCausalLM.from_pretrained(run.dir / "checkpoints/step_2/hf") for run in (alone, sharded)]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert (one - other).abs().max() < 1e-3
+    assert "4 steps replayed, 0 of them differ" in sharded.run(**{"run.mode": "replay"})
+    code, output = sharded.start(**{"roles.actor": 1}).end()
+    assert code == 2 and "roles.actor=1: step 1 was trained by 2 actor ranks" in output
 
 
 @pytest.mark.slow

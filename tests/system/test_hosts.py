@@ -7,18 +7,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from support.closing import at_end
 from support.cluster import Cluster, interrupt, obstacle, wait_for_exits
-from support.job import DEADLINE_S, RATIO_OF_As
+from support.job import DEADLINE_S, LONG_TAILS, RATIO_OF_As
 from support.policies import tiny_policy
 
 from headrace.launch import quickstart
 from headrace.launch.audit import main as audit
 from headrace.launch.config.load import read_recipe
-from headrace.relay.journal.events import Published, Received
+from headrace.relay.journal.events import Moved, Published, Received
 from headrace.relay.journal.journal import read_events
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.xdist_group("hosts")]
@@ -89,6 +90,13 @@ class HostsJob:
             assert ended == [None] and time.monotonic() < deadline, self.logs()
             time.sleep(0.05)
 
+    def wait_for_event(self, number: int) -> None:
+        """Wait until the journal has so many events."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (self.dir / "journal.jsonl").read_bytes().count(b"\n") < number:
+            assert self.launchers[0].poll() is None and time.monotonic() < deadline, self.logs()
+            time.sleep(0.001)
+
     def metrics(self) -> list[dict[str, Any]]:
         path = self.dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -108,13 +116,13 @@ def hosts_job(tmp_path: Path) -> Callable[..., HostsJob]:
     return lambda num_hosts, **settings: HostsJob(tmp_path, num_hosts, **settings)
 
 
-def test_two_hosts_train_together_and_end_together(hosts_job):
-    job = hosts_job(2, roles__rollout=3, comm__tls=True).start()
+def test_hosts_with_actors_train_together_end_together_and_are_replayed_bit_for_bit(hosts_job):
+    job = hosts_job(2, roles__actor=3, roles__rollout=2, checkpoint__every=2, comm__tls=True).start(ranks="3,4")
     assert job.end() == [0, 0], job.logs()
     job.assert_account(4 * 16)
     assert job.summary()["hosts"] == {
-        "host0": ["actor-0", "hub", "relay-0", "rollout-0"],
-        "host1": ["relay-1", "rollout-1", "rollout-2"],
+        "host0": ["actor-0", "actor-1", "hub", "relay-0"],
+        "host1": ["actor-2", "relay-1", "rollout-0", "rollout-1"],
     }
     assert "accounting" in job.output(0) and "accounting" not in job.output(1)
     assert not [host.processes() for host in job.hosts if host.processes()]
@@ -123,13 +131,11 @@ def test_two_hosts_train_together_and_end_together(hosts_job):
         if isinstance(event, Published | Received):
             digests.setdefault(event.version, set()).add(event.digest)
     assert len(digests) >= 2 and all(len(found) == 1 for found in digests.values())
-
-
-def test_a_host_with_one_rank_is_the_relay_of_a_larger_one(hosts_job):
-    job = hosts_job(2, roles__relay=1, roles__rollout=2).start(ranks="3,1")
-    assert job.end() == [0, 0], job.logs()
-    job.assert_account(4 * 16)
-    assert job.summary()["hosts"] == {"host0": ["actor-0", "rollout-0", "rollout-1"], "host1": ["hub", "relay-0"]}
+    command = [sys.executable, "-m", "headrace.launch.run", str(job.folder / "recipe.yaml"), *job.words]
+    done = subprocess.run(
+        [*command, "run.mode=replay"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0 and "4 steps replayed, 0 of them differ" in done.stdout, done.stderr
 
 
 def test_wrong_counts_are_one_line_on_each_host_under_torchrun(hosts_job):
@@ -146,21 +152,22 @@ def test_wrong_counts_are_one_line_on_each_host_under_torchrun(hosts_job):
         assert "torchrun started 6 ranks" in line
 
 
-def test_hosts_that_share_no_files_get_the_recipe_and_the_summary_from_the_run(hosts_job):
-    """The second host has neither the recipe nor the run folder; both have the secret in their environment."""
-    job = hosts_job(2, run__dir="/tmp/private/run", roles__rollout=3)
+def test_a_relay_on_a_host_without_files_gets_the_recipe_and_the_summary_from_the_run(hosts_job):
+    """The second host has one rank, and neither the recipe nor the run folder; both have the secret in their environment."""
+    job = hosts_job(2, run__dir="/tmp/private/run", roles__relay=1, roles__rollout=2)
     recipe = job.folder / "recipe.yaml"
     job.hosts[0].path("/tmp/recipe.yaml").write_text("run: {steps: 3}\n")
     recipe.unlink()
     recipe.symlink_to("/tmp/recipe.yaml")
     job.words.remove("run.steps=4")
-    job.words.append("--nproc-per-node=3")
+    job.words.append("--nproc-per-node=3,1")
     job.start(HEADRACE_SECRET="a text that both hosts know")
     assert job.end() == [0, 0], job.logs()
     first, second = (json.loads(host.path("/tmp/private/run/summary.json").read_text()) for host in job.hosts)
     assert first == second and first["steps"] == 3 and first["accounting"]["holds"] is True
+    assert first["hosts"] == {"host0": ["actor-0", "rollout-0", "rollout-1"], "host1": ["hub", "relay-0"]}
     logs = [sorted(path.name for path in host.path("/tmp/private/run/logs").iterdir()) for host in job.hosts]
-    assert "actor-0.log" in logs[0] and "rollout-1.log" in logs[1] and not set(logs[0]) & set(logs[1])
+    assert "actor-0.log" in logs[0] and "relay-0.log" in logs[1] and not set(logs[0]) & set(logs[1])
 
 
 def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(hosts_job):
@@ -175,7 +182,7 @@ def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(host
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("model.path", "/tmp/policy", "model.path: there is no folder /tmp/policy (on host host1)"),
+        pytest.param("model.path", "/tmp/policy", "model.path: there is no folder /tmp/policy (on host host1)", marks=pytest.mark.slow),
         ("reward.path", "/tmp/rewards.py:reward", "reward.path: cannot read /tmp/rewards.py: No such file or directory (on host host1)"),
     ],
 )  # fmt: skip
@@ -191,25 +198,46 @@ def test_a_host_that_lacks_a_file_ends_the_run_with_the_setting_and_its_name(hos
     assert message.partition(" (on")[0] in job.output(1)
 
 
-def test_actors_on_two_hosts_train_and_are_replayed_bit_for_bit(hosts_job):
-    job = hosts_job(2, roles__actor=3, roles__rollout=1, checkpoint__every=2).start()
-    assert job.end() == [0, 0], job.logs()
-    job.assert_account(4 * 16)
-    assert job.summary()["hosts"]["host1"] == ["actor-2", "relay-1", "rollout-0"]
-    command = [sys.executable, "-m", "headrace.launch.run", str(job.folder / "recipe.yaml"), *job.words]
-    done = subprocess.run(
-        [*command, "run.mode=replay"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0 and "4 steps replayed, 0 of them differ" in done.stdout, done.stderr
-
-
-def test_a_host_that_is_killed_whole_costs_its_unfinished_trajectories_alone(hosts_job):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_a_host_that_is_killed_whole_at_any_moment_costs_its_unfinished_trajectories_alone(hosts_job, seed: int):
     job = hosts_job(3, roles__relay=3, roles__rollout=2, run__steps=30).start()
-    job.wait_for_step(2)
+    job.wait_for_step(0)
+    job.wait_for_event(Random(seed).randrange(100, 400))
     job.hosts[2].kill()
     assert job.end()[:2] == [0, 0], job.logs()
     job.assert_account(30 * 16)
     assert job.summary()["hosts"]["host2"] == ["relay-2", "rollout-1"]
+
+
+@pytest.mark.slow
+def test_a_sharded_rollout_and_a_reference_work_on_a_host_without_a_relay(hosts_job):
+    job = hosts_job(2, roles__relay=1, roles__rollout=4, rollout__tp=2, roles__reference=1, algorithm__kl_coef=0.01)
+    assert job.start(ranks="2,5").end() == [0, 0], job.logs()
+    job.assert_account(4 * 16)
+    others = ["reference-0", "rollout-0", "rollout-1", "shard-0", "shard-1"]
+    assert job.summary()["hosts"] == {"host0": ["actor-0", "hub", "relay-0"], "host1": others}
+    assert job.metrics()[-1]["actor/kl_loss"] > 0
+    received = {event.version for _, event in read_events(job.dir / "journal.jsonl") if isinstance(event, Received)}
+    assert len(received) >= 2, "the rollouts get versions over a link"
+
+
+@pytest.mark.slow
+def test_trajectories_move_with_their_pages_to_another_host(hosts_job):
+    job = hosts_job(2, run__steps=100_000, repack__transfer="pages", **LONG_TAILS).start()
+    here, there = {"rollout-0"}, {"rollout-1", "rollout-2"}
+
+    def has_crossed() -> bool:
+        moves = [event for _, event in read_events(job.dir / "journal.jsonl") if isinstance(event, Moved)]
+        return any({move.source, move.holder} & here and {move.source, move.holder} & there for move in moves)
+
+    job.wait_for_step(0)
+    deadline = time.monotonic() + DEADLINE_S
+    while not has_crossed():
+        assert job.launchers[0].poll() is None and time.monotonic() < deadline, job.logs()
+        time.sleep(0.2)
+    interrupt(job.launchers[0])
+    assert job.end() == [130, 130], job.logs()
+    assert job.summary()["accounting"]["holds"] is True and audit([str(job.dir)]) == 0
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])

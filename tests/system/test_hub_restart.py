@@ -5,20 +5,11 @@ import signal
 import time
 
 import pytest
-from support.job import Job, MakeJob, assert_account_adds_up, child_of
+from support.job import LONG_TAILS, Job, MakeJob, assert_account_adds_up, child_of
 
 from headrace.launch import audit
 from headrace.relay.journal.events import Checkpointed, Ending, Event, HubRestarted, Leased, Moved, Published
 from headrace.relay.journal.journal import read_events
-
-LONG_TAILS = {
-    "roles__rollout": 3,
-    "sampling__max_new_tokens": 60,
-    "sampling__temperature": 1.2,
-    "repack__period_s": 0.05,
-    "repack__batch_bound": 8,
-    "queue__capacity": 4,
-}
 
 
 def count(run: Job, kind: type[Event]) -> int:

@@ -52,6 +52,7 @@ def dying(method: str, version: int) -> Callable[[Fleet, Recipe], None]:
         setattr(trainer, method, die)
         with pytest.raises(Died):
             trainer.run()
+        trainer.checkpoints.close()
         trainer.stream.close()
         trainer.learner.close()
         trainer.storage.close()
@@ -107,6 +108,24 @@ def test_a_trainer_that_dies_ends_with_the_weights_of_an_undisturbed_run(
     assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
     published = [event.version for event in system.events() if isinstance(event, Published)]
     assert published == sorted(set(published)) == list(range(5)), "each version comes out once, in order"
+
+
+def test_a_trainer_whose_checkpoint_is_damaged_trains_more_steps_again_and_counts_the_whole_run(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+):
+    system = start(tmp_path, dying("train_step", 3))
+    system.until(lambda: (system.dir / "checkpoints" / "latest").exists())
+    system.until(lambda: not system.threads["actor-0"].is_alive())
+    damaged = next((system.dir / "checkpoints/step_3/dcp").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    system.start("actor", trainer_loop.run)
+    weights = end(system)
+    assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+    summary = json.loads((system.dir / "summary.json").read_text())
+    last = json.loads((system.dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert summary["time_s"] >= last["time_s"] - 0.01
+    num_tokens = replay(system.dir / "journal.jsonl").tokens_trained
+    assert summary["tokens_per_s"] * summary["time_s"] == pytest.approx(num_tokens, rel=0.02)
 
 
 def test_a_trainer_that_dies_in_the_same_step_again_and_again_ends_the_run(tmp_path: Path):

@@ -1,0 +1,146 @@
+"""The queue on the disk: a relay writes it with each checkpoint and at the end, and a resumed run takes its rows back.
+
+The names and figures of rows come from the hub, the bytes stay with the relays (`relay/queue/saved_queue.py`). Rows that a resumed
+run cannot read are generated again.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ...comm.disk import say
+from ...comm.messages import DropRows, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
+from ...comm.messages.base import GroupId, process_of
+from ..dataset import MixedPrompts, PromptPool
+from ..journal import events as ev
+from ..journal.records import RowStatus
+from .context import Handler, HubContext
+
+if TYPE_CHECKING:
+    from .partial_pool import PartialPool
+
+KEEPER = "relay-0"
+"""The relay that writes and reads: the hub's own supervisor starts it, so the run folder of both is the same."""
+MAX_ROWS = 1 << 14
+"""Most rows in one order, which has to fit into a message."""
+PATIENCE_S = 120.0
+"""Longest wait of the leases for the rows of a resumed run; of rows that come later, those still wanted are taken."""
+
+
+class SavedQueue(Handler):
+    """Orders of the hub to the relay that keeps the queue, and what comes back when a run is resumed."""
+
+    def __init__(
+        self,
+        context: HubContext,
+        pool: PromptPool | MixedPrompts,
+        partials: "PartialPool",
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(context)
+        self._clock = clock
+        self._asked_at = 0.0
+        self._pool = pool
+        self._partials = partials
+        self._number = 0
+        self.routes = {QueueSaved: self._on_saved, QueueRestored: self._on_restored}
+
+    def save(self) -> int:
+        """Have the present queue written beside the newest checkpoint; returns the number of the order, 0 without one.
+
+        Rows of a later version are left out: a run that resumes there has other weights under that number.
+        """
+        step = self.state.checkpointed
+        if step < 0 or KEEPER not in self.context.relays:
+            return 0
+        rows = [
+            SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens, row.reward, row.num_versions)
+            for row_id, row in self.state.rows(RowStatus.READY)
+        ]
+        rows += [
+            SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens)
+            for row_id, row in self._partials.rows.items()
+        ]
+        kept = [row for row in rows if row.version <= step]
+        self._number += 1
+        order = SaveQueue(self._number, step, self.state.cursor, kept[:MAX_ROWS])
+        self.context.mailbox.send(KEEPER, order)
+        return self._number
+
+    def restore(self) -> None:
+        """Have the rows read that were saved with the checkpoint from which the run continues; leases wait for them."""
+        self.context.awaits_queue, self._asked_at = True, self._clock()
+        self.context.mailbox.send(KEEPER, RestoreQueue(self.state.checkpointed))
+
+    def advance(self) -> None:
+        if self.context.awaits_queue and self._clock() - self._asked_at > PATIENCE_S:
+            self._give_up(f"no answer within {PATIENCE_S:g} s")
+
+    def on_process_death(self, process: str, reason: str) -> None:
+        """A relay that dies while it reads has lost what it read."""
+        if process == KEEPER and self.context.awaits_queue:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self.context.awaits_queue = False
+        say(f"the saved queue was not read by {KEEPER} ({reason}); its rows are generated again")
+
+    def _on_saved(self, _sender: str, message: QueueSaved) -> None:
+        if message.problem:
+            say(f"the queue is not saved with the checkpoint: {message.problem}")
+
+    def _on_restored(self, _sender: str, message: QueueRestored) -> None:
+        """Take those rows that are still to be generated; the units drop the others."""
+        self.context.awaits_queue = False
+        self.context.relays |= {process_of(unit) for row in message.rows for unit in row.storage_ids}
+        rows: dict[GroupId, list[SavedRow]] = {}
+        for row in message.rows:
+            rows.setdefault(row.row.group, []).append(row)
+        needless: list[SavedRow] = []
+        ahead = self._groups_ahead(rows, message.cursor)
+        for group_id in [*(known for known in rows if known in self.state.groups), *ahead]:
+            needless += self._restore_group(group_id, rows.pop(group_id, []))
+        self._drop([*needless, *(row for left in rows.values() for row in left)])
+        if message.problem:
+            say(f"rows of the queue are generated again: {message.problem}")
+        if message.rows:
+            begun = len(self._partials.rows)
+            say(f"the queue continues with {self.state.num_restored} finished and {begun} begun trajectories")
+
+    def _groups_ahead(self, rows: Iterable[GroupId], cursor: int) -> list[GroupId]:
+        """Groups that were first leased after the checkpoint, in the order of the data, up to the last one of `rows`."""
+        wanted = set(rows)
+        ahead = [self._pool.group_at(position) for position in range(self.state.cursor, cursor)]
+        while ahead and ahead[-1] not in wanted:
+            ahead.pop()
+        return ahead
+
+    def _restore_group(self, group_id: GroupId, saved: list[SavedRow]) -> list[SavedRow]:
+        """Put a group back into the queue, with its saved rows; returns those that nothing needs."""
+        group = self.state.groups.get(group_id)
+        ready: list[SavedRow] = []
+        needless: list[SavedRow] = []
+        for row in (row for row in saved if row.reward is not None):
+            known = group.rows[row.row.sample] if group else None
+            if known is None or (known.status is RowStatus.WANTED and known.attempt <= row.attempt):
+                ready.append(row)
+            elif known.status is not RowStatus.READY or known.attempt != row.attempt:  # else the report is repeated
+                needless.append(row)
+        if ready or group is None:
+            self.context.commit(
+                ev.GroupRestored(
+                    group=group_id,
+                    samples=[row.row.sample for row in ready],
+                    attempts=[row.attempt for row in ready],
+                    versions=[row.version for row in ready],
+                    num_tokens=[row.num_tokens for row in ready],
+                    rewards=[row.reward or 0.0 for row in ready],
+                    num_versions=[row.num_versions for row in ready],
+                    units=[row.storage_ids for row in ready],
+                )
+            )
+        return needless + [row for row in saved if row.reward is None and not self._partials.restore(row)]
+
+    def _drop(self, rows: Iterable[SavedRow]) -> None:
+        for row in rows:
+            for unit in row.storage_ids:
+                self.context.mailbox.send(process_of(unit), DropRows([row.key]))

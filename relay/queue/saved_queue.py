@@ -1,0 +1,150 @@
+"""The queue on the disk, so that a resumed run generates none of its rows again: `queue/step_N/` for the checkpoint after N steps.
+
+    rows.safetensors    the columns of each row as `KEY/COLUMN`; its metadata lists the rows
+    manifest.json       size and digest, written last (`relay/checkpoints.py`)
+
+A relay writes it in the background, from the copies in the storage units. Rows of a later version than N are left out: a resumed
+run has other weights under that number.
+"""
+
+import logging
+import queue
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from ...comm.disk import raise_if_full
+from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
+from ...comm.waits import join_thread
+from ..checkpoints import MANIFEST, CheckpointFolder
+from .replicated_rows import ReplicatedRows, RowNotFound
+
+log = logging.getLogger(__name__)
+
+_FILE = "rows.safetensors"
+_ROWS_PER_PUT = 64
+_IDLE_S, _CLOSE_S = 60.0, 10.0
+
+
+class SavedList(msgspec.Struct, frozen=True):
+    """The rows of a file and the position in the data that the hub had reached."""
+
+    cursor: int
+    rows: list[SavedRow]
+
+
+class QueueKeeper:
+    """A relay's thread that writes the queue to the disk and reads it back; each order is answered through `report`."""
+
+    def __init__(self, run_dir: Path, storage: ReplicatedRows, report: Callable[[Message], None]) -> None:
+        self._run_dir = run_dir
+        self._storage = storage
+        self._report = report
+        self._orders: queue.SimpleQueue[SaveQueue | RestoreQueue | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="queue keeper", daemon=True)
+
+    def start(self) -> "QueueKeeper":
+        """Start the thread; returns itself."""
+        self._thread.start()
+        return self
+
+    def submit(self, order: SaveQueue | RestoreQueue) -> None:
+        """Carry out an order after those before it; returns at once."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """End the thread once it has carried out its orders, and close the connections to the units."""
+        self._orders.put(None)
+        join_thread(self._thread, _CLOSE_S)
+        self._storage.close()
+
+    def _run(self) -> None:
+        """Carry out orders. Waits for the next one; ended by `close`."""
+        while True:
+            with suppress(queue.Empty):
+                match self._orders.get(timeout=_IDLE_S):
+                    case SaveQueue() as order:
+                        self._report(save_queue(self._run_dir, order, self._storage))
+                    case RestoreQueue(step=step):
+                        self._report(restore_queue(self._run_dir, step, self._storage))
+                    case None:
+                        return
+
+
+def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> QueueSaved:
+    """Write those rows that the units still have; files of checkpoints that are gone are removed."""
+    folder, checkpoints = CheckpointFolder(run_dir, "queue"), CheckpointFolder(run_dir)
+    columns: dict[str, np.ndarray] = {}
+    saved: list[SavedRow] = []
+    for row in order.rows:
+        try:
+            found = storage.get_row(row.key, row.storage_ids)
+        except RowNotFound:
+            continue  # trained meanwhile
+        if found.get("versions", np.empty(0)).max(initial=0) <= order.step:
+            saved.append(row)
+            columns |= {f"{row.key}/{name}": column for name, column in found.items()}
+    try:
+        path = folder.begin(order.step)
+        _write(columns, path / _FILE, SavedList(order.cursor, saved))
+        folder.seal(order.step)
+        for step in folder.whole().keys() - {order.step}:
+            if not (checkpoints.path(step) / MANIFEST).exists():
+                shutil.rmtree(folder.path(step))
+    except OSError as error:
+        shutil.rmtree(folder.path(order.step), ignore_errors=True)
+        return QueueSaved(order.number, 0, f"{folder.path(order.step)}: {error.strerror or error}")
+    return QueueSaved(order.number, len(saved))
+
+
+def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRestored:
+    """Put the rows of a file into the storage units, as many as there is room for."""
+    folder = CheckpointFolder(run_dir, "queue")
+    if not folder.path(step).exists():
+        return QueueRestored(step, 0, [])
+    if problem := folder.problem(step):
+        return QueueRestored(step, 0, [], f"{folder.path(step)} {problem}")
+    restored: list[SavedRow] = []
+    try:
+        with safe_open(folder.path(step) / _FILE, framework="numpy") as file:
+            listed = msgspec.json.decode((file.metadata() or {})["list"], type=SavedList)
+            names = _names(file)
+            for part in _parts(listed.rows):
+                keys = [row.key for row in part]
+                columns = {key: {name: file.get_tensor(f"{key}/{name}") for name in names[key]} for key in keys}
+                units = storage.try_put_rows(columns)
+                if units is None:
+                    return QueueRestored(step, listed.cursor, restored, "the storage units have no room for more")
+                restored += [msgspec.structs.replace(row, storage_ids=units) for row in part]
+    except (OSError, SafetensorError, msgspec.DecodeError, KeyError) as error:
+        return QueueRestored(step, 0, [], f"{folder.path(step)} cannot be read: {error}")
+    return QueueRestored(step, listed.cursor, restored)
+
+
+def _write(columns: dict[str, np.ndarray], path: Path, listed: SavedList) -> None:
+    try:
+        save_file(columns, path, {"list": msgspec.json.encode(listed).decode()})
+    except SafetensorError as error:
+        raise_if_full(path.parent)
+        raise OSError(str(error)) from error
+
+
+def _parts(rows: list[SavedRow]) -> Iterator[list[SavedRow]]:
+    return (rows[start : start + _ROWS_PER_PUT] for start in range(0, len(rows), _ROWS_PER_PUT))
+
+
+def _names(file: safe_open) -> dict[str, list[str]]:
+    """The names of the columns of each row in a file, by the row's key."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for tensor in file.keys():  # noqa: SIM118 - not a mapping
+        key, _, name = tensor.rpartition("/")
+        names[key].append(name)
+    return names

@@ -1,0 +1,104 @@
+"""The rows that the hub takes back from the disk when a run is resumed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.hub_scene import Scene
+
+from headrace.comm.messages import (
+    CheckpointWritten,
+    DropRows,
+    LeaseGrant,
+    LeaseRequest,
+    QueueRestored,
+    RestoreQueue,
+    RowsStreamed,
+    SavedRow,
+    SaveQueue,
+)
+from headrace.comm.messages.base import GroupId
+from headrace.relay.hub.saved_queue import PATIENCE_S
+from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.records import RowStatus
+
+UNIT = ["relay-0#1"]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path, lead=4)
+    yield scene
+    scene.close()
+
+
+def group_at(scene: Scene, position: int) -> GroupId:
+    return scene.hub.leases.pool.group_at(position)
+
+
+def finished(group: GroupId, sample: int, attempt: int = 1) -> SavedRow:
+    return SavedRow(group.row(sample), attempt, UNIT, version=0, num_tokens=5, reward=0.5)
+
+
+def test_with_a_checkpoint_the_rows_of_its_version_and_of_older_ones_are_saved(scene: Scene):
+    old = scene.lease(request=1, version=0)
+    scene.finish(old)
+    new = scene.lease(request=2, version=1)
+    scene.finish(new)
+    group = scene.lease(request=3, version=0).leases[0].group
+    begun = RowsStreamed(rows=[group.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=UNIT)
+    scene.say("rollout-0", begun)
+    scene.say("actor-0", CheckpointWritten(0, "checkpoints/step_0"))
+    [order] = [message for message in scene.heard("relay-0") if isinstance(message, SaveQueue)]
+    assert (order.step, order.cursor) == (0, 3)
+    rows = [SavedRow(old.leases[0].group.row(n), 1, UNIT, 0, 5, float(n)) for n in range(2)]
+    assert order.rows == [*rows, SavedRow(group.row(0), 1, UNIT, 0, 3)]
+
+
+def test_a_group_leased_after_the_checkpoint_takes_its_place_with_the_rows_that_were_saved(scene: Scene):
+    before, group = group_at(scene, 0), group_at(scene, 1)
+    begun = SavedRow(group.row(1), 1, UNIT, version=0, num_tokens=3)
+    scene.say("relay-0", QueueRestored(0, 3, [finished(group, 0), begun]))
+    state = scene.hub.state
+    assert (list(state.groups), state.cursor) == ([before, group], 2), "nothing after the last saved row is leased"
+    assert [row.status for row in state.groups[group].rows] == [RowStatus.READY, RowStatus.WANTED]
+    assert replay(scene.path).in_flight == 4 and account_dict(state)["holds"] is True
+    scene.say("rollout-0", LeaseRequest(1, 0, 2, can_continue=True))
+    [grant] = scene.heard("rollout-0")
+    assert isinstance(grant, LeaseGrant)
+    first, second = grant.leases
+    assert (first.group, first.samples, first.partials) == (before, [0, 1], ())
+    assert (second.group, second.samples) == (group, [1])
+    assert [(ref.sample, ref.key) for ref in second.partials] == [(1, begun.key)]
+
+
+def test_a_repeated_report_and_rows_that_nothing_needs_change_nothing(scene: Scene):
+    group = group_at(scene, 0)
+    rows = [finished(group, 0), finished(group, 1)]
+    scene.say("relay-0", QueueRestored(0, 1, rows))
+    scene.heard("relay-0")
+    num_lines = len(scene.path.read_bytes().splitlines())
+    scene.say("relay-0", QueueRestored(0, 1, rows))
+    assert not scene.heard("relay-0"), "the bytes of a row in the queue stay"
+    other = finished(GroupId(7, 0), 0)
+    scene.say("relay-0", QueueRestored(0, 1, [other, finished(group, 1, attempt=3)]))
+    dropped = [key for message in scene.heard("relay-0") if isinstance(message, DropRows) for key in message.keys]
+    assert sorted(dropped) == sorted([other.key, group.row(1).key(3)])
+    assert len(scene.path.read_bytes().splitlines()) == num_lines
+
+
+@pytest.mark.parametrize("how", ["answer", "death", "deadline"])
+def test_leases_wait_until_the_queue_is_read_or_cannot_be(scene: Scene, how: str):
+    scene.hub.saved_queue.restore()
+    assert any(isinstance(message, RestoreQueue) for message in scene.heard("relay-0"))
+    scene.say("rollout-0", LeaseRequest(1, 0, 1))
+    assert not scene.heard("rollout-0")
+    if how == "answer":
+        scene.say("relay-0", QueueRestored(0, 0, [], "step_0 lacks rows.safetensors"))
+    elif how == "death":
+        scene.hub.on_process_death("relay-0", "incarnation 1 is gone")
+    else:
+        scene.now += PATIENCE_S + 1
+        scene.hub.advance()
+    [grant] = scene.heard("rollout-0")
+    assert isinstance(grant, LeaseGrant) and grant.leases
