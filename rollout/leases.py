@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
+FILLING_STEPS = 3
+"""Versions that came out during a rollout's last drain, from which on it fills its cache: a share of a step is too little then."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,9 @@ class HeldLeases:
         self._pacing = pacing
         self._clock = clock
         self._taken = 0
+        self._newest = -1
+        self._fills = False
+        """It takes as much as it can run on this version, not its share."""
         self.can_continue = can_continue
         self._evaluates = False
         """More prompts of an evaluation of the present version may be left."""
@@ -119,9 +124,11 @@ class HeldLeases:
             held.completion is None for held in self.held.values() if held.row_id.is_evaluation
         )
 
-    def begin_version(self) -> None:
+    def begin_version(self, version: int) -> None:
         """Reset the share after a change of weights, and forget an open request."""
         self._is_asking, self._taken, self._evaluates = False, 0, False
+        self._fills = self._pacing.may_fill and 0 <= self._newest <= version - FILLING_STEPS
+        self._newest = max(self._newest, version)
 
     def drained(self) -> None:
         """Reset the share: nothing is held."""
@@ -139,7 +146,7 @@ class HeldLeases:
         groups = math.ceil(room / self._samples_per_prompt)
         if not self._evaluates and is_outdated:
             return
-        if not self._evaluates and self._pacing.share is not None:
+        if not (self._evaluates or self._fills or self._pacing.share is None):
             groups = min(groups, self._pacing.share - self._taken)
         if groups > 0:
             number = self._request.request_id + 1

@@ -200,7 +200,7 @@ class Rollout:
         for live in self.generator.unfinished():
             self.leases.held[live.trajectory_id].switches.append((live.num_tokens, receipt.version))
         self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
-        self.leases.begin_version()
+        self.leases.begin_version(receipt.version)
         self._totals.pull_s = self._clock.now() - started
 
     def _read_messages(self, timeout_s: float = 0.0) -> None:

@@ -16,6 +16,8 @@ class RolloutPacing:
     """Groups that it takes before it drains."""
     takes_share_at_once: bool
     """It takes its share of a batch when the batch begins, even if it cannot run all of it together."""
+    may_fill: bool = False
+    """It takes more than its share where a drain lasts for several steps: a share of one would leave it half empty."""
     repacks: bool = False
     """Its long trajectories may move to another rollout."""
 
@@ -24,10 +26,11 @@ class RolloutPacing:
         """The rules of `run.schedule`; the default share is an equal part of a step."""
         rules = SCHEDULES[schedule]
         share = None if rules.takes_share_at_once else batch_groups
+        may_fill = share is None and not (rules.updates_mid_trajectory or rules.takes_share_at_once)
         if share is None and not rules.updates_mid_trajectory:
             share = -(-prompts_per_step // num_rollouts)
         repacks = rules.repacks and num_rollouts > 1
-        return RolloutPacing(rules.updates_mid_trajectory, share, rules.takes_share_at_once, repacks)
+        return RolloutPacing(rules.updates_mid_trajectory, share, rules.takes_share_at_once, may_fill, repacks)
 
     @staticmethod
     def from_recipe(recipe: Recipe) -> "RolloutPacing":

@@ -64,7 +64,7 @@ class GeneratorService:
         self._storage.attach()
         self.version = receipt.version
         self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
-        self._leases.begin_version()
+        self._leases.begin_version(self.version)
         return self._layout.views(self._buffer)
 
     def prompts(self, room: int) -> list[LeasedRow]:

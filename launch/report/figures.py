@@ -16,6 +16,8 @@ WARM_UP_STEPS = 3
 """First steps, which do not count: the rollouts still generate in step with each other."""
 LAST_STEPS = 2
 """Last steps, which do not count: the rollouts begin nothing new."""
+WARM_UP_SHARE, LAST_SHARE = 5 / 12, 1 / 6
+"""The same as shares of a longer run: on many devices a trajectory lasts many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def window_of(timeline: Timeline, num_steps: int) -> Window:
     for span in timeline.spans["actor-0"]:
         if "step" in span.facts:
             starts.setdefault(span.facts["step"], span.start)
-    first, last = WARM_UP_STEPS, num_steps - LAST_STEPS
+    first = max(WARM_UP_STEPS, int(num_steps * WARM_UP_SHARE))
+    last = num_steps - max(LAST_STEPS, int(num_steps * LAST_SHARE))
     assert first < last, f"{num_steps} steps are too few to measure"
     return Window(first, last, starts[first], starts[last])
 

@@ -28,7 +28,7 @@ class VirtualStream:
         self._micro_tokens = recipe.optimizer.micro_tokens
         self._prompt_tokens = recipe.emulated.prompt_tokens
         self._longest = recipe.sampling.max_new_tokens
-        self._zeros = np.zeros(self._longest, np.int32)
+        self._ones = np.ones(self._longest, np.uint8)
         self._ahead: deque[Batch] = deque()
         self._step = self._received = 0
         self._request_ids = itertools.count(1)
@@ -72,7 +72,7 @@ class VirtualStream:
         for row in batch.rows:
             length = row.num_tokens - self._prompt_tokens
             is_cut = np.array([length >= self._longest], np.uint8)
-            batch.columns[row.key] = {"response_ids": self._zeros[:length], "truncated": is_cut}
+            batch.columns[row.key] = {"loss_mask": self._ones[:length], "truncated": is_cut}
         return batch
 
 

@@ -47,7 +47,7 @@ def grant(request: LeaseRequest) -> LeaseGrant:
 
 def test_a_grant_of_the_present_request_starts_on_the_weights_that_came_meanwhile(desk: Desk):
     request = desk.request(version=3)
-    desk.leases.begin_version()
+    desk.leases.begin_version(4)
     ((_, rows),) = desk.leases.take(grant(request), version=4)
     assert [row.version for row in rows] == [4, 4] and not desk.heard()
 
@@ -65,11 +65,31 @@ def test_the_versions_of_a_response_are_those_that_drew_its_tokens():
 
 def test_a_grant_of_an_older_request_goes_back_after_a_change_of_weights(desk: Desk):
     older = desk.request(version=3)
-    desk.leases.begin_version()
+    desk.leases.begin_version(4)
     desk.request(version=4)
     assert not desk.leases.take(grant(older), version=4)
     (returned,) = desk.heard()
     assert isinstance(returned, LeaseReturn) and returned.groups == [GROUP]
+
+
+def test_a_rollout_takes_more_than_its_share_where_a_drain_lasts_for_several_steps(desk: Desk):
+    asked: list[int] = []
+    for version in (0, 1, 3, 6, 8, 11):  # two versions in one drain may be chance
+        desk.leases.begin_version(version)
+        desk.leases.ask(version, room=100)
+        (request,) = desk.heard()
+        assert isinstance(request, LeaseRequest)
+        asked.append(request.num_groups)
+        desk.leases.take(LeaseGrant(request.request_id, version, []), version)
+    share, everything = 4, 50
+    assert asked == [share, share, share, everything, share, everything]
+
+
+def test_a_rollout_that_joins_late_takes_its_share(desk: Desk):
+    desk.leases.begin_version(40)
+    desk.leases.ask(40, room=100)
+    (request,) = desk.heard()
+    assert isinstance(request, LeaseRequest) and request.num_groups == 4
 
 
 def evaluation_of(request: LeaseRequest, num_groups: int) -> LeaseGrant:
