@@ -115,7 +115,7 @@ def make_policy(folder: Path, seed: int, task: Task) -> None:
     """Build and warm up the policy of this seed, unless its folder exists."""
     if folder.is_dir():
         return
-    print_message("making and warming up a small policy (once; about half a minute)")
+    print_message("making and warming up a small policy (once; a minute or two)")
     from .recipes.tiny_policy import build_policy
 
     build_policy(folder, task.characters, task.example, seed=seed, num_steps=task.warm_up_steps)
