@@ -19,7 +19,7 @@ from ..processes.child import print_message
 from .harness import BenchProcess, Measurement, Options, peer_environment
 from .policies import policy_folder
 
-_STEPS, _PROMPTS, _SAMPLES, _NEW_TOKENS = 8, 8, 8, 256
+_STEPS, _PROMPTS, _SAMPLES, _NEW_TOKENS = 24, 8, 8, 256
 _CORES = 2
 _PEER_DEADLINE_S = 1200.0
 _PEER = Path(__file__).with_name("trl_peer.py")
