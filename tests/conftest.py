@@ -49,6 +49,9 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a fleet of this process sets them, for its own host
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     threads, segments = set(threading.enumerate()), _segments()
     yield
     close_all()

@@ -4,14 +4,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Stop
-from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, RelaySettings, RepackSettings
+from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, Recipe, RepackSettings, RunSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
@@ -52,7 +51,7 @@ class Processes:
         self.hosted = StoreServer("127.0.0.1")
         self.settings = CommSettings(heartbeat_s=0.02, expiry_s=NEVER_S, deadline_s=PATIENCE_S)
         self.fleets = {role: self.join(role) for role in ("hub", "relay")}
-        recipe = SimpleNamespace(comm=self.settings, relay=RelaySettings())
+        recipe = Recipe(comm=self.settings, run=RunSettings(dir=str(folder)))
         self.relay = threading.Thread(target=relay_loop.run, args=(self.fleets["relay"], recipe), daemon=True)
         self.relay.start()
         (folder / "data.jsonl").write_text('{"prompt": "p"}\n' * 5)
