@@ -20,6 +20,8 @@ from ..comm.recipe import DataSettings
 
 MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
+_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
+"""Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
 _NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 
@@ -176,7 +178,7 @@ def open_rows(settings: DataSettings) -> DatasetRows:
     (name,) = settings.paths
     path = Path(name)
     is_table = path.suffix == ".parquet" or path.is_dir()
-    is_hub_id = not path.exists() and not path.suffix and not path.is_absolute() and name.count("/") <= 1
+    is_hub_id = not path.exists() and path.suffix not in _FILES and not path.is_absolute() and name.count("/") <= 1
     rows: DatasetRows = TableRows(_load_table(settings, name)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
         raise SettingError(f"data.path: {name} has no rows")
@@ -228,6 +230,7 @@ def _load_table(settings: DataSettings, name: str) -> Any:
     path = Path(name)
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError:
         raise SettingError(
             f"data.path: {name} is not a .jsonl file; parquet files and Hugging Face data sets need the"
@@ -240,5 +243,7 @@ def _load_table(settings: DataSettings, name: str) -> Any:
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))
         return datasets.load_dataset(name, settings.subset or None, split=settings.split)
-    except (OSError, ValueError, KeyError) as error:  # the library raises these for a wrong name, split or file
-        raise SettingError(f"data.path: cannot load {name}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        # The library raises these for a wrong name, split or file.
+        told = str(error.__cause__ or error) or type(error).__name__
+        raise SettingError(f"data.path: cannot load {name}: {told.splitlines()[0]}") from error

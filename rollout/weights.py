@@ -115,6 +115,12 @@ class _Adapter:
         self.buffer: np.ndarray = host_buffer(self.layout.num_bytes)
         policy.split(tensor_parallel)
         self._base = {name: layer.weight.detach().clone() for name, layer in self._targets.items()}
+        weights = policy.weights()
+        whole = Layout.of(weights, policy.dtype)
+        views = whole.views(torch.empty(whole.num_bytes, dtype=torch.uint8, device=device))
+        for name, weight in weights.items():
+            views[name].copy_(weight.detach())
+        policy.bind(views)  # side by side, as without an adapter: fused products need no copy of them on a GPU
         policy.to(device)
 
     @torch.no_grad()

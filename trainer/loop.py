@@ -105,6 +105,8 @@ class Trainer:
         self.stream.start()
         self.publish()
         try:
+            if self.evaluates and self.learner.version >= self.recipe.run.steps:
+                self.last_evaluations()  # a process before this one had trained the last step
             while (step := self.learner.version) < self.recipe.run.steps:
                 self.train_step(step)
                 self.checkpoint_if_due()

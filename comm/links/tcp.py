@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _UNANSWERED_MS = 20_000
 """Milliseconds after which a connection breaks whose bytes the other host does not take: it is cut off."""
+_TLS_PIECE = 1 << 18
 _TLS_BYTES = 1 << 30  # ssl takes less than 2 GiB in one call
 _TLS_WAIT_S = 1e6  # and less than 2**31 ms
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
@@ -52,7 +53,12 @@ class TcpLink:
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         try:
             self._limit(socket.SO_SNDTIMEO, deadline_s)
-            self._socket.sendall(buffer.data)
+            if not isinstance(self._socket, ssl.SSLSocket):
+                self._socket.sendall(buffer.data)
+                return
+            view = buffer.data
+            while view:  # the deadline is for a piece, as the kernel's is: a slow link that goes on is not broken
+                view = view[self._socket.send(view[:_TLS_PIECE]) :]
         except OSError as error:
             raise self._broken("send", error) from error
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
+from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.dataset import checked_prompts, open_rows
 from ...relay.journal.evaluations import pass_sizes
@@ -21,6 +22,10 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
     if settings.samples > 1 and settings.temperature == 0:
         raise SettingError(
             f"eval.samples={settings.samples}: greedy responses to a prompt are equal; set eval.temperature above 0"
+        )
+    if recipe.comm.deadline_s < 2 * WAIT_S:
+        raise SettingError(
+            f"comm.deadline_s: with eval.path at least {2 * WAIT_S:g}, since the trainer may wait for an evaluation"
         )
     try:
         data = evaluation_data(recipe.data, settings).values()

@@ -18,6 +18,7 @@ from ...comm.messages import (
 )
 from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
+from ...comm.recipe.evaluation import WAIT_S
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus, TaskRecord
 from ..queue.batch import TRAIN
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 _MICRO_BATCHES_PER_RANK = (2, 8)
 """Micro-batches for each rank of the trainer in one answer: enough to fill them well, few enough that the first begins early."""
-WAIT_S = 30.0
-"""Longest time without an answer to the trainer while rollouts work on an evaluation; its own wait has a deadline."""
 _PARTS = 8
 """Answers for a step, where that many micro-batches allow it: rows that are handed out early only grow older."""
 

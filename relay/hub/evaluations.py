@@ -45,6 +45,8 @@ class Evaluations(Handler):
         """The version to evaluate and a share of its prompts for this holder; no prompts if it gets none now."""
         if self.prompts is None:
             return request.version, []
+        if self.log.begun and self.log.open and self.log.begun.num_prompts != self.prompts.num_prompts:
+            self.give_up("the prompts of eval.path have changed")
         may_go_back = request.can_continue and not self._mixes_versions
         if self._is_left_behind(request) and not may_go_back:
             self.give_up("no rollout has its version any more")

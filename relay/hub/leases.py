@@ -33,6 +33,8 @@ class Leases(Handler):
         self.partials = partials
         self._requests: dict[str, LeaseRequest] = {}
         self._drained: set[str] = set()
+        self._empty: dict[str, int] = {}
+        """The last request of each holder that was answered without leases; the journal has none for it."""
         grants = self.state.grants.items()
         self._newest = {holder: LeaseRequest(grant.request_id, grant.version, 0) for holder, grant in grants}
         self.routes = {
@@ -52,6 +54,7 @@ class Leases(Handler):
             share = math.ceil(self.admission.free_places(state) / num_asking)
             version, prompts = self.evaluations.lease(holder, request, state.samples_per_prompt)
             if prompts or request.only_evaluation:
+                self._empty[holder] = -1 if prompts else request.request_id
                 self._answer(holder, LeaseGrant(request.request_id, version, prompts))
             elif (older := self._older_version(holder, request)) is not None:
                 self._grant(holder, request, older, share=0)
@@ -90,6 +93,8 @@ class Leases(Handler):
         granted = self.state.grants.get(sender)
         if granted is not None and granted.request_id == request.request_id:
             self.context.mailbox.send(sender, self._rest_of(sender, granted))
+        elif self._empty.get(sender) == request.request_id:  # a grant under an answered number would never be taken
+            self.context.mailbox.send(sender, LeaseGrant(request.request_id, request.version, []))
         elif sender in self._drained:
             self._stop_if_empty(sender)
         else:
@@ -101,6 +106,8 @@ class Leases(Handler):
         Another process, such as a relay, has no leases and stops at once.
         """
         self._drained.add(message.member)
+        self._empty: dict[str, int] = {}
+        """The last request of each holder that was answered without leases; the journal has none for it."""
         if self._requests.pop(message.member, None) is not None or not message.member.startswith("rollout-"):
             self._stop_if_empty(message.member)
 

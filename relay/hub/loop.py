@@ -37,7 +37,7 @@ from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
 from ..dataset import open_prompts
 from ..journal import events as ev
-from ..journal.journal import Journal, account_dict, cut_at_checkpoint, opened_by, replay
+from ..journal.journal import Journal, account_dict, cut_at_checkpoint, opened_by, read_events, replay
 from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
@@ -232,14 +232,13 @@ def open_journal(
         _commit(ev.HubRestarted(), state, journal, clock)
         return state, journal
     if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
+        _check_same_groups(path, recipe)  # before a line is cut
         kept = cut_at_checkpoint(path, latest)
         state = replay(path)
     elif path.exists() and recipe.run.resume == "auto":
         path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
     elif path.exists():
         raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
-    if state.samples_per_prompt not in (0, recipe.batch.samples_per_prompt):
-        raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {state.samples_per_prompt}")
     # The other processes wait for the hub while it waits for room.
     journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
     samples = recipe.batch.samples_per_prompt
@@ -248,6 +247,13 @@ def open_journal(
     for event in kept:
         _commit(event, state, journal, clock)
     return state, journal
+
+
+def _check_same_groups(path: Path, recipe: Recipe) -> None:
+    """Raise `SettingError` if the run of a journal began with groups of another size."""
+    opened = next((event for _, event in read_events(path) if isinstance(event, ev.Opened)), None)
+    if opened is not None and opened.samples_per_prompt != recipe.batch.samples_per_prompt:
+        raise SettingError(f"batch.samples_per_prompt: the run in {path.parent} began with {opened.samples_per_prompt}")
 
 
 def _commit(event: ev.Event, state: HubState, journal: Journal, clock: Clock) -> None:

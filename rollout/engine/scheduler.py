@@ -207,6 +207,7 @@ class Scheduler:
             group.num_dropped = sequence.num_cached
             self._release(sequence)
         group.pages, group.num_cached, group.chain = sequence.pages, sequence.num_cached, sequence.chain
+        sequence.pages, sequence.num_cached, sequence.chain = [], 0, None  # the group's, which may lose them
         self.waiting.append(group)
         return True
 

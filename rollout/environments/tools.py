@@ -105,7 +105,8 @@ class ToolEnvironment:
 
     async def step(self, completion: str) -> StepResult:
         calls = parse_calls(completion, list(self._tools), is_chat=self._is_chat)
-        results = [(each.name, await self._result(each)) for each in calls]
+        # A policy may write half of a surrogate pair, which no tokenizer takes.
+        results = [(each.name, (await self._result(each)).encode(errors="replace").decode()) for each in calls]
         before, self._reward = self._reward, float(getattr(self._owner, "reward", 0.0))
         gained = self._reward - before
         if not calls:

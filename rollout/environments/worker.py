@@ -4,7 +4,7 @@ A question has the whole transcript of a trajectory. If this process does not ho
 environment is built again: by `restore`, else by `reset` and the same steps. So a trajectory may move between processes, and no
 process has to be kept alive.
 
-Each call has a deadline. A coroutine is cancelled, a thread is abandoned. Code that blocks the event loop itself is found by a
+Each call has a deadline. A coroutine is cancelled, and abandoned if it goes on; a thread is abandoned. Code that blocks the event loop itself is found by a
 second thread: it answers for that call, and the process ends; `pool.py` asks the next process the other questions again.
 """
 
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
@@ -45,12 +47,16 @@ class Worker:
         self._make = make
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
+        self._open: set[asyncio.Task[Any]] = set()
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """`{"observation", "reward", "done", "state"}`, or `{"error"}` with one line for the log."""
         try:
             answer = await self._advance(question)
             json.dumps(answer)
+            msgspec.msgpack.encode(
+                answer
+            )  # refuses half of a surrogate pair, and numbers above 64 bits, which JSON takes
             return answer
         except TimeoutError:
             return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}
@@ -96,8 +102,19 @@ class Worker:
         return environment
 
     async def _limited(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        async with asyncio.timeout(self._timeout_s):
-            return await call(function, *arguments, **named)
+        """The call's result, or `TimeoutError`: a coroutine that does not end when it is cancelled is abandoned."""
+        running = asyncio.current_task()
+        assert running is not None
+        task = asyncio.create_task(call(function, *arguments, **named), name=running.get_name())
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            raise TimeoutError
+        return await task  # it is done
 
 
 def _check(step: StepResult, *, is_chat: bool) -> None:

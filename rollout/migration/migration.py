@@ -192,7 +192,8 @@ class Migration:
         """
         started, began = self._seconds(), self._trace.now()
         staying = {x.row_id.group for x in self._leases.held.values() if x.completion} if self._keeps_groups else ()
-        live = [(x.trajectory_id, self._leases.held[x.trajectory_id]) for x in self._generator.unfinished()]
+        unfinished = (x.trajectory_id for x in self._generator.unfinished())
+        live = [(number, self._leases.held[number]) for number in unfinished if number in self._leases.held]
         movable = [number for number, held in live if not (held.claim_id or held.row_id.group in staying)]
         with_cache = self._costs.should_send_cache(to.host == self._fleet.me.host, token_bytes, prefill_s)
         states = self._generator.export_sequences(movable, with_cache)

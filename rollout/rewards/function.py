@@ -116,7 +116,7 @@ class RewardFunction:
         if self._is_verl:
             yield "data_source", [row.get("data_source") for row in rows]
             yield "solution_str", [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-            yield "extra_info", [row.get("extra_info", row) for row in rows]
+            yield "extra_info", [row if row.get("extra_info") is None else row["extra_info"] for row in rows]
             if self._takes_any or {"ground_truth", "ground_truths"} & self._names:
                 yield "ground_truth", [_ground_truth(row) for row in rows]
 
@@ -180,13 +180,13 @@ def combined(names: list[str], weights: list[float], scores: list[Scores]) -> li
 def _ground_truth(row: dict[str, Any]) -> Any:
     """The first of `ground_truth`, `reward_model.ground_truth` as in verl's data sets, `answer` and `solution`."""
     nested = row.get("reward_model")
-    for place in (row, nested if isinstance(nested, dict) else {}):
-        if "ground_truth" in place:
-            return place["ground_truth"]
-    for name in ("answer", "solution"):
-        if name in row:
-            return row[name]
-    raise KeyError("the data has no column ground_truth, reward_model.ground_truth, answer or solution")
+    verls = nested if isinstance(nested, dict) else {}
+    places = ((row, "ground_truth"), (verls, "ground_truth"), (row, "answer"), (row, "solution"))
+    found = [place[name] for place, name in places if name in place]
+    if not found:
+        raise KeyError("the data has no column ground_truth, reward_model.ground_truth, answer or solution")
+    # Rows of other data in the same call may have columns that are None here.
+    return next((value for value in found if value is not None), None)
 
 
 def _result(value: Any) -> Any:

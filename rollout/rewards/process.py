@@ -67,7 +67,6 @@ class RewardProcess:
         self._settings = settings
         self._max_steps = max_steps
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_async = False
         self._unread = b""
         self._last_id = 0
         self._failed: list[tuple[Call, dict[str, Any]]] = []
@@ -77,9 +76,11 @@ class RewardProcess:
         """Samples that may be asked for now, beside the open calls; one of a process that has not started yet."""
         if self._process is None:
             return 0 if self.calls else 1
-        if not self._has_async:
+        if (
+            not self.is_async
+        ):  # a second call would wait for the first one's plain functions, at the cost of its own deadline
             return 0 if self.calls else MAX_BATCH
-        return min(1 if self.is_async else MAX_BATCH, MAX_ASYNC - sum(len(call.items) for call in self.calls.values()))
+        return min(1, MAX_ASYNC - sum(len(call.items) for call in self.calls.values()))
 
     def ask(self, units: list[Unit]) -> None:
         """Begin a call for some units; `answers` has its result within `reward.timeout_s`."""
@@ -165,7 +166,7 @@ class RewardProcess:
         if "error" in ready:
             self.close()
             return ready["error"]
-        self.is_async, self._has_async = ready["is_async"], ready["has_async"]
+        self.is_async = ready["is_async"]
         return ""
 
     def _end(self, problem: str, guilty: Collection[int] = ()) -> None:

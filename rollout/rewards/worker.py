@@ -109,7 +109,7 @@ def main() -> None:
     try:
         rewards = _load(settings)
         rewards.start()
-        _write(answers, 0, {"is_async": rewards.is_async, "has_async": rewards.has_async})
+        _write(answers, 0, {"is_async": rewards.is_async})
     except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
         _write(answers, 0, {"error": explain(error)})
         return

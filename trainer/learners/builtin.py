@@ -18,7 +18,7 @@ from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import load_state, save_state, staged
 from ..logprobs import response_logprobs
-from ..policy.adapter_files import merge_adapter, write_adapter
+from ..policy.adapter_files import check_adapter, merge_adapter, write_adapter
 from ..policy.lora import adapter_weights, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
@@ -80,6 +80,8 @@ class ActorLearner(Actor):
         return write
 
     def restore(self, folder: Path) -> None:
+        if self.recipe.lora.rank:
+            check_adapter(folder / "adapter", self._published(), self.recipe.lora)
         load_state(self.state, folder, is_alone=self.group.size == 1)
 
     def _published(self) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from headrace.comm.messages import (
 )
 from headrace.comm.messages.migration import ClaimRows
 from headrace.comm.recipe import EvalSettings
-from headrace.relay.hub.dispatch import WAIT_S
+from headrace.comm.recipe.evaluation import WAIT_S
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts

@@ -175,6 +175,17 @@ def test_a_paused_sequence_continues_after_the_tokens_of_its_environment():
     assert sequence.token_ids == [1, 3, 3, 3, *[1] * 8] and len(sequence.logprobs) == 12
 
 
+def test_a_resumed_sequence_has_no_pages_that_new_weights_have_freed():
+    scheduler = Scheduler(PagePool(9, PAGE), 3, 100)
+    scheduler.add(group(7, 1, 5, 12))
+    step(scheduler, Slots())
+    scheduler.pause(7)
+    scheduler.resume(7, [3])
+    scheduler.forget()
+    sequence = scheduler.find(7)
+    assert sequence is not None and (sequence.pages, sequence.num_cached) == ([], 0)
+
+
 arrivals = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 23), st.integers(1, 23)), max_size=12
 )

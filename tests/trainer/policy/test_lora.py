@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from support.policies import random_prompts, tiny_policy
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import LoraSettings
 from headrace.comm.tensor_split import TensorSplit
-from headrace.trainer.policy.adapter_files import merge_adapter, read_adapter, write_adapter
+from headrace.trainer.policy.adapter_files import check_adapter, merge_adapter, read_adapter, write_adapter
 from headrace.trainer.policy.lora import (
     LoraLinear,
     adapter_weights,
@@ -151,6 +152,15 @@ def test_an_adapter_is_written_as_peft_reads_it(tmp_path: Path):
     assert config["target_modules"] == sorted({name.split(".")[-2] for name in weights})
     read = read_adapter(tmp_path / "adapter")
     assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_a_checkpoints_adapter_of_other_settings_is_refused(tmp_path: Path):
+    weights = {name: weight.detach() for name, weight in adapter_weights(adapted(tiny_policy(tmp_path)).model).items()}
+    write_adapter(tmp_path / "adapter", weights, LORA, "some/base")
+    check_adapter(tmp_path / "adapter", weights, LORA)
+    for name, value in (("rank", 5), ("alpha", 64.0), ("targets", ("q_proj",))):
+        with pytest.raises(SettingError, match=f"lora.{name}"):
+            check_adapter(tmp_path / "adapter", weights, structs.replace(LORA, **{name: value}))
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's own
