@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class PausingGenerator(Protocol):
-    """What episodes ask of a generator in addition; `SamplingParams.pause_at_stop` makes it pause."""
+    """The methods that episodes need of a generator in addition; `SamplingParams.pause_at_stop` makes it pause."""
 
     def resume(self, trajectory_id: int, token_ids: Sequence[int]) -> bool:
         """Continue a paused trajectory after these tokens; False if they leave no room for another."""

@@ -50,7 +50,7 @@ class LeasedRow:
 
     @property
     def episode_reward(self) -> float:
-        """What its environment gave, 0 without one."""
+        """The reward that its environment gave, 0 without one."""
         return 0.0 if self.episode is None else self.episode.reward
 
     def token_versions(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a rollout has done since it started, and how full it is: its report to the hub."""
+"""The work of a rollout since it started and the load of its cache: its report to the hub."""
 
 import math
 from dataclasses import dataclass

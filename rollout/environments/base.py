@@ -21,7 +21,7 @@ class StepResult(NamedTuple):
     """The answer to a turn. A plain tuple will do, as in Gymnasium: (observation, reward, done)."""
 
     observation: str | Messages = ""
-    """What the policy reads next: text, or chat messages where the prompt is chat messages. Unused with `done`."""
+    """The policy reads this next: text, or chat messages where the prompt is chat messages. Unused with `done`."""
     reward: float = 0.0
     """It counts besides the other turns' rewards."""
     done: bool = False

@@ -1,4 +1,4 @@
-"""What an environment says, as the tokens that follow a turn of the policy."""
+"""The observation of an environment, as the tokens that follow a turn of the policy."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -47,7 +47,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSet
 
 
 def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]:
-    """What makes an adapter this one, in peft's terms."""
+    """Rank, alpha and targets of an adapter, in peft's terms."""
     layers = {name.rpartition(".")[0].rpartition(".")[2] for name in names}
     chosen = (settings.targets,) if isinstance(settings.targets, str) else settings.targets
     targets = sorted(layers if settings.targets == ALL_LINEAR else chosen)
