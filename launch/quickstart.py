@@ -28,7 +28,7 @@ OPENINGS = (
 
 
 class Task(NamedTuple):
-    """What a small policy is made for: its alphabet, its demonstrations and their number, its prompts, its functions."""
+    """The task of a small policy: its alphabet, its demonstrations and their number, its prompts, its functions."""
 
     home: str
     characters: str

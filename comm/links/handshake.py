@@ -20,7 +20,7 @@ def authenticate(
 ) -> None:
     """Prove to the other end that this one knows `secret`, check its proof, and agree on the key of the link's seal.
 
-    With `tls` the link is encrypted first; the proofs then hold for this TLS connection alone, so nobody can pass them on.
+    With `tls` the link is encrypted first; the proofs then hold for this TLS connection alone and cannot be passed on.
     On failure closes the link and raises `LinkBroken`.
     """
     binding = b"" if tls is None else link.start_tls(tls, end, deadline_s)

@@ -1,4 +1,4 @@
-"""What an environment answers, and how far a trajectory has come in one.
+"""The answers of an environment, and the transcript of a trajectory in one.
 
 An environment is a class of the user's, one object for each trajectory; every method may be `async`:
 

@@ -4,8 +4,9 @@ A question has the whole transcript of a trajectory. If this process does not ho
 environment is built again: by `restore`, else by `reset` and the same steps. So a trajectory may move between processes, and no
 process has to be kept alive.
 
-Each call has a deadline. A coroutine is cancelled, and abandoned if it goes on; a thread is abandoned. Code that blocks the event loop itself is found by a
-second thread: it answers for that call, and the process ends; `pool.py` asks the next process the other questions again.
+Each call has a deadline. A coroutine is cancelled, and abandoned if it continues; a thread is abandoned. Code that blocks the event
+loop itself is found by a second thread: it answers for that call, and the process ends; `pool.py` asks the next process the other
+questions again.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ class Worker:
             json.dumps(answer)
             msgspec.msgpack.encode(
                 answer
-            )  # refuses half of a surrogate pair, and numbers above 64 bits, which JSON takes
+            )  # refuses what JSON alone takes: half a surrogate pair, numbers above 64 bits
             return answer
         except TimeoutError:
             return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}

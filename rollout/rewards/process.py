@@ -204,7 +204,7 @@ class RewardProcess:
         return True
 
     def _read(self, deadline: float) -> dict[str, Any] | None:
-        """The next answer, or None if there is none before the deadline. Raises `EOFError` when the worker has ended."""
+        """The next answer, or None at the deadline. Raises `EOFError` when the worker has ended."""
         assert self._process is not None and self._process.stdout is not None
         while True:
             line, newline, rest = self._unread.partition(b"\n")
