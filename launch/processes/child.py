@@ -24,6 +24,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         console: bool = True,
+        stdin: int = subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
         death_signal: signal.Signals = signal.SIGKILL,
         ignores_sigterm: bool = False,
@@ -51,7 +52,7 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=None if console else stream or subprocess.DEVNULL,
                 stderr=stream,
                 pass_fds=pass_fds,
