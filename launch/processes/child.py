@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from ...comm.process_tree import end_with_parent
@@ -44,11 +45,9 @@ class Child:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
             end_with_parent(death_signal, parent)
 
-        stream = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            stream = log.open("ab")
-        try:
+        with nullcontext() if log is None else log.open("ab") as stream:
             self._process = subprocess.Popen(
                 command,
                 env={**os.environ, **(environment or {})},
@@ -59,9 +58,6 @@ class Child:
                 start_new_session=True,
                 preexec_fn=prepare,  # noqa: PLW1509 - the parents that use this have one thread
             )
-        finally:
-            if stream is not None:
-                stream.close()
 
     @property
     def pid(self) -> int:

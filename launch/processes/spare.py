@@ -15,7 +15,7 @@ from .child import Child
 
 SPARED = frozenset({"hub", "relay"})
 """The roles that have spares."""
-SPARE_AFTER_S = 20.0
+SPARE_AFTER_S = 10.0
 """Age of a process at which its spare starts: the start of a run is not slower for it."""
 _THREAD_NAME = "spare"
 
