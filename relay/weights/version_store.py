@@ -105,7 +105,7 @@ class VersionStore:
     def fence(self, incarnation: int) -> None:
         """Refuse what earlier incarnations of the trainer send from now on; a version that one has begun is abandoned.
 
-        A rank that was frozen while the others started again would else complete it. What a relay sends on is whole.
+        A rank that was frozen while the others started again would else complete it. Offers of relays pass: they are whole.
         """
         with self._changed:
             if incarnation <= self._trainer_incarnation:
