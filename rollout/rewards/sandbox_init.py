@@ -111,7 +111,8 @@ def main() -> None:
 
 def _free_user() -> int:
     """A user of this program alone, which the user namespace knows; 0 if it knows root alone, as in some containers."""
-    maps = [[list(map(int, line.split())) for line in Path(f"/proc/self/{kind}_map").open()] for kind in ("uid", "gid")]
+    texts = [Path(f"/proc/self/{kind}_map").read_text() for kind in ("uid", "gid")]
+    maps = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in texts]
     end = min(max(first + count for first, _, count in each) for each in maps)
     for user in (_FIRST_UID + os.getpid(), end - 1 - os.getpid() % max(1, end // 2)):
         if all(any(first <= user < first + count for first, _, count in each) for each in maps):

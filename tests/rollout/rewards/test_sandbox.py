@@ -101,7 +101,7 @@ def test_a_program_runs_where_root_is_the_only_user_as_in_some_containers():
         subprocess.run(["unshare", "--user", "--map-root-user", "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this host gives no user namespace: {error}")
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=200).stdout
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
     assert answer.strip() == str(SandboxResult(0, "True\n", ""))
 
 
