@@ -11,7 +11,8 @@ from pathlib import Path
 from ...comm.process_tree import end_with_parent
 
 WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""The signals that a parent waits for: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
+"""The signals that a parent waits for: `wait_for_signal(seconds)` after `block_signals()`."""
+_AWAITED = WATCHED | {signal.SIGALRM}
 
 
 class Child:
@@ -42,7 +43,7 @@ class Child:
         def prepare() -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
             signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores_sigterm else signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
             end_with_parent(death_signal, parent)
 
         if log is not None:
@@ -91,8 +92,21 @@ class Child:
 
 
 def block_signals() -> None:
-    """Block the signals of `WATCHED`: they stay pending until `sigtimedwait` takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    """Block the signals of `WATCHED`: they stay pending until `wait_for_signal` takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+
+
+def wait_for_signal(seconds: float) -> int:
+    """The next signal of `WATCHED`; 0 if none comes within `seconds`.
+
+    `signal.sigtimedwait` returns a signal that never came if this process was stopped until after its deadline.
+    """
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+    try:
+        number = signal.sigwait(_AWAITED)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    return 0 if number == signal.SIGALRM else int(number)
 
 
 def describe_exit(name: str, code: int) -> str:

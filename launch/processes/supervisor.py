@@ -24,7 +24,7 @@ from ..config.load import CONFIG_FILE
 from ..gpus import Gpus
 from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, check_staging, is_restartable, place_ranks, processes_on, visible_devices
-from .child import WATCHED, Child, block_signals, describe_exit, print_message
+from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
 from .secret import read_secret
 from .spare import SPARE_AFTER_S, Spares
 
@@ -126,9 +126,8 @@ class Supervisor:
         block_signals()
         self._start_all()
         while self.children:
-            received = signal.sigtimedwait(WATCHED, self._patience_s())
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                self._pass_on(received.si_signo)
+            if (received := wait_for_signal(self._patience_s())) not in (0, signal.SIGCHLD):
+                self._pass_on(received)
             for name, child in list(self.children.items()):
                 if (code := child.poll()) is not None:
                     del self.children[name]

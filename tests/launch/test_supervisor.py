@@ -148,6 +148,26 @@ def test_a_spare_that_dies_is_replaced_and_ends_with_the_supervisor(supervisor):
     assert len(running.events("relay-1 start")) == 1
 
 
+def test_a_process_that_was_stopped_beyond_its_deadline_has_received_no_signal():
+    script = """
+import time
+from headrace.launch.processes.child import block_signals, wait_for_signal
+block_signals()
+print(time.monotonic() + 1.0, flush=True)
+for seconds in (1.0, 60.0):
+    print(wait_for_signal(seconds), flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        deadline = float(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: True if time.monotonic() > deadline else None)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "0\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+
+
 def test_a_rollout_has_no_spare(supervisor):
     running = supervisor("rollout-0", {"rollout-0": ["die", "die", "end"]}, spare_after_s=0.0)
     assert running.end()[0] == 0
