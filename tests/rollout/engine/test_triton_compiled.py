@@ -1,7 +1,6 @@
 """The Triton kernels compiled for GPUs that are not here: registers, shared memory and spills under bounds.
 
-Triton brings the assembler, which needs no GPU. It is 670 MB, so the tests do not require it; where it is installed:
-`python -m pytest tests/rollout/engine/test_triton_compiled.py`. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
+Triton brings the assembler, which needs no GPU. `bash tests/extras.sh` installs it aside. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
 bfloat16, so its numbers are checked on a GPU alone.
 """
 
@@ -13,10 +12,13 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-    reason="needs Triton (pip install triton==3.6.0), outside of its interpreter",
-)
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.skipif(
+        find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+        reason="needs Triton (pip install triton==3.6.0), outside of its interpreter",
+    ),
+]
 
 ARCHITECTURES = (80, 90, 100)
 POINTER, NUMBER = "tt.divisibility", 16
