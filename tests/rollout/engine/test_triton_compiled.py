@@ -1,14 +1,13 @@
 """The Triton kernels compiled for GPUs that are not here: registers, shared memory and spills under bounds.
 
-Triton brings the assembler, which needs no GPU. It is 670 MB, so the tests do not require it; where it is installed:
-`python -m pytest tests/rollout/engine/test_triton_compiled.py`. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
+Triton brings the assembler, which needs no GPU. `bash tests/extras.sh` installs it aside. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
 bfloat16, so its numbers are checked on a GPU alone.
 """
 
 import pytest
 from support.compiled import ARCHITECTURES, needs_compiler, resources
 
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.extra, needs_compiler]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -119,6 +119,7 @@ def test_a_ground_truth_without_a_number_is_an_error():
         gsm8k("3", "three")
 
 
+@pytest.mark.extra
 def test_math_compares_values():
     pytest.importorskip("math_verify")
     assert math(r"so \boxed{\frac{1}{2}}", r"$0.5$") == math(r"$x=\frac12$", r"\frac{1}{2}") == 1.0

@@ -16,17 +16,21 @@ from headrace.trainer.policy.decoder import HeadRule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-KINDS = [(torch.float32, 2e-6), (torch.float16, 2e-3), *([(torch.bfloat16, 2e-2)] if DEVICE == "cuda" else [])]
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1"),
+]
+WIDE, HALF = (torch.float32, 2e-6), (torch.float16, 2e-3)
+"""A type, and the largest relative error of a result in it."""
 
 
 def numbers(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, kind)
 
 
-@pytest.mark.parametrize(("kind", "error"), KINDS)
-@pytest.mark.parametrize("columns", [96, 1024, 2500])
-def test_the_gate_is_silu_times_up(kind, error, columns):
+@pytest.mark.parametrize(("columns", "kind"), [(96, WIDE), (1024, HALF), (2500, WIDE)])
+def test_the_gate_is_silu_times_up(columns, kind):
+    kind, error = kind
     from headrace.trainer.policy.kernels.gate import silu_mul
 
     gate_up = 3 * numbers(5, 2 * columns, kind=kind)
@@ -35,12 +39,17 @@ def test_the_gate_is_silu_times_up(kind, error, columns):
     assert ((found - expected).abs() <= error * (1 + expected.abs())).all()
 
 
-@pytest.mark.parametrize(("kind", "error"), KINDS)
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 16, 16), (3, 1, 24, 24), (6, 2, 80, 32), (2, 2, 128, 96)])  # fmt: skip
-def test_heads_are_normed_rotated_and_stored_at_their_tokens_place(kind, error, has_norm, heads, kv_heads, dim, rotary):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "has_norm", "kind"),
+    [
+        (4, 2, 16, 16, True, WIDE), (3, 1, 24, 24, False, WIDE), (6, 2, 80, 32, True, WIDE), (2, 2, 128, 96, False, WIDE),
+        (4, 2, 16, 16, True, HALF),
+    ],
+)  # fmt: skip
+def test_heads_are_normed_rotated_and_stored_at_their_tokens_place(heads, kv_heads, dim, rotary, has_norm, kind):
     from headrace.trainer.policy.kernels.heads import store_heads
 
+    kind, error = kind
     page, lengths = 64, torch.tensor([1, 64, 65, 130, 500], dtype=torch.int32, device=DEVICE)
     # Wider than the rows need, as the view of a graph's table is; the last row is beyond it.
     table = torch.randperm(20)[:15].view(5, 3).int().to(DEVICE)
