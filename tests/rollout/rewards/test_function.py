@@ -127,6 +127,23 @@ def test_math_compares_values():
 
 
 @pytest.mark.parametrize(
+    "gold", [r"2\sqrt{3}", r"$2\sqrt{3}$", r"so it is \boxed{2\sqrt{3}}", r"12 / \sqrt{12} #### \sqrt{12}"]
+)
+def test_a_ground_truth_in_latex_is_read_whole(gold: str):
+    pytest.importorskip("math_verify")
+    assert math(r"\boxed{2\sqrt{3}}", gold) == math(r"it is $\sqrt{12}$", gold) == 1.0
+    assert math(r"\boxed{2}", gold) == math("12", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"), [("1,000", "1000", "1"), ("A", r"\boxed{A}", r"\boxed{B}"), (7, "7", "8")]
+)
+def test_a_ground_truth_may_be_a_plain_answer(gold: str | int, right: str, wrong: str):
+    pytest.importorskip("math_verify")
+    assert (math(right, gold), math(wrong, gold)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
     ("text", "reward"),
     [
         ("<think>a\nb</think>\n4", 1), ("<think>a</think>", 0), ("4", 0), ("x <think>a</think> 4", 0),
