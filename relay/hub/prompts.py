@@ -22,7 +22,7 @@ class Prompts(Handler):
         self.routes = {PromptRefused: self._on_refused}
 
     def next(self) -> tuple[GroupId, int] | None:
-        """The next group of the data, and the number of prompts passed over before it; None, and the run ends, if there is none."""
+        """The next group of the data, and the number of prompts passed over before it. Without any the run ends: None."""
         for passed_over in range(2 * len(self.pool)):  # an epoch at least
             group_id = self.pool.group_at(self.state.cursor + passed_over)
             if self.is_offered(group_id):
