@@ -49,6 +49,8 @@ class LeaseGrant(Message, frozen=True):
     request_id: int
     version: int
     leases: list[Lease]
+    window: int = 0
+    """Groups that all rollouts together have under way so that the trainer never waits; 0 if not known."""
 
     @property
     def is_evaluation(self) -> bool:
@@ -65,6 +67,14 @@ class LeaseReturn(Message, frozen=True):
     groups: list[GroupId]
     attempts: list[int]
     is_gone: bool = False
+
+
+class PromptRefused(Message, frozen=True):
+    """No rollout can use the prompt of a group, which was leased as `attempt`; its rows are no longer held."""
+
+    group: GroupId
+    attempt: int
+    reason: str
 
 
 class RowsStreamed(Message, frozen=True, kw_only=True):
