@@ -8,6 +8,7 @@ from ..dataset import MAX_ROW_BYTES, MixedPrompts, PromptPool
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
+from .partial_pool import refs_of
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
@@ -200,5 +201,4 @@ class Leases(Handler):
             samples = list(range(state.samples_per_prompt))
         answered = {"version": version, "holder": holder, "request_id": request.request_id}
         self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, **answered))
-        refs = tuple(partial.ref(group_id.row(sample)) for sample, partial in partials.items())
-        return Lease(group_id, attempt, samples, self.pool.row(group_id), refs)
+        return Lease(group_id, attempt, samples, self.pool.row(group_id), refs_of(group_id, partials))

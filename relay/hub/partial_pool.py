@@ -5,10 +5,10 @@ response pool). The pool is not in the journal: a trajectory whose first tokens 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ...comm.messages import DropRows, RowId, RowsStreamed, SavedRow
+from ...comm.messages import DropRows, GroupId, RowId, RowsStreamed, SavedRow
 from ...comm.messages.base import process_of
 from ...comm.messages.leases import PartialRef
 from ..journal.records import Group, RowStatus
@@ -28,6 +28,11 @@ class PartialRow(NamedTuple):
 
     def ref(self, row_id: RowId) -> PartialRef:
         return PartialRef(row_id.sample, row_id.partial_key(self.attempt), self.storage_ids)
+
+
+def refs_of(group: GroupId, partials: Mapping[int, PartialRow]) -> tuple[PartialRef, ...]:
+    """Where a rollout finds the first tokens of samples of a group (`PartialPool.wanted`)."""
+    return tuple(partial.ref(group.row(sample)) for sample, partial in partials.items())
 
 
 class PartialPool(Handler):
@@ -60,7 +65,7 @@ class PartialPool(Handler):
 
     def on_process_death(self, process: str, reason: str) -> None:
         """First tokens that a dead rollout may have written and did not report have no reader."""
-        for row_id, row in self.state.rows(RowStatus.LEASED):
+        for row_id, row in self.state.leased():
             known = self.rows.get(row_id)
             if row.holder == process and (known is None or known.attempt != row.attempt):
                 for relay in self.context.relays:
