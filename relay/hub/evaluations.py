@@ -14,7 +14,6 @@ from ..dataset import MAX_ROW_BYTES
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
-from .partial_pool import refs_of
 
 if TYPE_CHECKING:
     from ..queue.evaluation_prompts import EvaluationPrompts
@@ -117,7 +116,7 @@ class Evaluations(Handler):
             partials = self._partials.wanted(group) if request.can_continue else {}
             answered = {"version": version, "holder": holder, "request_id": request.request_id}
             self.context.commit(ev.Leased(group=group.id, samples=samples, attempt=attempt, **answered))
-            leases.append(Lease(group.id, attempt, samples, row, refs_of(group.id, partials)))
+            leases.append(Lease(group.id, attempt, samples, row, self._partials.refs(group.id, partials)))
             num_bytes += len(row)
             if num_bytes >= MAX_ROW_BYTES // 2:
                 break

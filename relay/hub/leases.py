@@ -8,7 +8,6 @@ from ..dataset import MAX_ROW_BYTES, MixedPrompts, PromptPool
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
-from .partial_pool import refs_of
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
@@ -201,4 +200,4 @@ class Leases(Handler):
             samples = list(range(state.samples_per_prompt))
         answered = {"version": version, "holder": holder, "request_id": request.request_id}
         self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, **answered))
-        return Lease(group_id, attempt, samples, self.pool.row(group_id), refs_of(group_id, partials))
+        return Lease(group_id, attempt, samples, self.pool.row(group_id), self.partials.refs(group_id, partials))

@@ -30,11 +30,6 @@ class PartialRow(NamedTuple):
         return PartialRef(row_id.sample, row_id.partial_key(self.attempt), self.storage_ids)
 
 
-def refs_of(group: GroupId, partials: Mapping[int, PartialRow]) -> tuple[PartialRef, ...]:
-    """Where a rollout finds the first tokens of samples of a group (`PartialPool.wanted`)."""
-    return tuple(partial.ref(group.row(sample)) for sample, partial in partials.items())
-
-
 class PartialPool(Handler):
     """The newest first tokens of each unfinished trajectory. It drops the bytes of those that have ended."""
 
@@ -99,6 +94,10 @@ class PartialPool(Handler):
             tokens[row.version] += row.num_tokens
         (version, _), *_ = tokens.most_common(1)
         return {sample: row for sample, row in found.items() if row.version == version}
+
+    def refs(self, group: GroupId, partials: Mapping[int, PartialRow]) -> tuple[PartialRef, ...]:
+        """Where a rollout finds these samples of a group."""
+        return tuple(partial.ref(group.row(sample)) for sample, partial in partials.items())
 
     def version_of(self, partials: dict[int, PartialRow]) -> int | None:
         """The version that continues these rows; None if any may."""
