@@ -25,7 +25,7 @@ from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result
 from .report.plots import draw_comparison, pyplot
-from .tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
+from .report.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
 
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
 REPACK = ("repack-off", "repack-on")

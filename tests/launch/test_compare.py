@@ -24,8 +24,8 @@ from headrace.launch.report.experiment import CpuMonitor, Result, busy_and_all
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
+from headrace.launch.report.tuning import Knobs
 from headrace.launch.run import prepare
-from headrace.launch.tuning import Knobs
 
 PATIENCE_S = 240.0
 RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
+from headrace.launch.report.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
 
 
 def speed_of(knobs: Knobs) -> float:

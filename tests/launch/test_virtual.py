@@ -12,7 +12,7 @@ from headrace.launch import compare
 from headrace.launch.config.load import read_recipe
 from headrace.launch.report.figures import figures_of, window_of
 from headrace.launch.report.timeline import Timeline
-from headrace.launch.tuning import read_tuned
+from headrace.launch.report.tuning import read_tuned
 from headrace.launch.virtual.network import MESSAGE_S
 from headrace.launch.virtual.run import VirtualRun
 from headrace.launch.virtual.world import OwnClock, World, WorldClock

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from ..relay.queue.schedules import SCHEDULES
-from .bench.harness import write_json
+from ...relay.queue.schedules import SCHEDULES
 
 MAX_RUNNING = (None, 384, 256, 192, 128, 96)
 BATCHES_QUEUED = (8, 4, 2)
@@ -103,4 +102,4 @@ def save_tuned(recipe: str, key: str, entrant: str, knobs: Knobs) -> None:
     """Keep the knobs of an entrant beside those of others."""
     found = read_tuned(recipe)
     found.setdefault(key, {})[entrant] = knobs
-    write_json(found, tuned_file(recipe))
+    tuned_file(recipe).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
