@@ -2,11 +2,19 @@
 
 Towards the end of a version's work each rollout decodes few, long trajectories, and a decode step of few costs nearly as much
 as a step of many. So they are packed onto few rollouts; the others are free to take new weights and new prompts.
+
+A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
+a destination is bounded by its own past (not in the paper): its steps take at most 1 + `SLOWDOWN` times the mean step of its
+version so far. A step of k cached tokens takes c (K + k), where K tokens cost as much as the fixed part of a step, and mean
+steps are steps at the mean load; where the time is a convex function of k (the roofline) they are no faster (Jensen).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
+
+SLOWDOWN = 0.05
+"""A destination's steps may become slower than the mean steps so far of the rollouts whose trajectories it has, by this share."""
 
 
 class Report(NamedTuple):
@@ -17,9 +25,13 @@ class Report(NamedTuple):
     kv_used: int
     """C_used: the tokens of its unfinished trajectories."""
     kv_before: int
-    """C_prev: the same at the previous observation; 0 at the first of a version, which makes no candidate."""
+    """C_prev: the same at the last plan; 0 before the first plan of a version, so that it is no candidate there."""
+    kv_mean: float
+    """Mean of C_used over its reports on this version: the load beside which its oldest trajectory was decoded."""
     kv_max: int
     """C_max: the tokens that its cache holds."""
+    kv_fixed: int
+    """K: cached tokens that cost as much time as the fixed part of a decode step; 0 if that is not known."""
     num_requests: int
     """N_reqs: its unfinished trajectories, queued ones included."""
     num_waiting: int
@@ -32,6 +44,20 @@ class Report(NamedTuple):
         """It winds down: it runs requests, none waits, the cache is neither full nor filling, the batch is below its bound."""
         is_winding_down = self.kv_used < min(self.kv_max, self.kv_before) and not self.num_waiting
         return is_winding_down and 0 < self.num_requests < self.batch_bound
+
+    def with_load_of(self, source: "Report") -> "Report":
+        """The load after all trajectories of `source` have moved here."""
+        return self._replace(
+            kv_used=self.kv_used + source.kv_used,
+            kv_mean=min(self.kv_mean, source.kv_mean),
+            num_requests=self.num_requests + source.num_requests,
+        )
+
+    @property
+    def is_within_bounds(self) -> bool:
+        """Whether its cache has room, its batch is within its bound, and its steps are not much slower than they were."""
+        is_slow = self.kv_fixed + self.kv_used > (1 + SLOWDOWN) * (self.kv_fixed + self.kv_mean)
+        return self.kv_used <= self.kv_max and self.num_requests <= self.batch_bound and not is_slow
 
 
 class Move(NamedTuple):
@@ -63,19 +89,12 @@ def _pack(candidates: list[Report]) -> list[Move]:
         if name in receivers:
             continue
         source = loads.pop(name)
-        fitting = [load for load in loads.values() if can_fit(load, source.kv_used, source.num_requests)]
-        if not fitting:
+        after = (load.with_load_of(source) for load in loads.values())
+        best = max((load for load in after if load.is_within_bounds), key=lambda r: (r.kv_used, r.rollout), default=None)
+        if best is None:
             loads[name] = source  # it is not moved, and may still receive
             continue
-        best = max(fitting, key=lambda load: (load.kv_used, load.rollout))
-        loads[best.rollout] = best._replace(
-            kv_used=best.kv_used + source.kv_used, num_requests=best.num_requests + source.num_requests
-        )
+        loads[best.rollout] = best
         receivers.add(best.rollout)
         moves.append(Move(name, best.rollout, source.version))
     return moves
-
-
-def can_fit(load: Report, kv_tokens: int, num_requests: int) -> bool:
-    """Whether a rollout can take this in addition to its load, within its cache and its batch bound."""
-    return load.kv_used + kv_tokens <= load.kv_max and load.num_requests + num_requests <= load.batch_bound

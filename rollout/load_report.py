@@ -40,6 +40,7 @@ class LoadTotals:
             pull_s=self.pull_s,
             kv_used=migration.kv_used,
             kv_max=generator.kv_capacity,
+            kv_fixed=migration.curve.fixed_tokens,
             batch_bound=migration.batch_bound,
             prefilled=generator.num_prefilled,
             found=generator.num_found,
