@@ -31,7 +31,12 @@ SPLITS = Path(__file__).parent / "recipes" / "emulated-splits.json"
 """The best number of rollouts by number of GPUs and schedule, as `--tune` found it."""
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
 REPACK = ("repack-off", "repack-on")
-ABLATION = {"sync": "whole-batch barrier", "stream": "+ streaming", "headrace": "+ delayed update, no barrier"}
+ABLATION = {
+    "sync": "whole-batch barrier",
+    "stream_sync": "+ streaming",
+    "stream": "+ delayed update",
+    "headrace": "+ no barrier, weights by relay",
+}
 """The technique that each schedule adds to the one before it."""
 CPU_LIMIT = 0.6
 """Busy share of the machine's CPU above which emulated devices may have been late, so that the row is invalid."""
@@ -224,7 +229,7 @@ def load_of(result: Result) -> str:
 
 
 def ablation(results: Mapping[str, Result]) -> str:
-    """The gains of streaming and of the delayed update in Markdown, like AsyncFlow's Table 1; empty unless all three ran."""
+    """The gains of streaming and of the delayed update in Markdown, like AsyncFlow's Table 1; empty unless all ran."""
     if not ABLATION.keys() <= results.keys():
         return ""
     lines, base, before = ["", "| schedule | adds | over the barrier | gain |", "| --- | --- | --- | --- |"], 0.0, 0.0

@@ -31,7 +31,7 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Microseconds of arithmetic per trajectory of a decode step; a step takes their sum or `weights_ms`, if longer."""
     kv_ns: NotNegative = 30.5
     """Nanoseconds of a decode step for each token in the KV cache."""
-    prefill_us: NotNegative = 95.0
+    prefill_us: NotNegative = 41.0
     """Microseconds for each prefilled token."""
     kv_tokens: Count = 700_000
     """Capacity of a rollout's KV cache in tokens."""
@@ -49,6 +49,8 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The 99th percentile of the lengths over their median, before the limit."""
     train_us: NotNegative = 820.0
     """Microseconds of one GPU to train one token of prompt or response."""
+    update_s: NotNegative = 0.0
+    """Seconds of the trainer for each optimizer update, beside those of its tokens."""
     weights_gb: NotNegative = 65.0
     """Size of one version of the weights in GB."""
     push_gb_s: Positive = 100.0
@@ -57,8 +59,8 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """GB/s of a version down the chain of relays."""
     pull_gb_s: Positive = 25.0
     """GB/s of each GPU of a rollout that loads its share of a version from a relay's memory."""
-    broadcast_gb_s: Positive = 8.25
-    """GB/s of the broadcast from the trainer to all rollouts (schedules sync, one_step, stream and partial)."""
+    broadcast_gb_s: Positive = 54.0
+    """GB/s of the broadcast from the trainer to all rollouts (all schedules but headrace)."""
     reshard_gb_s: Positive = 32.0
     """GB/s at which colocated devices convert the trainer's weights to the generator's layout."""
     buffer_kb: Count = 64

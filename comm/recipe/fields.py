@@ -10,7 +10,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 AtLeastOne = Annotated[float, Meta(ge=1)]
-ScheduleName = Literal["sync", "one_step", "stream", "partial", "headrace"]
+ScheduleName = Literal["sync", "stream_sync", "one_step", "stream", "partial", "headrace"]
 
 
 def words(*words: str, own: str = "FILE.py:CLASS") -> Meta:

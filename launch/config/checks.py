@@ -126,15 +126,13 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError("rollout.engine and trainer.engine: emulate both or neither")
     if not emulated and recipe.emulated.speed != 1:
         raise SettingError("emulated.speed: only emulated devices (rollout.engine, trainer.engine) have a speed")
-    if emulated and recipe.batch.updates_per_version * recipe.batch.passes > 1:
-        raise SettingError(
-            "batch.updates_per_version, batch.passes: emulated devices train each group once, in one update"
-        )
+    if emulated and recipe.batch.passes > 1:
+        raise SettingError("batch.passes: emulated devices train each group once")
     if emulated and recipe.lora.rank:
         raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
-    if recipe.emulated.colocated and SCHEDULES[recipe.run.schedule].staleness != 0:
+    if recipe.emulated.colocated and recipe.run.schedule != "sync":
         raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
 
 

@@ -1,13 +1,14 @@
-"""The five schedules: when a trajectory may start, and when a batch may be trained. `run.schedule` chooses one.
+"""The six schedules: when a trajectory may start, and when a batch may be trained. `run.schedule` chooses one.
 
 | schedule | a trajectory starts | a group is handed out |
 |---|---|---|
 | sync | for the step in progress, on its version | when the whole batch is complete |
+| stream_sync | as in sync | as soon as it is complete |
 | one_step | batch n+1 on version n, once batch n is complete and version n published | when the whole batch is complete |
 | stream | as in one_step | as soon as it is complete |
 | partial, headrace | while the queue has room (see `admission`) | as soon as it is complete |
 
-In the first three, batches do not overlap: one is generated completely before the next starts, a barrier for all rollouts.
+In all but the last two, batches do not overlap: one is generated completely before the next starts, a barrier for all rollouts.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
         Schedule(name="sync", staleness=0, whole_batches=True, takes_share_at_once=True),
+        Schedule(name="stream_sync", staleness=0, takes_share_at_once=True),
         Schedule(name="one_step", staleness=1, whole_batches=True, takes_share_at_once=True),
         Schedule(name="stream", staleness=1, takes_share_at_once=True),
         Schedule(name="partial", updates_mid_trajectory=True),

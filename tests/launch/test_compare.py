@@ -89,10 +89,11 @@ def test_rows_compare_with_the_peer_of_the_same_run():
 
 
 def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():
-    results = {"sync": result(1000), "stream": result(1500), "headrace": result(1800)}
+    results = {"sync": result(1000), "stream_sync": result(1250), "stream": result(1500), "headrace": result(1800)}
     assert [line.split("|")[3:5] for line in compare.ablation(results).splitlines()[3:]] == [
         [" 1.00 ", " +0.0% "],
-        [" 1.50 ", " +50.0% "],
+        [" 1.25 ", " +25.0% "],
+        [" 1.50 ", " +20.0% "],
         [" 1.80 ", " +20.0% "],
     ]
     assert compare.ablation({"sync": result(1)}) == ""

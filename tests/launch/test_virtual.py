@@ -17,6 +17,7 @@ from headrace.launch.virtual.run import VirtualRun
 from headrace.launch.virtual.world import OwnClock, World, WorldClock
 from headrace.relay.journal.events import Leased, Moved
 from headrace.relay.journal.journal import read_events, replay
+from headrace.relay.queue.schedules import SCHEDULES
 from headrace.rollout.generators.emulated_device import EmulatedDevice, EmulatedSequence, response_length
 
 RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
@@ -37,13 +38,13 @@ def run_of(folder: Path, **settings: object) -> VirtualRun:
     return run
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step", "stream", "partial", "headrace"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_trains_each_row_once_at_its_staleness(tmp_path: Path, schedule: str):
     run = run_of(tmp_path, run__schedule=schedule)
     assert replay(tmp_path / "journal.jsonl") == run.hub.state
     assert run.hub.state.account.trained == 6 * 16 and run.hub.state.is_balanced
     if schedule not in ("partial", "headrace"):
-        assert max(run.hub.state.staleness) == (schedule != "sync")
+        assert max(run.hub.state.staleness) == (schedule not in ("sync", "stream_sync"))
     mixed = [n for n in run.hub.state.versions_per_trajectory if n > 1]
     assert bool(mixed) == (schedule == "partial"), "versions change within a trajectory"
 
@@ -78,6 +79,18 @@ def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_o
         trained_s = num_tokens * settings.train_us * 1e-6 / settings.train_gpus
         expected.append(device.seconds + trained_s + broadcast_s + 4 * MESSAGE_S)
     assert figures.step_s == pytest.approx(sum(expected) / 2, abs=0.002)
+
+
+def test_each_update_of_a_version_costs_its_time_once(tmp_path: Path):
+    step_s: dict[tuple[float, int], float] = {}
+    for seconds, updates in ((0, 1), (5, 1), (5, 4)):
+        words = {"emulated__update_s": seconds, "batch__updates_per_version": updates}
+        folder = tmp_path / f"{seconds}-{updates}"
+        run_of(folder, run__schedule="sync", roles__rollout=1, **words)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        step_s[seconds, updates] = sum(line["timing_s/update_actor"] for line in lines) / len(lines)
+    assert step_s[5, 1] - step_s[0, 1] == pytest.approx(5)
+    assert step_s[5, 4] - step_s[0, 1] == pytest.approx(20)
 
 
 def test_long_trajectories_move_to_another_rollout(tmp_path: Path):

@@ -116,7 +116,7 @@ def test_lengths_have_a_long_tail_and_depend_on_seed_and_trajectory_alone():
 
 def test_where_all_update_together_the_broadcast_stalls_trainer_and_rollouts():
     by_relay, together = (EmulatedTransfer(SETTINGS, schedule) for schedule in ("headrace", "one_step"))
-    assert together.push_s == together.pull_s == pytest.approx(65 / 8.25)
+    assert together.push_s == together.pull_s == pytest.approx(65 / 54)
     assert by_relay.push_s == pytest.approx(0.65) and by_relay.pull_s == pytest.approx(0.65)
 
 

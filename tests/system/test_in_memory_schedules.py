@@ -42,6 +42,14 @@ def test_stream_trains_before_the_last_rollout_has_finished(tmp_path: Path):
     assert "Handed" in first_batch
 
 
+def test_stream_sync_trains_before_the_batch_is_complete_on_the_version_that_drew_it(tmp_path: Path):
+    system, summary = trained(tmp_path, "stream_sync", **{"sampling.max_new_tokens": 40})
+    assert summary["staleness"] == {"0": 4 * 4 * 2}
+    order = [type(event).__name__ for event in system.events() if isinstance(event, Handed | RowReady)]
+    first_batch = order[: [i for i, name in enumerate(order) if name == "RowReady"][7]]
+    assert "Handed" in first_batch
+
+
 def test_partial_switches_midway_and_records_which_version_drew_each_token(tmp_path: Path):
     changes = {"run.steps": 8, "sampling.max_new_tokens": 120, "batch.prompts_per_step": 2}
     system, summary = trained(tmp_path, "partial", **changes)

@@ -44,6 +44,9 @@ class EmulatedLearner:
         self.version = 0
         self.lag_s = 0.0
         self._token_s = e.train_us * 1e-6 / e.train_gpus
+        self._update_s = e.update_s
+        self._update_ends = recipe.batch.update_ends
+        self._num_groups = 0
         self._transfer = EmulatedTransfer(e, recipe.run.schedule)
         self._clock = clock or Clock(e.speed)
         self._until = self._clock.now()
@@ -54,10 +57,13 @@ class EmulatedLearner:
         self.num_bytes = layout.num_bytes
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
-        """Return when the devices would be done with the batch."""
+        """Return when the devices would be done with the batch, and with the update that follows it."""
         self._until = max(self._until, self._clock.now())
         stats.add(batch)
         self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s)
+        self._num_groups += len(batch.row_batch.groups)
+        if self._num_groups in self._update_ends:
+            self._sleep_for(self._update_s)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Zeros, after the time of a forward pass, which is a third of a step's."""
@@ -66,12 +72,13 @@ class EmulatedLearner:
 
     def step(self, stats: StepStats) -> dict[str, float]:
         self.version += 1
+        self._num_groups = 0
         self._weights["weights"].fill_(float(self.version))
         busy_s, self._busy_s = self._busy_s, 0.0
         return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "timing_s/update_actor": busy_s}
 
     def discard(self) -> None:
-        pass
+        self._num_groups = 0
 
     def publish(self) -> None:
         """Publish the small buffer; return when a real version would be copied."""

@@ -1,4 +1,4 @@
-"""The five schedules: their rules as properties of the hub's state, for any order of events."""
+"""The six schedules: their rules as properties of the hub's state, for any order of events."""
 
 from random import Random
 from typing import get_args
@@ -87,7 +87,7 @@ class Run:
 SEEDS = st.integers(0, 10**6)
 
 
-@pytest.mark.parametrize(("schedule", "bound"), [("sync", 0), ("one_step", 1), ("stream", 1)])
+@pytest.mark.parametrize(("schedule", "bound"), [("sync", 0), ("stream_sync", 0), ("one_step", 1), ("stream", 1)])
 @settings(max_examples=40, deadline=None)
 @given(per_step=st.integers(1, 4), seed=SEEDS)
 def test_a_schedule_keeps_its_staleness_for_any_order_of_events(schedule: str, bound: int, per_step: int, seed: int):
@@ -97,7 +97,7 @@ def test_a_schedule_keeps_its_staleness_for_any_order_of_events(schedule: str, b
     assert run.state.account.trained == STEPS * per_step and run.state.is_balanced
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step", "stream"])
+@pytest.mark.parametrize("schedule", ["sync", "stream_sync", "one_step", "stream"])
 @settings(max_examples=40, deadline=None)
 @given(per_step=st.integers(2, 4), seed=SEEDS)
 def test_no_batch_begins_before_the_one_before_it_is_complete(schedule: str, per_step: int, seed: int):
@@ -121,6 +121,18 @@ def test_whole_batches_are_handed_out_at_once(schedule: str, per_step: int, seed
     handed = [isinstance(event, ev.Handed) for event in run.log]
     batches = "".join("x" if is_handed else " " for is_handed in handed).split()
     assert {len(batch) % per_step for batch in batches} == {0}
+
+
+def test_stream_sync_hands_a_group_out_while_others_of_its_batch_are_generated():
+    run = Run("stream_sync", per_step=2)
+    assert run.lease(0) and run.lease(0) and not run.lease(0)
+    run.end_one(0, with_losses=False)
+    run.train()
+    assert (len(run.state.in_training), run.state.step) == (1, 0)
+    assert not run.lease(0), "no group of the next batch begins before the next version"
+    run.end_one(0, with_losses=False)
+    run.train()
+    assert run.state.step == 1 and not run.lease(0) and run.lease(1)
 
 
 def test_every_schedule_of_the_recipe_has_its_rules():
