@@ -1,7 +1,7 @@
 """Compares the schedules: runs them in turn on the same prompts, seeds and devices, and tabulates their figures.
 
-    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--only NAME ...] [--tune]
-        [--virtual] [--json FILE]
+    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--repack-train-gpus N]
+        [--only NAME ...] [--tune] [--virtual] [--json FILE]
 
 RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its own folder under `run.dir`, or one in virtual time
 (`launch/virtual`); a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
@@ -25,6 +25,7 @@ from .config.checks import is_emulated
 from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result
+from .report.paired_latency import PairedLatency
 from .report.plots import draw_comparison, pyplot
 
 SPLITS = Path(__file__).parent / "recipes" / "emulated-splits.json"
@@ -86,6 +87,10 @@ def main(words: Sequence[str]) -> int:
         "--fixed-batch", type=int, default=0, metavar="GROUPS", help="the same batch on any number of GPUs"
     )
     parser.add_argument("--only", nargs="+", default=[*SCHEDULES, *REPACK], choices=[*SCHEDULES, *REPACK])
+    parser.add_argument(
+        "--repack-train-gpus", type=int, default=REPACK_TRAIN_GPUS, metavar="N",
+        help="GPUs that train beside repack-off and repack-on",
+    )  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="find and save each schedule's best split of the GPUs")
     parser.add_argument(
         "--virtual", action="store_true", help="in virtual time: one process, no sleeps, any number of GPUs"
@@ -116,7 +121,7 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
             tune(experiment, [name for name in arguments.only if name in SCHEDULES], num_gpus, per_rollout)
         entrants = [
             replace(variant, groups=arguments.fixed_batch)
-            for variant in variants(arguments.only, num_gpus, per_rollout)
+            for variant in variants(arguments.only, num_gpus, per_rollout, arguments.repack_train_gpus)
         ]
         rows += rows_of(run_all(experiment, entrants, f"compare-{num_gpus}gpus"), num_gpus)
     if arguments.json is not None:
@@ -129,19 +134,21 @@ def run_all(experiment: Experiment, entrants: Sequence[Variant], name: str) -> d
     for variant in entrants:
         results[variant.name] = experiment.run(variant.folder, variant.settings)
         print(table({variant.name: results[variant.name]}).splitlines()[-1], flush=True)
-    text = table(results) + ablation(results)
+    text = table(results) + ablation(results) + repack_table(results)
     (experiment.home / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
     draw_comparison({name: result.figures for name, result in results.items()}, experiment.home / f"{name}.png")
     return results
 
 
-def variants(names: Sequence[str], num_gpus: int, per_rollout: int) -> Iterator[Variant]:
+def variants(
+    names: Sequence[str], num_gpus: int, per_rollout: int, repack_train_gpus: int = REPACK_TRAIN_GPUS
+) -> Iterator[Variant]:
     """The variants of these names with their best splits."""
     best = splits().get(str(num_gpus), {})
     for name in names:
         if name in REPACK:
-            yield Variant(name, REPACK_TRAIN_GPUS + REPACK_ROLLOUTS * per_rollout, REPACK_ROLLOUTS, per_rollout)
+            yield Variant(name, repack_train_gpus + REPACK_ROLLOUTS * per_rollout, REPACK_ROLLOUTS, per_rollout)
         elif name == "sync-colocated":
             yield Variant(name, num_gpus, num_gpus // per_rollout, per_rollout)
         else:
@@ -239,6 +246,26 @@ def ablation(results: Mapping[str, Result]) -> str:
         lines.append(f"| {name} | {adds} | {speed / base:.2f} | {speed / before - 1:+.1%} |")
         before = speed
     return "\n".join(lines) + "\n"
+
+
+def repack_table(results: Mapping[str, Result]) -> str:
+    """The effect of repack, in Markdown: ratios of the run with it to the one without; empty unless both ran."""
+    if not set(REPACK) <= results.keys():
+        return ""
+    off, on = (results[name] for name in REPACK)
+    pairs = PairedLatency.of(Path(on.folder), Path(off.folder))
+    ratios = {
+        "tokens/s": on.figures.tokens_per_s / off.figures.tokens_per_s,
+        "KV in use": on.figures.kv_util / off.figures.kv_util,
+        "latency mean": pairs.mean,
+        "median": pairs.p50,
+        "p99": pairs.p99,
+        "longest": pairs.longest,
+    }
+    cells = {"rollouts + train GPUs": f"{on.rollouts} + {on.train_gpus}"}
+    cells |= {name: f"{ratio:.3f}" for name, ratio in ratios.items()} | {"same trajectories": f"{pairs.num:,}"}
+    lines = (["repack on / off", *cells], ["---"] * (len(cells) + 1), ["ratio", *cells.values()])
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ as a step of many. So they are packed onto few rollouts; the others are free to 
 A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
 a destination is bounded by its own past (not in the paper): its steps take at most 1 + `SLOWDOWN` times the mean step of its
 version so far. A step of k cached tokens takes c (K + k), where K tokens cost as much as the fixed part of a step, and mean
-steps are steps at the mean load; where the time is a convex function of k (the roofline) they are no faster (Jensen).
+steps are steps at the mean load; where the time is a convex function of k (the roofline) they take at least that (Jensen).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-SLOWDOWN = 0.05
+SLOWDOWN = 0.02
 """A destination's steps may become slower than the mean steps so far of the rollouts whose trajectories it has, by this share."""
 
 
@@ -25,7 +25,7 @@ class Report(NamedTuple):
     kv_used: int
     """C_used: the tokens of its unfinished trajectories."""
     kv_before: int
-    """C_prev: the same at the last plan; 0 before the first plan of a version, so that it is no candidate there."""
+    """C_prev: the same at the last plan; 0 before the first plan of a version, where none is a candidate."""
     kv_mean: float
     """Mean of C_used over its reports on this version: the load beside which its oldest trajectory was decoded."""
     kv_max: int
@@ -90,7 +90,9 @@ def _pack(candidates: list[Report]) -> list[Move]:
             continue
         source = loads.pop(name)
         after = (load.with_load_of(source) for load in loads.values())
-        best = max((load for load in after if load.is_within_bounds), key=lambda r: (r.kv_used, r.rollout), default=None)
+        best = max(
+            (load for load in after if load.is_within_bounds), key=lambda r: (r.kv_used, r.rollout), default=None
+        )
         if best is None:
             loads[name] = source  # it is not moved, and may still receive
             continue

@@ -274,11 +274,7 @@ class Rollout:
             self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
             return
-        only_decodes = not self.generator.num_waiting
-        load = (self.generator.num_running, self.generator.kv_load)
-        completions = self.generator.step()
-        if only_decodes and self.generator.num_running:
-            self.migration.curve.add(*load, self._clock.now() - started)
+        completions = self._totals.step(self.generator, self._clock)
         if self.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)
             self._totals.idle_since = started

@@ -72,7 +72,9 @@ class EmulatedDevice:
     def receive(self, sequence: EmulatedSequence) -> None:
         """Add a sequence whose keys and values are sent; the running ones are decoded meanwhile."""
         e = self.settings
-        self._arrived_at = max(self._arrived_at, self.seconds) + sequence.num_tokens * e.kv_token_bytes / e.kv_gb_s / 1e9
+        self._arrived_at = (
+            max(self._arrived_at, self.seconds) + sequence.num_tokens * e.kv_token_bytes / e.kv_gb_s / 1e9
+        )
         sequence.arrives_at = self._arrived_at
         self.add([sequence])
 

@@ -30,7 +30,6 @@ from ...comm.trace import Trace, failpoint
 from ..leases import HeldLeases, LeasedRow
 from .calibration import GeneratorProfile, TransferCostModel, calibrate
 from .codec import MovedRow
-from .decode_curve import DecodeCurve
 from .transport import Incoming, Outgoing, Transfers, TransfersOfBytes
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ class Migration:
         self._deadlines = deadlines or MoveDeadlines()
         self.profile: GeneratorProfile | None = None
         """None until `begin`: every order and offer is refused."""
-        self.curve = DecodeCurve()
         self.pending: dict[int, PendingMove] = {}
         self._incoming: dict[tuple[str, int], tuple[TransferOffered, Incoming]] = {}
         self._claims: dict[int, tuple[ClaimRows, float]] = {}

@@ -95,7 +95,9 @@ def test_a_rollout_that_is_full_or_filling_or_on_another_version_is_not_moved(ch
 
 @pytest.mark.parametrize("kv_fixed", [0, 1000])
 def test_a_destinations_steps_are_not_much_slower_than_those_of_either_rollout_were(kv_fixed: int):
-    source, destination = (winding_down(name, used)._replace(kv_fixed=kv_fixed) for name, used in (("a", 100), ("b", 300)))
+    source, destination = (
+        winding_down(name, used)._replace(kv_fixed=kv_fixed) for name, used in (("a", 100), ("b", 300))
+    )
     enough = (kv_fixed + 400) / (1 + SLOWDOWN) - kv_fixed  # the mean load at which 400 tokens are just not too many
     for low in (source, destination):
         for kv_mean, moves in ((enough + 1, 1), (enough - 1, 0)):

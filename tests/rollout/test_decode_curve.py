@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from headrace.rollout.migration.decode_curve import MIN_STEPS, DecodeCurve
+from headrace.rollout.decode_curve import MIN_STEPS, DecodeCurve
 
 TRUTH = (4e-3, 2e-5, 3e-8)
 

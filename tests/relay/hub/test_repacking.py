@@ -51,7 +51,15 @@ class Tail(Scene):
 
 def load(kv_used: int, version: int = 0, num_requests: int = 2, kv_fixed: int = 10_000) -> LoadReport:
     idle = {"num_waiting": 0, "kv_util": 0.5, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0, "pull_s": 0.0}
-    return LoadReport(version=version, num_running=num_requests, **idle, kv_used=kv_used, kv_max=1000, kv_fixed=kv_fixed, batch_bound=16)
+    return LoadReport(
+        version=version,
+        num_running=num_requests,
+        **idle,
+        kv_used=kv_used,
+        kv_max=1000,
+        kv_fixed=kv_fixed,
+        batch_bound=16,
+    )
 
 
 def rows_of(grant: LeaseGrant) -> list[RowId]:
