@@ -32,9 +32,8 @@ from .migration.transport import Transfers
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
-from .rewards.groups import WholeGroups
-from .rewards.process import ScoreRequest
-from .row_writer import FinishedRow, RowWriter, Writer
+from .row_writer import RowWriter, Writer
+from .scoring import Scoring
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class Rollout:
         self._recipe = recipe
         self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
         self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
-        self._rewards = rewards
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
         self._clock = clock or Clock(recipe.emulated.speed)
@@ -74,14 +72,13 @@ class Rollout:
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
+        self._scoring = Scoring(rewards, recipe.reward, self.leases, self._mailbox, self._row_writer)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
         self.episodes = open_episodes(recipe.environment, generator, self.leases)
         self.migration = Migration(
             fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
         )
         self._is_stopped = False
-        self._scored: list[ScoreRequest] = []
-        self._groups = WholeGroups(self.leases.held) if recipe.reward.batch == "group" else None
         self._totals = LoadTotals()
 
     def run(self) -> None:
@@ -108,18 +105,18 @@ class Rollout:
         has_turns = self.episodes is not None and self._advance(self.episodes)
         self._request_leases(self._update_weights())
         self._generate()
-        self._submit_scored()
+        self._scoring.advance()
         if self.leases.can_continue and (rows := self._partial_rows.due(has_turns=has_turns)):
             self._row_writer.submit(rows)
         self._report()
 
     def close(self) -> None:
         """Write the scored rows and what there is of the others, report those to the hub, close the connections."""
-        self._submit_scored()
+        self._scoring.advance()
         if self.leases.can_continue and (rows := self._partial_rows.all()):
             self._row_writer.submit(rows)
         self._row_writer.close()
-        self._rewards.close()
+        self._scoring.close()
         if self.episodes is not None:
             self.episodes.close()
         held = self.leases.held_rows(*self.migration.held())
@@ -234,7 +231,7 @@ class Rollout:
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
         for held in rows:
-            self._fail(held, problem)
+            self._scoring.fail(held, problem)
 
     def _advance(self, episodes: Episodes) -> bool:
         """Begin and end what the environments have answered; returns whether turns have begun."""
@@ -242,10 +239,12 @@ class Rollout:
         started, ended = episodes.advance()
         for rows in started:
             assert rows[0].episode is not None
+            for held in rows:  # a version may have come out during the reset
+                held.version = self.generator.weights.version
             self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
         for held, completion, failure in ended:
             if completion is None:
-                self._fail(held, failure)
+                self._scoring.fail(held, failure)
             else:
                 self._score(held, completion, failure)
         return episodes.num_begun > num_begun
@@ -291,46 +290,8 @@ class Rollout:
         self._totals.busy_s += self._clock.now() - started
 
     def _score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
-        """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
-        held.completion = completion
+        self._scoring.score(held, completion, failure)
         self._totals.tokens += held.num_drawn
-        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version, failure=failure)
-        if held.episode is not None:
-            request.completion = held.episode.response()
-            request.reward = None if self._recipe.reward.path or failure else 0.0
-        if failure or request.reward is not None:
-            self._scored.append(request)
-        elif self._groups is not None:
-            self._groups.add(request)
-        else:
-            self._rewards.submit(request)
-
-    def _submit_scored(self) -> None:
-        """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
-        for group in self._groups.complete() if self._groups is not None else []:
-            self._rewards.submit(*group)
-        scored, self._scored = [*self._scored, *self._rewards.finished()], []
-        for each in scored:
-            held: LeasedRow = each.key
-            if self.leases.held.get(held.row_id.number) is not held:
-                continue  # leased again on another version, or leased to another rollout
-            if held.claim_id:
-                self._scored.append(each)
-            else:
-                each.reward = None if each.reward is None else each.reward + held.episode_reward
-                self._finish_row(held, each)
-
-    def _fail(self, held: LeasedRow, failure: str) -> None:
-        """Finish a trajectory that has not begun."""
-        self._finish_row(held, ScoreRequest(held, held.row, "", [], failure=failure))
-
-    def _finish_row(self, held: LeasedRow, scored: ScoreRequest) -> None:
-        del self.leases.held[held.row_id.number]
-        row = FinishedRow(held, scored.reward, scored.failure, scored.info)
-        if held.row_id.is_evaluation:
-            self._mailbox.send("hub", row.sample_scored())
-        else:
-            self._row_writer.submit(row)
 
     def _report(self) -> None:
         now = self._clock.now()

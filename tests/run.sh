@@ -13,3 +13,6 @@ ruff format --check .
 ruff check .
 pyright
 python -m pytest -m "not slow" --numprocesses "$cores" --maxprocesses 16 --dist worksteal "$@"
+if [ -n "${CI:-}" ]; then
+    CORES=$cores bash tests/extras.sh
+fi

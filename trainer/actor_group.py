@@ -44,6 +44,8 @@ class ActorGroup:
         self.rank = rank
         self.size = size
         self.device = device
+        self.incarnation = 1
+        """The trainer's incarnation, which is rank 0's."""
         self._deadline_s = deadline_s
         self._settings = settings or TrainerSettings()
         self._is_connected = False
@@ -55,10 +57,12 @@ class ActorGroup:
     ) -> "ActorGroup":
         """Open the process group on the fleet's store. It is the default group of the trainer's processes."""
         group = ActorGroup(fleet.me.index, size, device, deadline_s, settings)
+        group.incarnation = fleet.incarnation
         if size > 1:
             assert isinstance(fleet, StoreFleet), "several actor ranks need a fleet of processes"
             bind_process_groups(fleet.address)
             members, meeting = meet(fleet, [member_name("actor", rank) for rank in range(size)], deadline_s)
+            group.incarnation = members[0].incarnation
             group.start_watch(fleet, members)
             client = connect_store(fleet.store_address, deadline_s)
             group.connect(PrefixStore(meeting, client))  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,8 @@ class Delta(msgspec.Struct, frozen=True):
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
 
-    `spans` are the part's byte ranges in the layout, none means all; offsets count along them.
+    `spans` are the part's byte ranges in the layout, none means all; offsets count along them. `incarnation` is that of the
+    trainer which made the version: its rank 0's, for all parts.
     """
 
     version: int
@@ -26,11 +27,12 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     part: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     delta: Delta | None = None
+    incarnation: int = 1
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """The fields that the offers of all parts of one version share."""
-        return self.version, self.num_bytes, self.fingerprint, self.num_parts
+        """The fields that the offers of all parts of one version share; of two identities the later one is greater."""
+        return self.incarnation, self.version, self.num_bytes, self.fingerprint, self.num_parts
 
 
 class VersionReady(Message, frozen=True):

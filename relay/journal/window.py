@@ -9,7 +9,8 @@ The margin is learned. A step that starved raises it by the groups that were mis
 floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
 since a group that is not leased now is missing only a generation later.
 
-A step during which rollouts work on an evaluation is not measured: its groups take longer than those of other steps.
+A step during which rollouts work on an evaluation is not measured, since its groups take longer than those of other steps. After
+a few such steps in a row evaluations are the usual load, and their steps are measured too.
 """
 
 import math
@@ -25,6 +26,8 @@ _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _PAUSE = 0.1
 """A step that stood still for longer than this share of itself is not measured, such as for a checkpoint."""
+_SHARED_STEPS = 4
+"""Most steps in a row that are not measured because of an evaluation."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class Window:
     most_queued: int = 0
     is_shared: bool = False
     """Rollouts worked on an evaluation since then."""
+    num_shared: int = 0
+    """Steps in a row, up to the last one, during which they did."""
 
     @property
     def limit(self) -> float:
@@ -86,7 +91,8 @@ class Window:
 
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        is_whole = self.per_step > 0 and busy_s > 0 and not self.is_shared
+        self.num_shared = self.num_shared + 1 if self.is_shared else 0
+        is_whole = self.per_step > 0 and busy_s > 0 and not 0 < self.num_shared <= _SHARED_STEPS
         paused_s = self.now - self.began - busy_s - waited_s
         if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
             self._learn(num_groups, busy_s, waited_s)

@@ -42,15 +42,19 @@ class ReplicatedRows:
         self._lock = threading.Lock()
 
     def attach(self) -> None:
-        """Connect to a unit, if there is one: the end of this connection tells the hub that this process died."""
+        """Connect to two units, or as many as there are: the end of a connection tells the hub that this process died.
+
+        One would not do: the nearest unit dies with this process when their host dies.
+        """
         if not self._fleet.alive_members("relay", having="unit"):
             return
+        attached = 0
         for unit in self._nearest_first():
             try:
-                self._client(unit)
+                attached += bool(self._client(unit))
             except PeerGone as error:
                 self._mark_failed(unit, error)
-            else:
+            if attached == COPIES:
                 return
 
     def put_row(self, key: str, columns: "Columns") -> list[str]:

@@ -31,6 +31,11 @@ class IncomingState(Enum):
     """The version was given up: superseded, or its sender or this process ends."""
 
 
+def is_trainer(upstream: str) -> bool:
+    """Whether an upstream is a rank of the trainer; others are relays."""
+    return upstream.startswith("actor")
+
+
 def watermark(num_bytes: int, num_parts: int, ranges: Mapping[int, ByteRanges], done: Mapping[int, int]) -> int:
     """Bytes of the layout that are in place from its start, when `done` bytes of each part are."""
     if len(ranges) < num_parts:
@@ -71,6 +76,11 @@ class IncomingVersion:
     @property
     def is_open(self) -> bool:
         return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
+
+    @property
+    def is_pushed(self) -> bool:
+        """True if the trainer writes into the slot, and no relay."""
+        return any(map(is_trainer, self._upstreams.values())) or not self._upstreams
 
     @property
     def is_delta(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
 from ...comm.fleet import Fleet, Member
 from ...comm.mailbox import Mailbox
-from ...comm.messages.weights import Offer, SlotReserved
+from ...comm.messages.weights import SlotReserved
 from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
 from .chain import chain_order
@@ -35,15 +35,23 @@ _RETRY_S = 0.05
 class WeightPublisher:
     """The trainer's end: hands versions over to a thread, which pushes them to the head of the relays' chain.
 
-    With several actor ranks each has a publisher of its `part`, and all publish the same versions.
+    With several actor ranks each has a publisher of its `part`, and all publish the same versions, as the same incarnation of
+    the trainer: rank 0's.
     """
 
-    def __init__(self, fleet: Fleet, layout: Layout, settings: CommSettings, part: WeightShard | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        layout: Layout,
+        settings: CommSettings,
+        part: WeightShard | None = None,
+        incarnation: int | None = None,
+    ) -> None:
         self.layout = layout
         self._part = part or WeightShard.whole(layout)
         self._fleet = fleet
         self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
-        self._handover = _Handover(self._part)
+        self._handover = _Handover(self._part, incarnation or fleet.incarnation)
         sender = _Sender(fleet, self._mailbox, settings, self._part, self._handover)
         self._thread = threading.Thread(target=sender.run, name=f"{fleet.name} publisher", daemon=True)
 
@@ -87,8 +95,9 @@ class _Handover:
     then the relay would answer with the same slot.
     """
 
-    def __init__(self, part: WeightShard) -> None:
+    def __init__(self, part: WeightShard, incarnation: int) -> None:
         self._part = part
+        self.incarnation = incarnation
         self._changed = threading.Condition()
         self._writing: PendingVersion | None = None
         self._waiting: PendingVersion | None = None
@@ -101,9 +110,7 @@ class _Handover:
 
     def begin(self, version: int) -> PendingVersion:
         """A buffer to write the next version into: the slot reserved for it, else memory of this process."""
-        part, layout = self._part, self._part.layout
-        spans = () if part.num_parts == 1 else part.ranges.spans
-        offer = Offer(version, layout.num_bytes, layout.fingerprint, part.num_parts, part.index, spans)
+        part, offer = self._part, self._part.offer(version, self.incarnation)
         with self._changed:
             if self.failure is not None:
                 raise self.failure
@@ -267,7 +274,7 @@ class _Sender:
             if isinstance(transport, LinkPush):
                 send_idle(transport.link, SILENCE_S)
             elif self._handover.needs_reservation:
-                self._handover.add_reservation(transport.reserve_slot(self._part))
+                self._handover.add_reservation(transport.reserve_slot(self._part, self._handover.incarnation))
         except (LinkBroken, PeerGone, WaitTimeout) as error:
             _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
             self._suspect(relays[0])

@@ -97,12 +97,11 @@ class SharedMemoryPush:
         # Answers to an earlier incarnation of this process, or of the relay's, may still arrive.
         self._request_ids = itertools.count(time.monotonic_ns())
 
-    def reserve_slot(self, part: WeightShard) -> SlotReserved | None:
+    def reserve_slot(self, part: WeightShard, incarnation: int) -> SlotReserved | None:
         """A slot for the next version. Parts of several ranks share one slot, which no rank can reserve alone."""
         if part.num_parts > 1:
             return None
-        offer = Offer(-1, part.layout.num_bytes, part.layout.fingerprint)
-        answer = self._request(ReserveSlot(next(self._request_ids), offer))
+        answer = self._request(ReserveSlot(next(self._request_ids), part.offer(-1, incarnation)))
         if not isinstance(answer, SlotReserved):
             return None
         self._slots.pin(answer.slot)  # maps the slot now, while the trainer does not wait for it

@@ -30,7 +30,7 @@ from ...comm.trace import failpoint
 from ...comm.waits import join_thread
 from .byte_ranges import ranges_of
 from .chain import Chain
-from .incoming import IncomingState, IncomingVersion
+from .incoming import IncomingState, IncomingVersion, is_trainer
 from .protocol import SILENCE_S
 from .transfer import VersionSender, receive_versions
 from .version_store import VersionStore
@@ -81,7 +81,11 @@ class WeightServer:
     def _read_messages(self) -> None:
         """Consumes the inbox "relay-N/weights"; waits for it alone; woken by messages and the clock."""
         while not self._stop.is_set():
-            if (envelope := self._mailbox.receive(0.1)) is not None:
+            envelope = self._mailbox.receive(0.1)
+            for rank in self._fleet.members("actor"):
+                if rank.index == 0:  # its incarnation is the trainer's
+                    self.version_store.fence(rank.incarnation)
+            if envelope is not None:
                 self._answer(envelope.sender, envelope.message)
 
     def _answer(self, sender: str, message: Message) -> None:
@@ -140,7 +144,7 @@ class WeightServer:
 
     def _receive(self, link: Link, sender: str) -> None:
         def complete(incoming: IncomingVersion) -> None:
-            if sender.startswith("actor"):
+            if is_trainer(sender):
                 self._announce(incoming)
             if link.backend == "nccl":  # its bytes come from a GPU: pinned slots serve from the second version on
                 for index in range(self._segment.num_slots):
@@ -163,7 +167,7 @@ class WeightServer:
         try:
             work(link)
         except HeadraceError as error:
-            _log.info("%s: link %s ended: %s", self._fleet.name, request.link, error)
+            _log.info("%s: link %s ended: %s", self._fleet.name, request.link, str(error))
         finally:
             link.close()
             self._links.remove(link)

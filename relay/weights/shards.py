@@ -11,11 +11,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...comm.errors import SettingError
+from ...comm.messages.weights import Offer
 from .byte_ranges import ByteRanges, digest_of_ranges
 from .layout import Entry, Layout, local_tensor, num_rows
 
@@ -68,6 +70,12 @@ class WeightShard:
     @property
     def num_bytes(self) -> int:
         return self.ranges.num_bytes
+
+    def offer(self, version: int, incarnation: int) -> Offer:
+        """The offer of this part of a version, which this incarnation of the trainer made."""
+        layout, spans = self.layout, () if self.num_parts == 1 else self.ranges.spans
+        offer = Offer(version, layout.num_bytes, layout.fingerprint, self.num_parts, self.index, spans)
+        return msgspec.structs.replace(offer, incarnation=incarnation)
 
     def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
         """Cast and copy this rank's rows into a buffer of the part's bytes, uint8 [num_bytes]."""

@@ -5,7 +5,7 @@ generation is odd. A reader locks the slot, copies, and compares the generation 
 from being written next, as long as another slot is free. When readers lock all slots, the writer takes one after
 `READER_LOCK_S`: no writer waits for a frozen reader, and the generation shows such a reader that its copy is torn.
 
-Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, digest (two words).
+Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, digest (two words), incarnation.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ READER_LOCK_S = 2.0
 """Seconds that a writer waits for readers that lock all slots."""
 _LAYOUT, _NEWEST = 0, 1
 _FIRST_SLOT, _SLOT_WORDS = 8, 8
-_GENERATION, _VERSION, _DIGEST = 0, 1, 2
+_GENERATION, _VERSION, _DIGEST, _INCARNATION = 0, 1, 2, 4
 
 
 class Receipt(NamedTuple):
@@ -40,12 +40,13 @@ class VersionNotAvailable(HeadraceError):
 
 
 class StoredVersion(NamedTuple):
-    """A complete version in a slot."""
+    """A complete version in a slot; `incarnation` is that of the trainer which made it."""
 
     version: int
     digest: str
     slot: int
     generation: int
+    incarnation: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,13 @@ class VersionSlots:
         words[_GENERATION] += 1 + words[_GENERATION] % 2
         return SlotWrite(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
 
-    def commit(self, write: SlotWrite, digest: str) -> None:
+    def commit(self, write: SlotWrite, digest: str, incarnation: int = 1) -> None:
         """Make the version readable, and the newest if it is newer than the newest."""
         slot = self._slot(write.slot)
         assert slot[_GENERATION] == write.generation, f"slot {write.slot} was taken over"
         words = int(digest, 16).to_bytes(16, "little")
         slot[_DIGEST : _DIGEST + 2] = np.frombuffer(words, dtype=np.int64)
-        slot[_VERSION] = write.version
+        slot[_VERSION], slot[_INCARNATION] = write.version, incarnation
         slot[_GENERATION] = write.generation + 1
         newest = self.newest_stored()
         if newest is None or write.version > newest.version:
@@ -198,10 +199,11 @@ class VersionSlots:
     def _stored(self, index: int) -> StoredVersion | None:
         slot = self._slot(index)
         generation = int(slot[_GENERATION])
-        version, digest = int(slot[_VERSION]), slot[_DIGEST : _DIGEST + 2].tobytes()
+        version, incarnation = int(slot[_VERSION]), int(slot[_INCARNATION])
+        digest = slot[_DIGEST : _DIGEST + 2].tobytes()
         if generation == 0 or generation % 2 or version < 0 or generation != int(slot[_GENERATION]):
             return None
-        return StoredVersion(version, f"{int.from_bytes(digest, 'little'):032x}", index, generation)
+        return StoredVersion(version, f"{int.from_bytes(digest, 'little'):032x}", index, generation, incarnation)
 
     def _slot(self, index: int) -> np.ndarray:
         start = _FIRST_SLOT + index * _SLOT_WORDS

@@ -17,7 +17,7 @@ from ...comm.errors import LinkBroken
 from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Lock, Segment
 from .delta import DeltaCodec, Difference
-from .incoming import IncomingState, IncomingVersion
+from .incoming import IncomingState, IncomingVersion, is_trainer
 from .slots import READER_LOCK_S, SlotWrite, StoredVersion, VersionSlots
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class SlotSource:
     ) -> None:
         self._incoming = found if isinstance(found, IncomingVersion) else None
         held = found.slot if isinstance(found, IncomingVersion) else found
-        self.offer = Offer(held.version, slots.segment.slot_bytes, slots.fingerprint)
+        incarnation = found.offer.incarnation if isinstance(found, IncomingVersion) else found.incarnation
+        self.offer = Offer(held.version, slots.segment.slot_bytes, slots.fingerprint, incarnation=incarnation)
         self.difference = None if self._incoming is not None else differences.get(held.version)
         self._slots = slots
         self._slot = held.slot
@@ -91,6 +92,7 @@ class VersionStore:
         """The version that is on its way in, or for which a slot is reserved."""
         self.differences: dict[int, Difference] = {}
         """The newest version as a difference, if it came as one."""
+        self._trainer_incarnation = 0
         self._closed = False
 
     def close(self) -> None:
@@ -100,24 +102,39 @@ class VersionStore:
             self._abandon()
             self._notify()
 
+    def fence(self, incarnation: int) -> None:
+        """Refuse what earlier incarnations of the trainer send from now on; a version that one has begun is abandoned.
+
+        A rank that was frozen while the others started again would else complete it. Offers of relays pass: they are whole.
+        """
+        with self._changed:
+            if incarnation <= self._trainer_incarnation:
+                return
+            self._trainer_incarnation, incoming = incarnation, self.incoming
+            if incoming is not None and incoming.is_pushed and incoming.offer.incarnation < incarnation:
+                self._abandon()
+
     def begin_receive(self, offer: Offer, upstream: str) -> tuple[IncomingVersion, int] | None:
         """The place for an offered version and the offset to continue at, also after another upstream; None if not wanted.
 
-        Raises `WrongDigest` for another layout than that of the stored versions, `LinkBroken` when the store is closed.
+        Raises `WrongDigest` for another layout than that of the stored versions, `LinkBroken` when the store is closed or an
+        earlier incarnation of the trainer offers.
         """
         forced_at = time.monotonic() + self._reader_lock_s
         with self._changed:
             while True:
                 if self._closed:
                     raise LinkBroken("this relay ends")
+                if is_trainer(upstream):
+                    self._check_incarnation(offer)
                 newest, incoming = self.slots.newest(), self.incoming
                 if newest is not None and newest >= offer.version:
                     return None
                 if incoming is not None and incoming.state is IncomingState.ARRIVING:
-                    if incoming.offer.version > offer.version:
-                        return None
                     if incoming.offer.identity == offer.identity:
                         break
+                    if incoming.offer.identity[:2] > offer.identity[:2]:
+                        return None
                 if (incoming := self._begin(offer, IncomingState.ARRIVING, forced_at)) is not None:
                     break
             at = incoming.set_upstream(offer, upstream)
@@ -130,6 +147,7 @@ class VersionStore:
         forced_at = time.monotonic() + self._reader_lock_s
         with self._changed:
             while not self._closed:
+                self._check_incarnation(offer)
                 incoming = self.incoming
                 if incoming is not None and incoming.is_open:
                     return incoming if incoming.state is IncomingState.RESERVED else None
@@ -184,7 +202,7 @@ class VersionStore:
                 self.differences = {} if difference is None else {incoming.offer.version: difference}
                 incoming.deltas = DeltaCodec()
                 incoming.digest, incoming.state = whole, IncomingState.COMPLETE
-                self.slots.commit(incoming.slot, whole)
+                self.slots.commit(incoming.slot, whole, incoming.offer.incarnation)
                 self._notify()
             return incoming.state is not IncomingState.ABANDONED
 
@@ -193,6 +211,13 @@ class VersionStore:
         with self._changed:
             if incoming.state is IncomingState.ARRIVING and incoming.is_from(part, upstream):
                 self._abandon()
+
+    def _check_incarnation(self, offer: Offer) -> None:
+        self.fence(offer.incarnation)
+        if offer.incarnation < self._trainer_incarnation:
+            raise LinkBroken(
+                f"incarnation {offer.incarnation} of the trainer is fenced: {self._trainer_incarnation} has started"
+            )
 
     def _begin(self, offer: Offer, state: IncomingState, forced_at: float) -> IncomingVersion | None:
         """A slot for an offer. While readers lock all slots, waits a moment without the store's lock, and returns None."""

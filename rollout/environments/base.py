@@ -5,7 +5,7 @@ An environment is a class of the user's, one object for each trajectory; every m
     reset(**row) -> None | str | messages    begins; the answer follows the prompt
     step(completion) -> StepResult                 answers a turn of the policy
     state() -> JSON, restore(state)          optional: moves it to another process, where else its steps are repeated
-    close()                                  optional
+    close()                                  optional; called once, also after a call that failed
 
 A class without `step` has tools instead (TRL's `environment_factory`): its public methods but `reset` (see `tools.py`).
 """

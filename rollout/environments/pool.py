@@ -26,8 +26,9 @@ from .base import Episode, StepResult
 log = logging.getLogger(__name__)
 
 PATIENCE = 3
-STARTUP_S, SILENCE_S, KILL_S = 60.0, 30.0, 30.0
-"""Longest time until a process is ready, without a word of it (beside `environment.timeout_s`), and of its end."""
+STARTUP_S, SILENCE_S, CLOSE_S, KILL_S = 60.0, 30.0, 10.0, 30.0
+"""Longest time until a process is ready, without a word of it (beside `environment.timeout_s`), until it has closed its
+environments at the end of the run, and of its end."""
 POLL_S = 0.005
 
 
@@ -44,6 +45,8 @@ class EnvironmentCall:
     step: StepResult = field(default_factory=StepResult)
     state: Any = None
     failure: str = ""
+    is_dropped: bool = False
+    """Its trajectory has gone: it is not repeated when its process dies."""
 
     def question(self, number: int) -> str:
         episode = self.episode
@@ -94,11 +97,11 @@ class EnvironmentPool:
         return found
 
     def close(self) -> None:
-        """End the processes; open calls stay unanswered."""
+        """Close the environments and end their processes; open calls stay unanswered."""
         for host in self._hosts:
             host.is_closing = True
         for host in self._hosts:
-            host.thread.join(KILL_S)
+            host.thread.join(CLOSE_S + KILL_S)
             if host.thread.is_alive():
                 log.warning("%s does not end; the process leaves it behind", host.thread.name)
 
@@ -129,7 +132,7 @@ class _Host:
         while not self.is_closing and not self.broken:
             self._send_due()
             self._exchange()
-        self._end()
+        self._end(close_s=min(self._settings.timeout_s, CLOSE_S))
 
     def _send_due(self) -> None:
         """Queue questions for the process: all that are due, or some suspects alone."""
@@ -143,8 +146,8 @@ class _Host:
             while True:
                 if isinstance(due, EnvironmentCall):
                     self._ask(due)
-                elif self._process is not None:
-                    self._unsent += (json.dumps({"drop": [due]}) + "\n").encode()
+                else:
+                    self._drop(due)
                 due = self.todo.get_nowait()
 
     def _ask(self, call: EnvironmentCall) -> None:
@@ -153,6 +156,12 @@ class _Host:
         self._last_id += 1
         self._asked[self._last_id] = call
         self._unsent += call.question(self._last_id).encode()
+
+    def _drop(self, number: int) -> None:
+        for call in self._asked.values():
+            call.is_dropped |= call.number == number
+        if self._process is not None:
+            self._unsent += (json.dumps({"drop": number}) + "\n").encode()
 
     def _start(self) -> None:
         settings = {"path": self._settings.path, "tools": self._settings.tools, "timeout_s": self._settings.timeout_s}
@@ -201,30 +210,33 @@ class _Host:
     def _replace(self) -> None:
         """Repeat the open calls of a process that has ended or is silent; one that was alone with it has failed."""
         asked, self._asked = list(self._asked.values()), {}
+        wanted = [call for call in asked if not call.is_dropped]
         if self._has_word:
-            for call in asked:
+            for call in wanted:
                 self.todo.put(call)
         elif len(asked) == 1:
             asked[0].failure = "the environment's process ended, or answered nothing, during this call"
             self._done.put(asked[0])
         else:
-            self._suspects.extendleft(reversed(asked))
+            self._suspects.extendleft(reversed(wanted))
             self._most_suspects = max(1, len(asked) // 2)
         log.warning("an environment process is replaced; %d calls were open", len(asked))
         self._end()
 
-    def _end(self) -> None:
-        """End the process and everything that it has started."""
+    def _end(self, close_s: float = 0.0) -> None:
+        """End the process and everything that it has started; it has `close_s` seconds to close its environments."""
         process, self._process = self._process, None
         self._unsent, self._unread = b"", b""
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(close_s)
         process.terminate()  # the guardian kills the others first
         try:
             process.wait(KILL_S)
         except subprocess.TimeoutExpired:
             log.warning("the guardian of an environment process does not end within %g s and is killed", KILL_S)
             process.kill()
-        process.stdin.close()
         process.stdout.close()

@@ -34,6 +34,8 @@ from .tools import ToolEnvironment, tools_of
 Answer = Callable[[dict[str, Any]], None]
 BEAT_S = 1.0
 MOST_ABANDONED = THREADS // 2
+CLOSING = "closing"
+"""Name of a task that closes an environment; one that answers a question has the question's number."""
 
 
 class _Hosted(NamedTuple):
@@ -42,13 +44,20 @@ class _Hosted(NamedTuple):
 
 
 class Worker:
-    """Environments by their trajectory, each advanced by one question at a time; used by the event loop alone."""
+    """Environments by their trajectory, each advanced by one question at a time; used by the event loop alone.
+
+    An environment that was made is closed once: when its trajectory has ended or asks another one, when a call of it fails, or by
+    `close`.
+    """
 
     def __init__(self, make: Callable[[], Any], timeout_s: float) -> None:
         self._make = make
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
+        self._asked: dict[int, object] = {}
+        """A mark of the open question of each trajectory; a newer question, or `drop`, takes it away."""
         self._open: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """`{"observation", "reward", "done", "state"}`, or `{"error"}` with one line for the log."""
@@ -64,51 +73,84 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's environment
             return {"error": explain(error)}
 
-    async def drop(self, keys: list[int]) -> None:
-        """Close the environments of trajectories that have ended."""
-        for hosted in (self._hosted.pop(key) for key in keys if key in self._hosted):
-            if hasattr(hosted.environment, "close"):
-                await self._limited(hosted.environment.close)
+    def drop(self, key: int) -> None:
+        """Close the environment of a trajectory that has ended: now, or once its open call has."""
+        self._asked.pop(key, None)
+        if (hosted := self._hosted.pop(key, None)) is not None:
+            self._close(hosted.environment)
+
+    async def close(self) -> None:
+        """Close all environments, and wait for that; no question is open."""
+        for key in list(self._hosted):
+            self.drop(key)
+        await asyncio.gather(*self._closing)
 
     async def _advance(self, question: dict[str, Any]) -> dict[str, Any]:
-        key, completions = question["key"], question["completions"]
+        key, num_turns = question["key"], len(question["completions"])
+        mark = self._asked[key] = object()
         hosted = self._hosted.pop(key, None)
-        if not completions:
-            environment = await self._limited(self._make)
-            step = StepResult(await self._limited(environment.reset, **question["row"]) or "")
-        else:
-            if hosted is None or hosted.num_steps != len(completions) - 1:
-                hosted = _Hosted(await self._rebuilt(question), len(completions) - 1)
-            environment = hosted.environment
+        if hosted is not None and hosted.num_steps != num_turns - 1:
+            self._close(hosted.environment)
+            hosted = None
+        environment = await self._limited(self._make) if hosted is None else hosted.environment
+        is_whole = False
+        try:
+            answer = await self._answered(environment, question, is_new=hosted is None)
+            is_whole = True
+            return answer
+        finally:
+            if is_whole and self._asked.get(key) is mark:
+                self._hosted[key] = _Hosted(environment, num_turns)
+            else:
+                self._close(environment)
+
+    async def _answered(self, environment: Any, question: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
+        """The answer of an environment, which is `is_new` or stands before the newest turn."""
+        row, completions = question["row"], question["completions"]
+        step = StepResult()
+        if is_new:
+            step = StepResult(await self._limited(environment.reset, **row) or "")
+        if completions:
+            if is_new:
+                await self._rebuild(environment, step.observation, question)
             step = StepResult(*await self._limited(environment.step, completions[-1]))
-            _check(step, is_chat=not isinstance(question["row"]["prompt"], str))
+            _check(step, is_chat=not isinstance(row["prompt"], str))
         has_state = hasattr(environment, "state") and hasattr(environment, "restore")
         state = await self._limited(environment.state) if has_state else None
-        self._hosted[key] = _Hosted(environment, len(completions))
         return {"observation": step.observation, "reward": float(step.reward), "done": bool(step.done), "state": state}
 
-    async def _rebuilt(self, question: dict[str, Any]) -> Any:
-        """The environment of a transcript, before its last turn."""
-        environment = await self._limited(self._make)
-        first = await self._limited(environment.reset, **question["row"])
+    async def _rebuild(self, environment: Any, first: Any, question: dict[str, Any]) -> None:
+        """Bring an environment whose `reset` has answered `first` to the place before its trajectory's newest turn."""
         if question["state"] is not None and hasattr(environment, "restore"):
             await self._limited(environment.restore, question["state"])
-            return environment
+            return
         is_same = with_observation(question["row"]["prompt"], first) == question["prompt"]
         for completion, observation in zip(question["completions"], question["observations"], strict=False):
             step = StepResult(*await self._limited(environment.step, completion))
             is_same = is_same and step.observation == observation
         if not is_same:
             raise RuntimeError("the same turns have another answer when repeated: give it `state` and `restore`")
-        return environment
+
+    def _close(self, environment: Any) -> None:
+        """Begin to close an environment; an error of that costs nothing."""
+
+        async def close() -> None:
+            try:
+                await self._limited(environment.close)
+            except TimeoutError:
+                print(f"an environment is not closed within environment.timeout_s={self._timeout_s:g}", flush=True)
+            except Exception as error:  # noqa: BLE001 - any error of the user's environment
+                print(f"an environment is not closed: {explain(error)}", flush=True)
+
+        if hasattr(environment, "close"):
+            _keep(asyncio.create_task(close(), name=CLOSING), self._closing)
 
     async def _limited(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The call's result, or `TimeoutError`: a coroutine that does not end when it is cancelled is abandoned."""
         running = asyncio.current_task()
         assert running is not None
         task = asyncio.create_task(call(function, *arguments, **named), name=running.get_name())
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
+        _keep(task, self._open)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         finally:
@@ -116,6 +158,12 @@ class Worker:
         if not done:
             raise TimeoutError
         return await task  # it is done
+
+
+def _keep(task: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> None:
+    """Hold a task in a set until it has ended: the event loop itself does not."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _check(step: StepResult, *, is_chat: bool) -> None:
@@ -177,30 +225,34 @@ class _Watchdog:
     def _end(self) -> None:
         """Answer for the call that blocks. Without its number the pool finds it by asking again, one call at a time."""
         task = asyncio.current_task(self._loop)
-        if task is not None and task.get_name().isdecimal():
+        name = "" if task is None else task.get_name()
+        if name.isdecimal():
             error = f"it blocks the other environments for environment.timeout_s={self._timeout_s:g}"
-            self._write({"id": int(task.get_name()), "error": error})
+            self._write({"id": int(name), "error": error})
+        if name.isdecimal() or name == CLOSING:
             self._write({"restart": True})
         os._exit(1)
 
 
 async def serve(worker: Worker, questions: IO[str], write: Answer, timeout_s: float) -> None:
-    """Answer questions until their stream ends; then the process ends, with its abandoned threads."""
+    """Answer questions until their stream ends; then close the environments. The process ends with its abandoned threads."""
     loop, reader, tasks = asyncio.get_running_loop(), ThreadPoolExecutor(1), set[asyncio.Task[None]]()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
     _Watchdog(loop, timeout_s, write).start()
 
     async def reply(question: dict[str, Any]) -> None:
-        if "drop" in question:
-            await worker.drop(question["drop"])
-        else:
-            write({"id": question["id"], **await worker.answer(question)})
+        write({"id": question["id"], **await worker.answer(question)})
 
     while line := await loop.run_in_executor(reader, questions.readline):
         question = json.loads(line)
-        task = loop.create_task(reply(question), name=str(question.get("id", "")))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        if "drop" in question:
+            worker.drop(question["drop"])
+        else:
+            _keep(loop.create_task(reply(question), name=str(question["id"])), tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await worker.close()
     os._exit(0)
 
 

@@ -102,7 +102,7 @@ class RewardProcess:
         }
         try:
             is_written = self._write(json.dumps(question).encode() + b"\n", call.deadline)
-        except BrokenPipeError:
+        except (BrokenPipeError, EOFError):
             self._end("")
         else:
             if not is_written:
@@ -193,14 +193,20 @@ class RewardProcess:
             return None
 
     def _write(self, request: bytes, deadline: float) -> bool:
-        """Write a request; False if the deadline passes first: a stopped process does not empty its pipe."""
-        assert self._process is not None and self._process.stdin is not None
-        pipe, rest = self._process.stdin.fileno(), memoryview(request)
+        """Write a request; False if the deadline passes first: a stopped process does not empty its pipe.
+
+        Answers are read meanwhile, since a process that cannot write its answers reads no request.
+        """
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        pipe, answers, rest = self._process.stdin.fileno(), self._process.stdout.fileno(), memoryview(request)
         while rest:
-            _, ready, _ = select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            told, ready, _ = select.select([answers], [pipe], [], max(0.0, deadline - time.monotonic()))
+            if told:
+                self._receive()
+            elif not ready:
                 return False
-            rest = rest[os.write(pipe, rest) :]
+            if ready:
+                rest = rest[os.write(pipe, rest) :]
         return True
 
     def _read(self, deadline: float) -> dict[str, Any] | None:
@@ -214,10 +220,15 @@ class RewardProcess:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
-            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                raise EOFError
-            self._unread += chunk
+            self._receive()
+
+    def _receive(self) -> None:
+        """Read what the worker has written, which is there. Raises `EOFError` when it has ended."""
+        assert self._process is not None and self._process.stdout is not None
+        chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+        if not chunk:
+            raise EOFError
+        self._unread += chunk
 
 
 def _as_message(item: ScoreRequest) -> str | list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from decimal import Decimal, InvalidOperation
 NEEDS = {"math": "math_verify"}
 """The package that a function needs, from an extra of the function's name."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
+"""Signs around LaTeX in a text."""
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*\S.*", re.DOTALL)
 
 
@@ -28,11 +30,14 @@ def gsm8k(solution_str: str, ground_truth: str | float) -> float:
 def math(solution_str: str, ground_truth: str | float) -> float | None:
     """1 if math-verify finds the response equal to the ground truth, else 0; None if it cannot read the ground truth.
 
-    The response may state its answer as LaTeX, in `\\boxed{}` or as plain numbers.
+    The response may state its answer as LaTeX, in `\\boxed{}` or as plain numbers. The ground truth is an answer, with or without
+    signs of LaTeX around it, or a worked solution with `\\boxed{}` or `####` before the answer.
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    gold = parse(str(ground_truth)) or parse(f"${ground_truth}$")
+    wanted = str(ground_truth).rpartition("####")[2].strip()
+    # Without signs around it LaTeX is read as its first number: `2\sqrt{3}` as 2.
+    gold = parse(wanted if _LATEX.search(wanted) else f"${wanted}$") or parse(wanted)
     return float(verify(gold, parse(solution_str))) if gold else None
 
 

@@ -19,12 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ...comm.errors import HeadraceError
+
 log = logging.getLogger(__name__)
 
-_START_S = 10.0
-"""Time to set up the namespaces on a busy host, beside the program's own."""
+_START_S = 60.0
+"""Longest time to set up the namespaces on a busy host, beside the program's own."""
 _KILL_S = 30.0
 _told: set[str] = set()
+
+
+class SandboxError(HeadraceError):
+    """The host could not start a program, which says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ def run_python(
     disk_mb: int = 64,
     max_output: int = 1 << 16,
 ) -> SandboxResult:
-    """Run a Python program; never raises for a fault of it.
+    """Run a Python program; never raises for a fault of it. Raises `SandboxError` if the host cannot start it.
 
     `memory_mb` is each process's address space, `disk_mb` all of the program's files, `max_output` the characters kept of its
     output and of its errors; the rest is discarded.
@@ -84,7 +90,14 @@ def _weakness(told: IO[str]) -> str:
     """Wait for the start of the program; returns what its sandbox lacks, which the log says once."""
     with selectors.DefaultSelector() as selector:
         selector.register(told, selectors.EVENT_READ)
-        weakness = told.readline().strip() if selector.select(_START_S) else ""
+        if not selector.select(_START_S):
+            raise SandboxError(f"the sandbox does not start within {_START_S:g} s")
+    if not (line := told.readline()):
+        raise SandboxError("the sandbox ends before its program begins")
+    start: dict[str, str] = json.loads(line)
+    if start["problem"]:
+        raise SandboxError(f"the sandbox {start['problem']}")
+    weakness = start["weakness"]
     if weakness and weakness not in _told:
         _told.add(weakness)
         log.warning("programs run without namespaces, with network and the caller's files: %s", weakness)

@@ -22,20 +22,24 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID_NODEV = 0x1000, 0x4000, 0x40000, 0x2 
 _MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
 _FIRST_UID = 1 << 21
 """Users of programs that root starts: one each, so that a limit of processes counts one program's alone."""
+_NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def isolate(home: str, disk_mb: int) -> str:
-    """Enter namespaces, make the host's files read-only, mount `home` in memory; returns why not, if not."""
+def isolate(home: str, disk_mb: int, *, changes_user: bool) -> str:
+    """Enter namespaces, make the host's files read-only, mount `home` in memory; returns why not, if not.
+
+    changes_user: the program runs as another user. Else its own user, even if that is root, has no rights in the namespaces.
+    """
     uid, gid = os.getuid(), os.getgid()
     try:
-        _check(_libc.unshare(_NEWPID | _NEWNS | _NEWNET | _NEWIPC | (_NEWUSER if uid else 0)), "unshare")
-        if uid:
+        _check(_libc.unshare(_NEWPID | _NEWNS | _NEWNET | _NEWIPC | (0 if changes_user else _NEWUSER)), "unshare")
+        if not changes_user:
             Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+            Path("/proc/self/uid_map").write_text(f"{uid or _NOBODY} {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"{gid or _NOBODY} {gid} 1")
         _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
-        if not uid:
+        if changes_user:
             _uncover({os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)})
         attributes = (ctypes.c_uint64 * 4)(_RDONLY, 0, 0, 0)
         _check(
@@ -75,29 +79,45 @@ def run_program(limits: dict[str, Any], code: str, uid: int) -> None:
 
 
 def main() -> None:
-    """Guard, isolate, run. The arguments are the limits, the process that starts this one, and where to say what is lacking."""
+    """Guard, isolate, run. The arguments are the limits, the process that starts this one, and where to say how it starts.
+
+    It says `weakness` and `problem` as one JSON line. With a problem the program does not run.
+    """
     limits, parent, status = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     fork_guarded(parent)
-    code = Path(limits["home"], "main.py").read_text(encoding="utf-8")
-    is_root = os.getuid() == 0
-    weakness = isolate(limits["home"], limits["disk_mb"])
-    uid = _FIRST_UID + os.getpid() if is_root else 0
+    home, uid = limits["home"], _free_user() if os.getuid() == 0 else 0
+    code = Path(home, "main.py").read_text(encoding="utf-8")
+    weakness = isolate(home, limits["disk_mb"], changes_user=uid > 0)
     if weakness and uid:
-        os.chown(limits["home"], uid, uid)
-        os.chown(Path(limits["home"], "main.py"), uid, uid)
+        os.chown(home, uid, uid)
+        os.chown(Path(home, "main.py"), uid, uid)
+    started, problem = os.pipe()
     if (program := os.fork()) == 0:
         os.close(status)
         try:
             run_program(limits, code, uid)
         except OSError as error:
-            os.write(2, f"sandbox: cannot run {sys.executable}: {error}\n".encode())
+            os.write(problem, f"cannot run {sys.executable}: {error}".encode())
         os._exit(126)
-    os.write(status, f"{weakness}\n".encode())
+    os.close(problem)
+    told = os.read(started, 1 << 12).decode()  # it ends when the program begins
+    os.write(status, json.dumps({"weakness": weakness, "problem": told}).encode() + b"\n")
     os.close(status)
     for standard in (0, 1, 2):
         os.close(standard)  # the program's output ends with the program
     code_of = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     os._exit(code_of if code_of >= 0 else 128 - code_of)
+
+
+def _free_user() -> int:
+    """A user of this program alone, which the user namespace knows; 0 if it knows root alone, as in some containers."""
+    texts = [Path(f"/proc/self/{kind}_map").read_text() for kind in ("uid", "gid")]
+    maps = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in texts]
+    end = min(max(first + count for first, _, count in each) for each in maps)
+    for user in (_FIRST_UID + os.getpid(), end - 1 - os.getpid() % max(1, end // 2)):
+        if all(any(first <= user < first + count for first, _, count in each) for each in maps):
+            return user
+    return 0
 
 
 def _uncover(folders: set[str]) -> None:

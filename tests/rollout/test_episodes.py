@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.policies import tiny_policy
 from support.rollout_play import SAMPLES, ManualRollout, Play
 
 from headrace.comm.messages import RowId
@@ -14,14 +13,16 @@ from headrace.relay.journal.journal import read_events
 from headrace.relay.journal.state import RowStatus
 
 ENVIRONMENT = '''
-"""Counts turns; while the file `hold` is there, the third turn has no answer."""
+"""Counts turns; while the file `hold` is there, the third turn has no answer, and with `hold reset` no reset."""
 
 import asyncio
 from pathlib import Path
 
 class Counter:
-    def reset(self, prompt, **row):
+    async def reset(self, prompt, **row):
         self.turns = []
+        while Path(__file__).with_name("hold reset").exists():
+            await asyncio.sleep(0.01)
 
     async def step(self, completion):
         self.turns.append(completion)
@@ -31,11 +32,6 @@ class Counter:
 '''
 Stage = Callable[..., Play]
 Rows = dict[RowId, dict[str, np.ndarray]]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
@@ -127,3 +123,22 @@ def test_a_hung_environment_costs_the_trajectories_that_ask_it_and_no_others(sta
         num_failed = ends.count(RowStatus.FAILED)
         assert (0 < num_failed < len(ends)) if is_failed else not num_failed, "one has no third turn: it is long"
         play.close()
+
+
+def test_the_version_that_comes_out_during_a_reset_is_that_of_all_tokens(stage: Stage, tmp_path: Path):
+    (tmp_path / "hold reset").touch()
+    play = stage("partial", "run.schedule=partial")
+    rollout = play.rollouts[0]
+    rollout.max_running = SAMPLES
+    play.until(lambda: len(rollout.leases.held) == SAMPLES)
+    rollout.max_running = 0
+    rollout.generator.loaded.latest = 1
+    play.until(lambda: rollout.generator.weights.version == 1)
+    (tmp_path / "hold reset").unlink()
+    play.finish()
+    storage = rollout.fleet.open_rows(play.unit.address)
+    rows = [event for _, event in read_events(play.path) if isinstance(event, ev.RowReady)]
+    versions = [storage.get(event.row.key(1))["versions"] for event in rows]
+    storage.close()
+    assert len(rows) == SAMPLES and {event.version for event in rows} == {1}
+    assert all(len(column) > 0 and (column == 1).all() for column in versions)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.policies import tiny_policy
 from support.rollout_play import ManualRollout, Play
 
 from headrace.comm.messages import RowId, VersionReady
@@ -41,11 +40,6 @@ class EvaluatedPlay(Play):
         return {row_id: score.reward for row_id, score in log.scores.items()}
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policies"), "llama")
-
-
 def move(play: EvaluatedPlay) -> None:
     """All samples go to rollout 1."""
     play.order(play.begin(), play.rollouts[1])
@@ -68,12 +62,12 @@ def update(play: EvaluatedPlay) -> None:
 
 @pytest.mark.parametrize("disturb", [move, kill, update])
 def test_a_disturbed_evaluation_has_the_scores_of_an_undisturbed_one(
-    tmp_path: Path, policy: Path, disturb: Callable[[EvaluatedPlay], None]
+    tmp_path: Path, llama: Path, disturb: Callable[[EvaluatedPlay], None]
 ):
-    undisturbed = EvaluatedPlay(tmp_path / "undisturbed", policy)
+    undisturbed = EvaluatedPlay(tmp_path / "undisturbed", llama)
     undisturbed.begin()
     expected = undisturbed.scores()
-    disturbed = EvaluatedPlay(tmp_path / "disturbed", policy)
+    disturbed = EvaluatedPlay(tmp_path / "disturbed", llama)
     disturb(disturbed)
     assert disturbed.scores() == expected
     assert len(set(expected.values())) > 1

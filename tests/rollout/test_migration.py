@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.policies import random_prompts, tiny_policy
+from support.policies import random_prompts
 from support.rollout_play import PARAMS, SAMPLES, EngineGenerator, Play
 
 from headrace.comm.errors import MessageRefused
@@ -27,11 +27,6 @@ from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.rollout.migration.migration import MoveDeadlines
 
 PAGE_BYTES = 64 * 512
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 # ------------------------------------------------------------------------------------------------- engines alone

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.policies import tiny_policy
 from support.rollout_play import SAMPLES, STREAM_TOKENS, ManualRollout, Play
 
 from headrace.comm.messages import RowId
@@ -16,11 +15,6 @@ from headrace.rollout.leases import LeasedRow
 
 Stage = Callable[..., Play]
 Rows = dict[RowId, dict[str, np.ndarray]]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """CUDA graphs and streams for engines on a CPU: the replay of a graph runs the captured step again."""
 
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.rollout import Engine
 from headrace.rollout.engine import cuda_graphs
@@ -67,3 +70,75 @@ def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
         runner._forward_newest, runner.head, runner.attention, space, max_pages, engine.scheduler.max_running
     )
     return graphs, cuda
+
+
+class LaunchCount(TorchDispatchMode):
+    """Counts the operators that are kernels on a GPU: all but views and empty tensors. `one` makes one launch of a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self._is_inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        if not (self._is_inside or func.is_view or name.startswith("empty") or name in ("detach", "_unsafe_view")):
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+    def one(self, function, *names):
+        """The function, counted as launches of these names, by default of one of its own."""
+
+        def launch(*args, **kwargs):
+            was_inside, self._is_inside = self._is_inside, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_inside = was_inside
+                if not was_inside:
+                    self.names += names or (function.__name__,)
+
+        return launch
+
+
+def silu_mul(gate_up):
+    """`kernels.gate` by its formula."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def store_heads(qkv, rule, cache, table, lengths):
+    """`kernels.heads` by its formula."""
+    (keys, values), positions = cache, (lengths - 1).long()
+    page_size, kv_heads = keys.shape[2], keys.shape[1]
+    columns = (positions // page_size).clamp(max=table.shape[1] - 1)
+    pages, offsets = table.gather(1, columns[:, None])[:, 0].long(), positions % page_size
+    query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    query, key = (
+        rotated(x if norm is None else F.rms_norm(x, norm.shape, norm, rule.eps), rule)
+        for x, norm in ((query, rule.query_norm), (key, rule.key_norm))
+    )
+    keys[pages, :, offsets], values[pages, :, offsets] = key, value
+    return query.contiguous()
+
+
+def rotated(heads, rule):
+    """Heads [T, heads, d] of which the first dimensions are rotated."""
+    size = rule.cos.shape[-1]
+    x, rest = heads[..., :size], heads[..., size:]
+    x = x * rule.cos + x.roll(size // 2, -1) * rule.sin
+    return torch.cat((x, rest), -1)
+
+
+def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
+    """Let an engine that `use_graphs` has changed run the kernels of a GPU by their formulas; counts what it launches."""
+    count = LaunchCount()
+    kernels = "headrace.trainer.policy.kernels"
+    monkeypatch.setitem(sys.modules, f"{kernels}.gate", SimpleNamespace(silu_mul=count.one(silu_mul)))
+    monkeypatch.setitem(sys.modules, f"{kernels}.heads", SimpleNamespace(store_heads=count.one(store_heads)))
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", count.one(F.rms_norm, "rms_norm"))  # one kernel on a GPU
+    attention = engine.runner.attention
+    assert isinstance(attention, TableAttention)
+    monkeypatch.setattr(attention, "attend", count.one(attention.attend, "split", "merge"))
+    monkeypatch.setattr(engine.runner.forward, "_has_kernels", True)
+    return count

@@ -43,7 +43,7 @@ class ActorLearner(Actor):
         if recipe.lora.rank:
             layout = Layout.of(weights, torch.float32)
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
-        self.publisher = WeightPublisher(fleet, layout, recipe.comm, shard)
+        self.publisher = WeightPublisher(fleet, layout, recipe.comm, shard, self.group.incarnation)
         self.num_bytes = layout.num_bytes
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:

@@ -4,7 +4,8 @@ For small policies the modules spend more time on small operators than on arithm
 where `LeanDecoder.supports` the policy. Inference only: it works in place.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,28 @@ from .fused_linear import FusedLinear
 
 if TYPE_CHECKING:
     from .model import Policy
+
+
+class HeadRule(NamedTuple):
+    """How the queries and keys of a layer's projection become those of attention: the norm of each head, then the rotation."""
+
+    cos: Tensor
+    """[T, 1, rotary dim], for the first dimensions of a head."""
+    sin: Tensor
+    """Likewise; its first half is negated."""
+    query_norm: Tensor | None
+    """The weight of the RMS norm [d]; None: no norm."""
+    key_norm: Tensor | None
+    eps: float
+
+
+@runtime_checkable
+class ProjectionAttention(Protocol):
+    """Attention that also takes a layer's projection as it is, with fewer launches on a GPU."""
+
+    def of_projection(self, layer: int, qkv: Tensor, heads: HeadRule, spec: AttentionSpec, /) -> Tensor:
+        """qkv [T, heads + 2 * kv_heads, d] -> [T, heads, d]."""
+        ...
 
 
 class _Layer(NamedTuple):
@@ -34,7 +57,9 @@ class _Layer(NamedTuple):
 class LeanDecoder:
     """Llama, Qwen2, Qwen3, Mistral and Phi-3 without a bias in the MLP. Call `refresh` after every change of the weights.
 
-    Of a split policy it computes this rank's part and takes part in the sums over the ranks.
+    Of a split policy it computes this rank's part and takes part in the sums over the ranks. On a GPU a layer that decodes is
+    ten launches: two norms, four products of which two add to the residual, `kernels.gate`, `kernels.heads` and the two of
+    paged attention.
     """
 
     def __init__(self, policy: "Policy") -> None:
@@ -46,6 +71,7 @@ class LeanDecoder:
         self._num_kv_heads = policy.num_kv_heads // self.tensor_parallel.size
         self._eps: float = policy.config.rms_norm_eps
         self._cos, self._sin = rope_table(self._model, policy.rope.count, policy.dtype, policy.device)
+        self._has_kernels = policy.device.type == "cuda" and find_spec("triton") is not None
         self.bind()
 
     @staticmethod
@@ -89,20 +115,39 @@ class LeanDecoder:
         """Hidden states [T, hidden] after the last norm, as `Policy.forward` gives them."""
         hidden = F.embedding(token_ids, self._embedding)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        shape, heads = (hidden.shape[-1],), self._num_heads
-        rotated = heads + self._num_kv_heads
+        shape = (hidden.shape[-1],)
+        num_heads = self._num_heads + 2 * self._num_kv_heads
+        fused = attention if self._has_kernels and isinstance(attention, ProjectionAttention) else None
         for index, layer in enumerate(self.layers):
             normed = F.rms_norm(hidden, shape, layer.input_norm, self._eps)
-            qkv = layer.qkv(normed).view(len(hidden), rotated + self._num_kv_heads, -1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qkv[:, :heads] = F.rms_norm(qkv[:, :heads], layer.q_norm.shape, layer.q_norm, self._eps)
-                qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], layer.k_norm.shape, layer.k_norm, self._eps)
-            _rotate(qkv[:, :rotated], cos, sin)
-            mixed = attention(index, qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:], layer.spec)
+            qkv = layer.qkv(normed).view(len(hidden), num_heads, -1)
+            rule = HeadRule(cos, sin, layer.q_norm, layer.k_norm, self._eps)
+            if fused is not None:
+                mixed = fused.of_projection(index, qkv, rule, layer.spec)
+            else:
+                mixed = attention(index, *self._split(qkv, rule), layer.spec)
             hidden = self._add(layer.out, hidden, mixed.flatten(1))
-            gate, up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps)).chunk(2, -1)
-            hidden = self._add(layer.down, hidden, F.silu(gate).mul_(up))
+            gate_up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps))
+            hidden = self._add(layer.down, hidden, self._gate(gate_up))
         return F.rms_norm(hidden, shape, self._norm, self._eps)
+
+    def _split(self, qkv: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [T, heads, d] of a projection, which is overwritten."""
+        heads, rotated = self._num_heads, self._num_heads + self._num_kv_heads
+        if rule.query_norm is not None and rule.key_norm is not None:
+            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], rule.query_norm.shape, rule.query_norm, rule.eps)
+            qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], rule.key_norm.shape, rule.key_norm, rule.eps)
+        _rotate(qkv[:, :rotated], rule.cos, rule.sin)
+        return qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
+
+    def _gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [T, n] of gate_up [T, 2n]."""
+        if self._has_kernels:
+            from .kernels.gate import silu_mul  # Triton is installed only where there is a GPU
+
+            return silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
     def _add(self, matrix: FusedLinear, hidden: Tensor, x: Tensor) -> Tensor:
         """hidden plus the product with x, summed over the ranks."""

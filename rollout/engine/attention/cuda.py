@@ -14,6 +14,7 @@ from ..to_device import to_device
 
 if TYPE_CHECKING:
     from ....trainer.policy.attention import AttentionSpec
+    from ....trainer.policy.decoder import HeadRule
     from ..batch import DecodeBatch
     from ..kv_cache import KVCache
 
@@ -47,6 +48,14 @@ class TableAttention:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: "AttentionSpec") -> Tensor:
         self.cache.write(layer, self.cache_rows, key, value)
         return self.attend(query, self.cache.keys[layer], self.cache.values[layer], rule)
+
+    def of_projection(self, layer: int, qkv: Tensor, heads: "HeadRule", rule: "AttentionSpec") -> Tensor:
+        """See `ProjectionAttention`; a decoder calls it where Triton is installed."""
+        from ....trainer.policy.kernels.heads import store_heads
+
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query = store_heads(qkv, heads, (keys, values), self.table, self.lengths)
+        return self.attend(query, keys, values, rule)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
         """Attention of query [B, heads, d] over keys and values [pages, kv_heads, page_size, d]."""

@@ -140,3 +140,19 @@ def test_a_step_during_which_rollouts_work_on_an_evaluation_changes_nothing():
     assert (window.in_generation, window.margin, window.step_s) == before
     pass_step(window, 80, 20)
     assert window.in_generation > before[0]
+
+
+def test_a_window_that_evaluations_always_share_is_measured_all_the_same():
+    window = Window()
+    window.pass_time(1000.0, 0, 0, 0)
+    window.end_step(100, 3.0, 0.0)
+    for _ in range(5):
+        assert math.isinf(window.limit)
+        window.pass_time(window.now + STEP_S, 60, 20, 50, evaluating=True)
+        window.end_step(100, STEP_S, 0.0)
+    assert window.limit == pytest.approx(60)
+    pass_step(window, 40, 20)
+    before = window.in_generation
+    window.pass_time(window.now + STEP_S, 90, 10, 50, evaluating=True)
+    window.end_step(100, STEP_S, 0.0)
+    assert window.in_generation == before

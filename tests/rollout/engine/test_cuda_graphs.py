@@ -1,12 +1,13 @@
 """The captured decode step, by graphs that stand for CUDA's: the same tokens as steps one by one."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.fake_cuda import use_graphs
-from support.policies import random_prompts, tiny_policy
+from support.fake_cuda import use_graphs, use_kernels
+from support.policies import LONGROPE, random_prompts, tiny_policy
 
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine import cuda_graphs
@@ -50,3 +51,55 @@ def test_values_for_a_gpu_are_pinned_and_do_not_wait_for_its_steps(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned)
     assert to_device(np.arange(3), "cuda") == (("cuda",), {"non_blocking": True})
     assert to_device(np.arange(3), "cpu").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"num_attention_heads": 6, "hidden_size": 96}),
+        ("mistral", {"num_key_value_heads": 1}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("phi3", LONGROPE),
+    ],
+)
+def test_the_kernels_of_a_gpu_compute_what_the_operators_compute_in_every_family(
+    tmp_path, monkeypatch, family, changes
+):
+    path = tiny_policy(tmp_path, family, **changes)
+    prompts, params = random_prompts(6, longest=90), SamplingParams(max_new_tokens=40, n=2, temperature=0.7)
+    expected = Engine(path, max_running=8).generate(prompts, params)
+    engine = Engine(path, max_running=8)
+    use_graphs(engine, monkeypatch)
+    launches = use_kernels(engine, monkeypatch)
+    found = engine.generate(prompts, params)
+    assert "store_heads" in launches.names and "silu_mul" in launches.names
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    logprobs, others = (torch.tensor([x for c in each for x in c.logprobs]) for each in (found, expected))
+    assert (logprobs - others).abs().max() < 1e-4
+
+
+def launches_of_a_step(path, monkeypatch) -> Counter[str]:
+    engine = Engine(path, max_running=4)
+    graphs, _ = use_graphs(engine, monkeypatch)
+    launches = use_kernels(engine, monkeypatch)
+    engine.add_group([5, 6, 7], SamplingParams(max_new_tokens=50), range(4))
+    for _ in range(3):
+        engine.step()
+    launches.names.clear()
+    with torch.no_grad(), launches:
+        graphs._step(4, 1)
+    return Counter(launches.names)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_layer_that_decodes_is_ten_launches(tmp_path, monkeypatch, family):
+    two, three = (
+        launches_of_a_step(tiny_policy(tmp_path / str(n), family, num_hidden_layers=n), monkeypatch) for n in (2, 3)
+    )
+    layer = three - two
+    assert layer == {
+        "rms_norm": 2, "mm": 2, "addmm_": 2, "store_heads": 1, "split": 1, "merge": 1, "silu_mul": 1
+    }  # fmt: skip
+    assert (two - layer - layer).total() <= 55

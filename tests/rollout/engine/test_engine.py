@@ -15,11 +15,6 @@ from headrace.rollout.engine.memory import AvailableMemory, plan_cache
 from headrace.trainer.policy.model import load_policy
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
 def by_transformers(path, prompts, max_new_tokens):
     model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
     responses = []

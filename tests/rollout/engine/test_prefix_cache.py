@@ -11,11 +11,6 @@ from headrace.trainer.policy.model import load_policy
 SYSTEM = [5 + (7 * i) % 90 for i in range(70)]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
 def turns(engine, count=3):
     """Conversations of several turns that begin with one system prompt."""
     chats, completions = [[*SYSTEM, *prompt] for prompt in random_prompts(5, longest=60)], []

@@ -10,7 +10,10 @@ from headrace.trainer.policy.attention import AttentionSpec, masked_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1"),
+]
 
 
 @pytest.fixture

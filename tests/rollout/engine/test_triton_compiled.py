@@ -1,52 +1,13 @@
 """The Triton kernels compiled for GPUs that are not here: registers, shared memory and spills under bounds.
 
-Triton brings the assembler, which needs no GPU. It is 670 MB, so the tests do not require it; where it is installed:
-`python -m pytest tests/rollout/engine/test_triton_compiled.py`. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
+Triton brings the assembler, which needs no GPU. `bash tests/extras.sh` installs it aside. Triton's interpreter (`test_triton.py`) multiplies the bit patterns of
 bfloat16, so its numbers are checked on a GPU alone.
 """
 
-import os
-import re
-import subprocess
-from importlib.util import find_spec
-from typing import Any
-
 import pytest
+from support.compiled import ARCHITECTURES, needs_compiler, resources
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-    reason="needs Triton (pip install triton==3.6.0), outside of its interpreter",
-)
-
-ARCHITECTURES = (80, 90, 100)
-POINTER, NUMBER = "tt.divisibility", 16
-"""What Triton knows at a launch of the engine: pointers and strides are multiples of this."""
-
-
-def resources(
-    tmp_path, name: str, architecture: int, arguments: dict[str, str], constants: dict[str, Any], num_warps: int
-):
-    """Registers of a thread, bytes that it spills, and shared bytes of a program."""
-    import triton  # pyright: ignore[reportMissingImports]
-    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
-
-    from headrace.rollout.engine.attention import triton_decode
-
-    signature = arguments | dict.fromkeys(constants, "constexpr")
-    aligned = {
-        (i,): [[POINTER, NUMBER]] for i, (k, v) in enumerate(arguments.items()) if v[0] == "*" or k.endswith("stride")
-    }
-    source = ASTSource(getattr(triton_decode, name), signature, constants, aligned)
-    kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(kernel.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    listing = subprocess.run(
-        [tool, "-res-usage", binary], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    registers, stack, local = (int(re.findall(rf"{word}:(\d+)", listing)[-1]) for word in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local, kernel.metadata.shared
+pytestmark = [pytest.mark.extra, needs_compiler]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -64,8 +25,10 @@ def test_decode_attention_in_half_precision_spills_nothing(tmp_path, architectur
         "GROUP": group, "GROUP_ROWS": 16, "DIM": dim, "DIM_ROWS": dim, "PAGE": 64, "KV_HEADS": 2, "SPLIT": 512, "BLOCK": 32,
         "HAS_SOFTCAP": False,
     }  # fmt: skip
-    found = resources(tmp_path, "_split_kernel", architecture, arguments, constants, 4)
-    assert found[0] <= registers and found[1] == 0 and found[2] <= shared, found
+    from headrace.rollout.engine.attention.triton_decode import _split_kernel
+
+    found = resources(tmp_path, _split_kernel, architecture, arguments, constants, 4)
+    assert found.registers <= registers and found.spilled == 0 and found.shared <= shared, found
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -76,5 +39,39 @@ def test_the_merge_of_splits_takes_few_registers_and_no_memory(tmp_path, archite
         "window": "i32", "num_splits": "i32",
     }  # fmt: skip
     constants = {"HEADS": 14, "DIM": 128, "DIM_ROWS": 128, "SPLIT": 512, "HAS_SINKS": has_sinks}
-    found = resources(tmp_path, "_merge_kernel", architecture, arguments, constants, 1)
-    assert found[0] <= 64 and found[1] == 0 and found[2] <= 1024, found
+    from headrace.rollout.engine.attention.triton_decode import _merge_kernel
+
+    found = resources(tmp_path, _merge_kernel, architecture, arguments, constants, 1)
+    assert found.registers <= 64 and found.spilled == 0 and found.shared <= 1024, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+def test_the_gate_takes_few_registers_and_no_memory(tmp_path, architecture, kind):
+    from headrace.trainer.policy.kernels.gate import _gate_kernel
+
+    arguments = {"gate_up": f"*{kind}", "out": f"*{kind}", "columns": "i32"}
+    found = resources(tmp_path, _gate_kernel, architecture, arguments, {"BLOCK": 1024}, 4)
+    assert found.registers <= 48 and found.spilled == found.shared == 0, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("kind", "dim", "rotary"), [("bf16", 64, 64), ("bf16", 128, 128), ("fp16", 128, 96), ("fp32", 256, 256)])  # fmt: skip
+def test_the_way_of_heads_into_the_cache_takes_few_registers_and_no_memory(
+    tmp_path, architecture, has_norm, kind, dim, rotary
+):
+    from headrace.trainer.policy.kernels.heads import _heads_kernel
+
+    arguments = {
+        "qkv": f"*{kind}", "cos": f"*{kind}", "sin": f"*{kind}", "query_norm": f"*{kind}", "key_norm": f"*{kind}",
+        "table": "*i32", "lengths": "*i32", "query": f"*{kind}", "keys": f"*{kind}", "values": f"*{kind}", "eps": "fp32",
+        "table_width": "i32", "table_stride": "i32", "page_stride": "i32", "head_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "HEADS": 14, "KV_HEADS": 2, "DIM": dim, "HALF": rotary // 2, "REST": dim - rotary,
+        "HALF_ROWS": 1 << (rotary // 2 - 1).bit_length(), "REST_ROWS": max(1, dim - rotary), "DIM_ROWS": dim, "PAGE": 64,
+        "HAS_NORM": has_norm,
+    }  # fmt: skip
+    found = resources(tmp_path, _heads_kernel, architecture, arguments, constants, 1)
+    assert found.registers <= 64 and found.spilled == found.shared == 0, found

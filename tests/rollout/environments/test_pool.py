@@ -54,6 +54,40 @@ class Random(Counter):
     async def step(self, completion):
         return str(time.monotonic()), 0.0, False
 """
+LOGGED = """
+import asyncio, threading
+from pathlib import Path
+
+class Logged:
+    number = 0
+
+    def __init__(self):
+        Logged.number += 1
+        self.name = f"{Path(__file__).stem} {Logged.number}"
+        self.log("made")
+
+    def log(self, event):
+        with Path(__file__).with_suffix(".log").open("a") as file:
+            file.write(f"{event} {self.name}\\n")
+
+    async def reset(self, prompt, fails=False, **row):
+        if fails:
+            raise ValueError("no such room")
+
+    async def step(self, completion):
+        if completion == "hang":
+            await asyncio.sleep(1000)
+        if completion == "wait":
+            await asyncio.sleep(0.2)
+        if completion == "raise":
+            raise ValueError("no such turn")
+        return completion, 0.0, False
+
+    async def close(self):
+        self.log("closed")
+        if self.name.endswith(" 1"):
+            raise ValueError("it does not close")
+"""
 MakePool = Callable[..., EnvironmentPool]
 
 
@@ -135,6 +169,48 @@ def test_an_environment_with_a_state_is_restored_and_its_steps_are_not_repeated(
 def test_an_environment_that_answers_otherwise_the_second_time_fails_its_trajectory(pool: MakePool):
     random, other = ask(pool("Random"), ["a", "b"], ["a"])
     assert "give it `state` and `restore`" in random.failure and not other.failure
+
+
+def test_every_environment_that_was_made_is_closed_once(tmp_path: Path):
+    (tmp_path / "logged.py").write_text(LOGGED)
+    pool = EnvironmentPool(EnvironmentSettings(path=f"{tmp_path / 'logged.py'}:Logged", timeout_s=1.0)).start()
+
+    def ask_one(number: int, *turns: str, fails: bool = False) -> None:
+        row = {"prompt": "p", "fails": fails}
+        episode = Episode("p", completions=list(turns), observations=list(turns[:-1]))
+        pool.submit(EnvironmentCall(number, number, row, episode))
+
+    def answered(count: int) -> dict[int, str]:
+        """The failures of so many calls, by trajectory."""
+        done: list[EnvironmentCall] = []
+        deadline = time.monotonic() + 60
+        while len(done) < count and time.monotonic() < deadline:
+            done += pool.finished()
+            time.sleep(0.002)
+        assert len(done) == count
+        return {call.number: call.failure for call in done}
+
+    for number in range(8):
+        ask_one(number)
+    assert not any(answered(8).values())
+    ask_one(1, "raise")
+    ask_one(2, "hang")
+    ask_one(3, "wait")
+    pool.drop(3)  # it goes during its call
+    ask_one(4, "a", "b")  # it comes back at a later turn than it went at
+    ask_one(5)  # it comes back at its prompt
+    ask_one(6, "wait")
+    pool.drop(6)
+    ask_one(6, "c")  # it comes back during its call
+    ask_one(8, fails=True)
+    ask_one(9, "other", "raise")
+    failures = answered(9)
+    assert {number for number, failure in failures.items() if failure} == {1, 2, 8, 9}
+    pool.drop(7)
+    pool.close()
+    events = [line.split(" ", 1) for line in (tmp_path / "logged.log").read_text().splitlines()]
+    made, closed = ([name for event, name in events if event == wanted] for wanted in ("made", "closed"))
+    assert len(made) == 8 + 5 and sorted(closed) == sorted(made)
 
 
 def test_an_environment_that_always_fails_is_a_mistake_in_the_settings(pool: MakePool):

@@ -119,10 +119,28 @@ def test_a_ground_truth_without_a_number_is_an_error():
         gsm8k("3", "three")
 
 
+@pytest.mark.extra
 def test_math_compares_values():
     pytest.importorskip("math_verify")
     assert math(r"so \boxed{\frac{1}{2}}", r"$0.5$") == math(r"$x=\frac12$", r"\frac{1}{2}") == 1.0
     assert math(r"\boxed{3}", "4") == math("no idea", "4") == 0.0
+
+
+@pytest.mark.parametrize(
+    "gold", [r"2\sqrt{3}", r"$2\sqrt{3}$", r"so it is \boxed{2\sqrt{3}}", r"12 / \sqrt{12} #### \sqrt{12}"]
+)
+def test_a_ground_truth_in_latex_is_read_whole(gold: str):
+    pytest.importorskip("math_verify")
+    assert math(r"\boxed{2\sqrt{3}}", gold) == math(r"it is $\sqrt{12}$", gold) == 1.0
+    assert math(r"\boxed{2}", gold) == math("12", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"), [("1,000", "1000", "1"), ("A", r"\boxed{A}", r"\boxed{B}"), (7, "7", "8")]
+)
+def test_a_ground_truth_may_be_a_plain_answer(gold: str | int, right: str, wrong: str):
+    pytest.importorskip("math_verify")
+    assert (math(right, gold), math(wrong, gold)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,28 @@ def test_an_async_reward_that_ends_the_process_costs_only_itself(pool: MakePool)
     assert done[1].failure == "the reward process ended with 3"
 
 
+def test_a_large_answer_and_a_large_question_pass_each_other(pool: MakePool):
+    source = """
+import threading, time
+from concurrent.futures import Future
+
+add = Future.add_done_callback
+
+def add_late(future, function):  # so the thread that reads the questions writes the answer
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(0.2)
+    add(future, function)
+
+Future.add_done_callback = add_late
+
+async def reward(log_extra, completions):
+    log_extra("echo", completions)
+    return [1.0 for _ in completions]
+"""
+    done = score(pool(source, timeout_s=20), {}, {}, {}, completions=["x" * 200_000] * 3)
+    assert [item.reward for item in done] == [1.0] * 3
+
+
 def test_async_and_other_functions_add_up(pool: MakePool, tmp_path: Path):
     source = "async def one(answer):\n    return [1.0 for _ in answer]\ndef two(answer):\n    return [None, 2.0][:len(answer)]\n"
     rewards = pool(source, path=tuple(f"{tmp_path / 'rewards.py'}:{name}" for name in ("two", "one")))

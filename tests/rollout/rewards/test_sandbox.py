@@ -1,12 +1,14 @@
 """A program in the sandbox gives its output and its exit code, and nothing that it does outlives it."""
 
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from headrace.rollout.rewards.sandbox import SandboxResult, run_python
+from headrace.rollout.rewards.sandbox import SandboxError, SandboxResult, run_python
 
 SHOW = "import os, sys, time\nprint(__file__, flush=True)\n"
 
@@ -90,3 +92,19 @@ def test_a_program_has_no_network():
 
 def test_memory_is_bounded():
     assert "MemoryError" in run_python("x = bytearray(1 << 30)", memory_mb=256).stderr
+
+
+def test_a_program_runs_where_root_is_the_only_user_as_in_some_containers():
+    ask = "from headrace.rollout.rewards.sandbox import run_python; print(run_python('import os; print(os.getuid() > 0)'))"
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", ask]
+    try:
+        subprocess.run(["unshare", "--user", "--map-root-user", "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this host gives no user namespace: {error}")
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+    assert answer.strip() == str(SandboxResult(0, "True\n", ""))
+
+
+def test_a_program_that_cannot_be_started_is_an_error_of_the_host_and_not_a_result():
+    with pytest.raises(SandboxError, match=r"cannot run .*No space left"):
+        run_python("#" * (2 << 20), disk_mb=1)

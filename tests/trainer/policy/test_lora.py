@@ -164,6 +164,7 @@ def test_a_checkpoints_adapter_of_other_settings_is_refused(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.extra
 def test_peft_loads_an_adapter_with_equal_logits(tmp_path: Path):
     peft: Any = pytest.importorskip("peft")
     for settings in (LORA, LoraSettings(rank=2, alpha=3, targets=("q_proj", "down_proj"))):
