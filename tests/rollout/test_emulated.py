@@ -91,6 +91,7 @@ def test_keys_and_values_that_are_sent_arrive_beside_decoding_one_sequence_after
     assert [sequence.arrives_at - began for sequence in moved] == pytest.approx([one_s, 2 * one_s])
     device.advance(1)
     assert (len(device.running), device.seconds - began) == (1, pytest.approx(device.steps_s(1, 110, 1)))
+    before = device.seconds
     while len(device.running) < 3:
         before = device.seconds
         device.advance(1)
