@@ -92,18 +92,18 @@ class CheckpointFolder:
         shutil.rmtree(path / "dcp", ignore_errors=True)
         return path
 
-    def seal(self, step: int, score: float | None = None) -> None:
-        """Declare the files of a checkpoint whole: they, their folders and the manifest are on the disk afterwards."""
+    def seal(self, step: int, score: float | None = None, *, pattern: str = "*") -> None:
+        """Declare the files of a checkpoint whole, all or those of a pattern: they, their folders and the manifest are on the disk then."""
         path = self.path(step)
         files = {
             str(file.relative_to(path)): FileEntry(file.stat().st_size, _digest(file, sync=True))
-            for file in sorted(path.rglob("*"))
+            for file in sorted(path.rglob(pattern))
             if file.is_file() and file.name != MANIFEST
         }
         for folder in (*(child for child in path.rglob("*") if child.is_dir()), path):
-            _sync_folder(folder)
+            sync_folder(folder)
         write_durably(path / MANIFEST, msgspec.json.encode(Manifest(step, files, score)))
-        _sync_folder(self.root)
+        sync_folder(self.root)
 
     def set_score(self, step: int, score: float) -> None:
         """Give a whole checkpoint its score; one that was removed meanwhile needs none."""
@@ -161,10 +161,11 @@ def write_durably(path: Path, content: bytes) -> None:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

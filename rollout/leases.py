@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
-FILLING_STEPS = 3
-"""Versions that came out during a rollout's last drain, from which on it fills its cache: a share of a step is too little then."""
 
 
 @dataclass(slots=True)
@@ -105,9 +103,8 @@ class HeldLeases:
         self._pacing = pacing
         self._clock = clock
         self._taken = 0
-        self._newest = -1
-        self._fills = False
-        """It takes as much as it can run on this version, not its share."""
+        self._window = 0
+        """The newest of the hub's windows."""
         self.can_continue = can_continue
         self._evaluates = False
         """More prompts of an evaluation of the present version may be left."""
@@ -127,8 +124,6 @@ class HeldLeases:
     def begin_version(self, version: int) -> None:
         """Reset the share after a change of weights, and forget an open request."""
         self._is_asking, self._taken, self._evaluates = False, 0, False
-        self._fills = self._pacing.may_fill and 0 <= self._newest <= version - FILLING_STEPS
-        self._newest = max(self._newest, version)
 
     def drained(self) -> None:
         """Reset the share: nothing is held."""
@@ -146,8 +141,8 @@ class HeldLeases:
         groups = math.ceil(room / self._samples_per_prompt)
         if not self._evaluates and is_outdated:
             return
-        if not (self._evaluates or self._fills or self._pacing.share is None):
-            groups = min(groups, self._pacing.share - self._taken)
+        if not self._evaluates:
+            groups = int(min(groups, self._pacing.share_of(self._window) - self._taken))
         if groups > 0:
             number = self._request.request_id + 1
             self._request = LeaseRequest(number, version, groups, self.can_continue, self._evaluates)
@@ -168,7 +163,7 @@ class HeldLeases:
         if grant.version != version and not is_present and not self._pacing.updates_mid_trajectory:
             self._return(grant)
             return []
-        self._evaluates = grant.is_evaluation
+        self._evaluates, self._window = grant.is_evaluation, grant.window or self._window
         self._taken += 0 if grant.is_evaluation else len(grant.leases)
         return [(lease, self._hold(lease, version)) for lease in grant.leases]
 

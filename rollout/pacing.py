@@ -1,5 +1,6 @@
 """When a rollout requests work and when it loads weights: the rollouts' side of the schedules."""
 
+import math
 from dataclasses import dataclass
 
 from ..comm.recipe import Recipe
@@ -13,11 +14,11 @@ class RolloutPacing:
     updates_mid_trajectory: bool
     """It loads new weights at once, under its running trajectories; else when its own work has drained."""
     share: int | None
-    """Groups that it takes before it drains."""
+    """Groups that it takes before it drains, at least; None without a limit."""
     takes_share_at_once: bool
     """It takes its share of a batch when the batch begins, even if it cannot run all of it together."""
-    may_fill: bool = False
-    """It takes more than its share where a drain lasts for several steps: a share of one would leave it half empty."""
+    num_sharing: int = 0
+    """Rollouts that share the hub's window; 0 where the share does not depend on it."""
     repacks: bool = False
     """Its long trajectories may move to another rollout."""
 
@@ -26,16 +27,27 @@ class RolloutPacing:
         """The rules of `run.schedule`; the default share is an equal part of a step."""
         rules = SCHEDULES[schedule]
         share = None if rules.takes_share_at_once else batch_groups
-        may_fill = share is None and not (rules.updates_mid_trajectory or rules.takes_share_at_once)
+        follows_window = share is None and not (rules.updates_mid_trajectory or rules.takes_share_at_once)
         if share is None and not rules.updates_mid_trajectory:
             share = -(-prompts_per_step // num_rollouts)
         repacks = rules.repacks and num_rollouts > 1
-        return RolloutPacing(rules.updates_mid_trajectory, share, rules.takes_share_at_once, may_fill, repacks)
+        num_sharing = num_rollouts if follows_window else 0
+        return RolloutPacing(rules.updates_mid_trajectory, share, rules.takes_share_at_once, num_sharing, repacks)
 
     @staticmethod
     def from_recipe(recipe: Recipe) -> "RolloutPacing":
         settings = (recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas)
         return RolloutPacing.of(recipe.run.schedule, *settings)
+
+    def share_of(self, window: int) -> float:
+        """Groups that it takes before it drains, where all rollouts together have `window` groups under way.
+
+        That is its part of a step, or of the window where this is longer: where a drain lasts for several steps, a part of one
+        step would leave the rollouts half empty.
+        """
+        if self.share is None:
+            return math.inf
+        return max(self.share, math.ceil(window / self.num_sharing)) if self.num_sharing else self.share
 
     def free_slots(self, max_running: int, num_held: int) -> int:
         """Trajectories that it may start now, its share aside."""

@@ -49,6 +49,8 @@ class LeaseGrant(Message, frozen=True):
     request_id: int
     version: int
     leases: list[Lease]
+    window: int = 0
+    """Groups that all rollouts together have under way so that the trainer never waits; 0 if not known."""
 
     @property
     def is_evaluation(self) -> bool:

@@ -56,7 +56,7 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     report_s: NotNegative = 1.0
     """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
     batch_groups: Count | None = None
-    """Groups between two checks for a newer version; null is a rollout's share of a step, for `partial` no limit."""
+    """Groups between two checks for a newer version; null is its share of a step or of the window, for `partial` no limit."""
     stream_tokens: OptionalCount = 256
     """If a rollout dies, others continue its trajectories: at most this many tokens of each are generated again; 0 is off."""
     tp: Count = 1

@@ -172,7 +172,7 @@ class Leases(Handler):
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
-            self._answer(holder, LeaseGrant(request.request_id, version, leases))
+            self._answer(holder, LeaseGrant(request.request_id, version, leases, self.state.window.num_groups))
         return not is_refused
 
     def _answer(self, holder: str, grant: LeaseGrant) -> None:

@@ -13,7 +13,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
+
+import msgspec
 
 from ...comm.clock import Clock
 from ...comm.disk import DiskReserve
@@ -221,31 +224,37 @@ def open_journal(
 ) -> tuple[HubState, Journal]:
     """The journal of a run folder, and the state after its last event.
 
-    It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run.
+    It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run. That
+    one writes a new file, which then replaces the old one: a power cut leaves one of them.
     needs: the columns that training needs besides those of the rollout.
     """
     path = run_dir / "journal.jsonl"
-    state, kept = HubState(), list[ev.Event]()
+    deadline_s = recipe.comm.deadline_s / 2  # the other processes wait for the hub while it waits for room
+    samples = recipe.batch.samples_per_prompt
+    opened = ev.Opened(epoch=1, samples_per_prompt=samples, run_id=run_id, needs=tuple(sorted(needs)))
     if opened_by(path) == run_id:
-        journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
-        state = replay(path)
+        journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), replay(path)
         _commit(ev.HubRestarted(), state, journal, clock)
         return state, journal
-    if path.exists() and recipe.run.resume == "auto" and (latest := CheckpointFolder(run_dir).latest()) is not None:
-        _check_same_groups(path, recipe)  # before a line is cut
-        kept = cut_at_checkpoint(path, latest)
-        state = replay(path)
-    elif path.exists() and recipe.run.resume == "auto":
-        path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
-    elif path.exists():
-        raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
-    # The other processes wait for the hub while it waits for room.
-    journal = Journal(path, recipe.comm.deadline_s / 2, DiskReserve(run_dir))
-    samples = recipe.batch.samples_per_prompt
-    opened = {"samples_per_prompt": samples, "run_id": run_id, "needs": tuple(sorted(needs))}
-    _commit(ev.Opened(epoch=state.epoch + 1, **opened), state, journal, clock)
-    for event in kept:
-        _commit(event, state, journal, clock)
+    if path.exists():
+        if recipe.run.resume != "auto":
+            raise SettingError(
+                f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir"
+            )
+        with closing(Journal(path)):  # locked: no hub of the run before writes any more
+            if (latest := CheckpointFolder(run_dir).latest()) is not None:
+                _check_same_groups(path, recipe)
+                new = path.with_name(f"{path.name}.new")
+                kept = cut_at_checkpoint(path, latest, new)
+                state = replay(new)
+                journal = Journal(new, deadline_s, DiskReserve(run_dir))
+                for event in (msgspec.structs.replace(opened, epoch=state.epoch + 1), *kept):
+                    _commit(event, state, journal, clock)
+                journal.move_to(path)
+                return state, journal
+            path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
+    journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), HubState()
+    _commit(opened, state, journal, clock)
     return state, journal
 
 

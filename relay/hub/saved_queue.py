@@ -61,6 +61,8 @@ class SavedQueue(Handler):
             for row_id, row in self._partials.rows.items()
         ]
         kept = [row for row in rows if row.version <= step]
+        if len(kept) > MAX_ROWS:
+            say(f"the queue is saved without {len(kept) - MAX_ROWS} of its {len(kept)} rows: {MAX_ROWS} are the most")
         self._number += 1
         order = SaveQueue(self._number, step, self.state.cursor, kept[:MAX_ROWS])
         self.context.mailbox.send(KEEPER, order)

@@ -6,7 +6,6 @@
 import fcntl
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +17,7 @@ import msgspec
 from ...comm.disk import AppendFile, DiskReserve
 from ...comm.errors import DiskFull, HeadraceError
 from ...comm.messages.base import RowId
+from ..checkpoints import sync_folder
 from .events import Checkpointed, Evaluated, EvaluationBegun, Event, Opened, Trained, decode_event
 from .state import HubState, apply
 
@@ -65,17 +65,26 @@ class Journal:
                 self._file.descriptor
             )  # a run may resume from it now, so it survives a power cut, with all before it
 
+    def move_to(self, path: Path) -> None:
+        """Take the place of another journal. After a power cut the file is that one or this one, whole."""
+        os.fsync(self._file.descriptor)
+        self.path.replace(path)
+        sync_folder(path.parent)
+        self.path = self._file.path = path
+
     def _lock(self) -> None:
         """One process writes a journal: a hub that was only frozen must not write after the next one has opened it."""
         try:
             fcntl.flock(self._file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = self.path.exists() and os.path.samestat(os.fstat(self._file.descriptor), self.path.stat())
         except BlockingIOError:
-            self._file.close()
-            raise JournalError(
-                f"{self.path} is in use by another process; end that run, or set another run.dir"
-            ) from None
+            is_free = False
         except OSError as error:
             _log.warning("%s cannot be locked: %s", self.path, error)
+            is_free = True
+        if not is_free:  # or another file has its name by now
+            self._file.close()
+            raise JournalError(f"{self.path} is in use by another process; end that run, or set another run.dir")
 
     def close(self) -> None:
         self._file.close()
@@ -153,8 +162,8 @@ def checkpoints_in(path: Path) -> dict[int, int]:
     return found
 
 
-def cut_at_checkpoint(path: Path, step: int) -> list[Event]:
-    """End the journal with the last optimizer step before a checkpoint; the rest moves to `<name>.discarded-<n>` beside it.
+def cut_at_checkpoint(path: Path, step: int, into: Path) -> list[Event]:
+    """Write the journal up to the last optimizer step before a checkpoint into another file; the rest to `<name>.discarded-<n>`.
 
     Returns the events that the next writer appends: the checkpoint's, and those of evaluations of its version and earlier
     ones, which stay true. Raises `JournalError` if the journal does not know the checkpoint.
@@ -165,14 +174,21 @@ def cut_at_checkpoint(path: Path, step: int) -> list[Event]:
     kept = [checkpoint, *_evaluations_beyond(path, step, last_line)]
     with path.open("rb") as file:
         kept_bytes = sum(len(line) for line in islice(file, last_line))
-        if kept_bytes == path.stat().st_size:
-            return kept
+    _copy_bytes(path, 0, kept_bytes, into)
+    if (num_bytes := path.stat().st_size) > kept_bytes:
         spare = 1 + len(list(path.parent.glob(f"{path.name}.discarded-*")))
-        file.seek(kept_bytes)
-        with path.with_name(f"{path.name}.discarded-{spare}").open("wb") as rest:
-            shutil.copyfileobj(file, rest)
-    os.truncate(path, kept_bytes)
+        _copy_bytes(path, kept_bytes, num_bytes, path.with_name(f"{path.name}.discarded-{spare}"))
     return kept
+
+
+def _copy_bytes(path: Path, start: int, end: int, into: Path) -> None:
+    """Copy a part of a file and sync the copy."""
+    with path.open("rb") as source, into.open("wb") as copy:
+        source.seek(start)
+        while block := source.read(min(_BLOCK_BYTES, end - source.tell())):
+            copy.write(block)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def _evaluations_beyond(path: Path, step: int, last_line: int) -> list[Event]:

@@ -66,6 +66,11 @@ class Window:
         return max(self.in_generation + self.margin, self.floor)
 
     @property
+    def num_groups(self) -> int:
+        """The limit as a whole number; 0 until a step was measured."""
+        return 0 if math.isinf(self.limit) else math.ceil(self.limit)
+
+    @property
     def published_groups(self) -> float:
         """Groups that the trainer works off while a version is published."""
         return self.per_step * self.publish_s / self.step_s if self.step_s else 0.0

@@ -1,16 +1,18 @@
 """The queue on the disk, so that a resumed run generates none of its rows again: `queue/step_N/` for the checkpoint after N steps.
 
-    rows.safetensors    the columns of each row as `KEY/COLUMN`; its metadata lists the rows
-    manifest.json       size and digest, written last (`relay/checkpoints.py`)
+    rows-*.safetensors    the columns of each row as `KEY/COLUMN`; its metadata lists the rows
+    manifest.json         names this file, with size and digest; written last (`relay/checkpoints.py`)
 
-A relay writes it in the background, from the copies in the storage units. Rows of a later version than N are left out: a resumed
-run has other weights under that number.
+A relay writes it in the background, from the copies in the storage units. When it is written again, a new file comes beside the old one
+and the manifest changes over to it, so a power cut leaves one of them whole. Rows of a later version than N are left out: a
+resumed run has other weights under that number.
 """
 
 import logging
 import queue
 import shutil
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,7 +31,6 @@ from .replicated_rows import ReplicatedRows, RowNotFound
 
 log = logging.getLogger(__name__)
 
-_FILE = "rows.safetensors"
 _ROWS_PER_PUT = 64
 _IDLE_S, _CLOSE_S = 60.0, 10.0
 
@@ -81,7 +82,7 @@ class QueueKeeper:
 
 def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> QueueSaved:
     """Write those rows that the units still have; files of checkpoints that are gone are removed."""
-    folder, checkpoints = CheckpointFolder(run_dir, "queue"), CheckpointFolder(run_dir)
+    folder = CheckpointFolder(run_dir, "queue")
     columns: dict[str, np.ndarray] = {}
     saved: list[SavedRow] = []
     for row in order.rows:
@@ -92,17 +93,28 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
         if found.get("versions", np.empty(0)).max(initial=0) <= order.step:
             saved.append(row)
             columns |= {f"{row.key}/{name}": column for name, column in found.items()}
+    file = folder.path(order.step) / f"rows-{time.time_ns()}.safetensors"
     try:
-        path = folder.begin(order.step)
-        _write(columns, path / _FILE, SavedList(order.cursor, saved))
-        folder.seal(order.step)
-        for step in folder.whole().keys() - {order.step}:
-            if not (checkpoints.path(step) / MANIFEST).exists():
-                shutil.rmtree(folder.path(step))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write(columns, file, SavedList(order.cursor, saved))
+        folder.seal(order.step, pattern=file.name)
     except OSError as error:
-        shutil.rmtree(folder.path(order.step), ignore_errors=True)
-        return QueueSaved(order.number, 0, f"{folder.path(order.step)}: {error.strerror or error}")
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+        return QueueSaved(order.number, 0, f"{file.parent}: {error.strerror or error}")
+    _remove_others(file, CheckpointFolder(run_dir))
     return QueueSaved(order.number, len(saved))
+
+
+def _remove_others(file: Path, checkpoints: CheckpointFolder) -> None:
+    """Remove what a newly written file replaces, and files of checkpoints that are gone; what cannot be removed stays."""
+    with suppress(OSError):
+        for older in file.parent.glob("rows*.safetensors"):
+            if older != file:
+                older.unlink()
+        for folder in file.parent.parent.glob("step_*"):
+            if folder != file.parent and not (checkpoints.root / folder.name / MANIFEST).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRestored:
@@ -114,7 +126,8 @@ def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRes
         return QueueRestored(step, 0, [], f"{folder.path(step)} {problem}")
     restored: list[SavedRow] = []
     try:
-        with safe_open(folder.path(step) / _FILE, framework="numpy") as file:
+        (name,) = folder.whole()[step].files
+        with safe_open(folder.path(step) / name, framework="numpy") as file:
             listed = msgspec.json.decode((file.metadata() or {})["list"], type=SavedList)
             names = _names(file)
             for part in _parts(listed.rows):
@@ -124,7 +137,7 @@ def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRes
                 if units is None:
                     return QueueRestored(step, listed.cursor, restored, "the storage units have no room for more")
                 restored += [msgspec.structs.replace(row, storage_ids=units) for row in part]
-    except (OSError, SafetensorError, msgspec.DecodeError, KeyError) as error:
+    except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
         return QueueRestored(step, 0, [], f"{folder.path(step)} cannot be read: {error}")
     return QueueRestored(step, listed.cursor, restored)
 

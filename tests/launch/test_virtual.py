@@ -108,6 +108,17 @@ def test_latencies_are_compared_trajectory_by_trajectory(tmp_path: Path):
     assert pairs[1:] == pytest.approx([2] * 4, rel=0.05)
 
 
+def test_rollouts_take_more_than_their_part_of_a_step_where_trajectories_last_for_several_steps(tmp_path: Path):
+    taken: dict[str, int] = {}
+    for length, median, train_us in (("long", 600, 100), ("short", 60, 100_000)):
+        words = {"emulated__median_tokens": median, "emulated__train_us": train_us, "run__steps": 10}
+        run_of(tmp_path / length, roles__rollout=4, **words)
+        events = [event for _, event in read_events(tmp_path / length / "journal.jsonl")]
+        leases = Counter((event.holder, event.request_id) for event in events if isinstance(event, Leased))
+        taken[length] = max(leases.values())
+    assert taken["long"] > 1 and taken["short"] == 1, "a part of a step is one group"
+
+
 def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
     tails = {
         "emulated__p99_over_median": 30,

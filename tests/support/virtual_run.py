@@ -59,6 +59,7 @@ class Rollout:
 
     version: int = -1
     taken: int = 0
+    window: int = 0
     progress: float = 0.0
     at: float = 0.0
     running: list[tuple[float, RowId, int, int]] = field(default_factory=list)
@@ -175,9 +176,10 @@ class VirtualRun:
             row, attempt = rollout.waiting.pop()
             heapq.heappush(rollout.running, (rollout.progress + self.length(row), row, attempt, next(self.order)))
         room = self.fleet.max_running - len(rollout.running)
-        groups = min(math.ceil(room / self.fleet.samples), self.pacing.share - rollout.taken)  # pyright: ignore[reportOptionalOperand]
         if not rollout.running:
-            rollout.taken, groups = 0, min(math.ceil(room / self.fleet.samples), self.pacing.share or 1)
+            rollout.taken = 0
+        share = self.pacing.share_of(rollout.window)
+        groups = int(min(math.ceil(room / self.fleet.samples), share - rollout.taken))
         if groups > 0 and rollout.version == self.published and not rollout.is_asking:
             rollout.is_asking = True
             self.say(name, LeaseRequest(next(self.requests), rollout.version, groups))
@@ -191,7 +193,7 @@ class VirtualRun:
         if not rollout.running and rollout.version < self.published:
             rollout.version, rollout.taken = self.published, 0
         rollout.is_asking = False
-        rollout.taken += len(grant.leases)
+        rollout.taken, rollout.window = rollout.taken + len(grant.leases), grant.window
         rollout.waiting += [
             (lease.group.row(sample), lease.attempt) for lease in grant.leases for sample in lease.samples
         ]

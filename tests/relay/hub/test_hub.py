@@ -371,8 +371,9 @@ def test_resuming_cuts_the_events_after_the_steps_of_the_checkpoint_and_keeps_th
     s.lease()
     s.say("actor-0", CheckpointWritten(1, "run/checkpoints/step_1"))
     assert (s.path.parent / "checkpoints" / "latest").read_text() == "step_1", "once the journal has it"
-    cut_at_checkpoint(s.path, 1)
-    assert [type(event).__name__ for _, event in read_events(s.path)] == ["Opened", "Trained"]
+    new = s.path.with_name("new")
+    cut_at_checkpoint(s.path, 1, new)
+    assert [type(event).__name__ for _, event in read_events(new)] == ["Opened", "Trained"]
     assert len(list(s.path.parent.glob("journal.jsonl.discarded-*"))) == 1
 
 

@@ -18,6 +18,7 @@ from headrace.comm.messages import (
     SaveQueue,
 )
 from headrace.comm.messages.base import GroupId
+from headrace.relay.hub import saved_queue
 from headrace.relay.hub.saved_queue import PATIENCE_S
 from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.journal.records import RowStatus
@@ -53,6 +54,18 @@ def test_with_a_checkpoint_the_rows_of_its_version_and_of_older_ones_are_saved(s
     assert (order.step, order.cursor) == (0, 3)
     rows = [SavedRow(old.leases[0].group.row(n), 1, UNIT, 0, 5, float(n)) for n in range(2)]
     assert order.rows == [*rows, SavedRow(group.row(0), 1, UNIT, 0, 3)]
+
+
+def test_rows_beyond_the_most_that_an_order_has_are_counted_on_the_console(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(saved_queue, "MAX_ROWS", 3)
+    for request in (1, 2):
+        scene.finish(scene.lease(request=request, version=0))
+    scene.say("actor-0", CheckpointWritten(0, "checkpoints/step_0"))
+    [order] = [message for message in scene.heard("relay-0") if isinstance(message, SaveQueue)]
+    assert len(order.rows) == 3
+    assert "the queue is saved without 1 of its 4 rows" in capsys.readouterr().out
 
 
 def test_a_group_leased_after_the_checkpoint_takes_its_place_with_the_rows_that_were_saved(scene: Scene):
@@ -94,7 +107,7 @@ def test_leases_wait_until_the_queue_is_read_or_cannot_be(scene: Scene, how: str
     scene.say("rollout-0", LeaseRequest(1, 0, 1))
     assert not scene.heard("rollout-0")
     if how == "answer":
-        scene.say("relay-0", QueueRestored(0, 0, [], "step_0 lacks rows.safetensors"))
+        scene.say("relay-0", QueueRestored(0, 0, [], "step_0 lacks rows-1.safetensors"))
     elif how == "death":
         scene.hub.on_process_death("relay-0", "incarnation 1 is gone")
     else:

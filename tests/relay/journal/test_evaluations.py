@@ -132,9 +132,9 @@ def test_a_journal_that_is_cut_at_a_checkpoint_keeps_the_scores_of_its_version(t
     for event in (ev.Opened(epoch=1, samples_per_prompt=2), *zeroth, ev.Trained(step=0), *tail, *later):
         journal.append(event)
     journal.close()
-    checkpointed, *kept = cut_at_checkpoint(path, 1)
+    checkpointed, *kept = cut_at_checkpoint(path, 1, into := tmp_path / "new")
     assert isinstance(checkpointed, ev.Checkpointed) and kept == [begun(1, version=1), *scored]
-    state = replay(path)
+    state = replay(into)
     for event in (ev.Opened(epoch=2, samples_per_prompt=2), *kept):
         apply(event, state)
     assert [result["eval/version"] for result in state.evaluations.results] == [0, 1]

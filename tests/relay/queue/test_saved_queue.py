@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.in_memory import MemoryFleet, MemoryNetwork
+from support.power_cut import PowerCuts
 
 from headrace.comm.messages import RowId, SavedRow, SaveQueue
 from headrace.relay.checkpoints import CheckpointFolder
+from headrace.relay.queue import saved_queue
 from headrace.relay.queue.replicated_rows import ReplicatedRows
 from headrace.relay.queue.saved_queue import restore_queue, save_queue
 
@@ -77,15 +79,16 @@ def test_rows_of_a_later_version_and_those_trained_meanwhile_are_left_out(run: R
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda file: file.unlink(), "lacks rows.safetensors"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes of rows.safetensors"),
+        (lambda file: file.unlink(), "lacks rows-"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes of rows-"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"?"), "holds other bytes"),
         (lambda file: (file.parent / "manifest.json").unlink(), "was not written to its end"),
     ],
 )
 def test_a_damaged_file_gives_no_row_and_says_why(run: Run, later: Run, tmp_path: Path, damage, problem: str):
     save(run, tmp_path, run.put(0))
-    damage(tmp_path / f"queue/step_{STEP}/rows.safetensors")
+    (file,) = tmp_path.glob(f"queue/step_{STEP}/rows-*.safetensors")
+    damage(file)
     restored = restore_queue(tmp_path, STEP, later.storage)
     assert not restored.rows and problem in restored.problem
     assert not later.unit.listing()
@@ -105,3 +108,50 @@ def test_the_queue_of_a_checkpoint_that_is_gone_is_removed(run: Run, tmp_path: P
     for step in (1, 2, STEP):
         save_queue(tmp_path, SaveQueue(step, step, 9, [row]), run.storage)
     assert sorted(path.name for path in (tmp_path / "queue").iterdir()) == ["step_1", f"step_{STEP}"]
+
+
+def test_a_power_cut_while_the_queue_is_written_again_leaves_the_old_rows_or_the_new_ones(
+    run: Run, later: Run, tmp_path: Path
+):
+    old, new = run.put(0), run.put(1)
+    save(run, tmp_path / "run", old)
+    with PowerCuts(tmp_path / "run", tmp_path / "cuts") as cuts:
+        save(run, tmp_path / "run", old, new)
+    found = [restore_queue(left, STEP, later.storage) for left in cuts.left]
+    assert not any(restored.problem for restored in found)
+    sizes = [len(restored.rows) for restored in found]
+    assert sizes[0] == 1 and sizes[-1] == 2 and sizes == sorted(sizes)
+    assert len(list((tmp_path / f"run/queue/step_{STEP}").iterdir())) == 2, "one file and its manifest"
+
+
+def test_a_queue_that_cannot_be_written_again_leaves_the_one_before(
+    run: Run, later: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [run.put(0), run.put(1)]
+    save(run, tmp_path, rows[0])
+
+    def full(columns: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saved_queue, "save_file", full)
+    assert "No space left on device" in save_queue(tmp_path, SaveQueue(2, STEP, 9, rows), run.storage).problem
+    assert [row.key for row in restore_queue(tmp_path, STEP, later.storage).rows] == [rows[0].key]
+    assert len(list((tmp_path / f"queue/step_{STEP}").iterdir())) == 2
+
+
+def test_an_old_file_that_cannot_be_removed_does_not_fail_the_save(
+    run: Run, later: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [run.put(0), run.put(1)]
+    save(run, tmp_path, rows[0])
+    unlink = Path.unlink
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        if path.name.startswith("rows-"):
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert save(run, tmp_path, *rows) == 2
+    assert len(restore_queue(tmp_path, STEP, later.storage).rows) == 2

@@ -1,5 +1,6 @@
 """The six schedules: their rules as properties of the hub's state, for any order of events."""
 
+import math
 from random import Random
 from typing import get_args
 
@@ -143,7 +144,9 @@ def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
     cycle = RolloutPacing.of("one_step", batch_groups=3, prompts_per_step=10, num_rollouts=4)
     assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
     assert (RolloutPacing.of("headrace", 5, 10, 4).share, RolloutPacing.of("headrace", None, 10, 4).share) == (5, 3)
-    assert RolloutPacing.of("partial", None, 10, 4).share is None
+    assert [RolloutPacing.of("headrace", given, 10, 4).share_of(window=50) for given in (5, None)] == [5, 13]
+    assert RolloutPacing.of("stream", None, 10, 4).share_of(window=50) == 3
+    assert RolloutPacing.of("partial", None, 10, 4).share_of(window=50) == math.inf
     assert RolloutPacing.of("partial", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
     assert not RolloutPacing.of("headrace", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
 
