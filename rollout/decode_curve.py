@@ -5,6 +5,9 @@ import numpy as np
 MIN_STEPS = 50
 """Steps from which on the curve is used."""
 
+FREE_TOKENS = 1e9
+"""`fixed_tokens` where cached tokens cost no time that can be measured, as on small policies: an answer beyond any cache."""
+
 
 class DecodeCurve:
     """Least squares without negative terms: seconds = fixed + per_trajectory x trajectories + per_token x cached tokens."""
@@ -38,6 +41,6 @@ class DecodeCurve:
 
     @property
     def fixed_tokens(self) -> int:
-        """Cached tokens that cost as much time as the fixed part of a step; 0 if the tokens' cost is not known."""
+        """Cached tokens that cost as much time as the fixed part of a step; 0 before `MIN_STEPS` steps."""
         fixed, _, per_token = self.terms()
-        return int(min(fixed / per_token, 1e12)) if per_token > 0 else 0
+        return int(fixed / max(per_token, fixed / FREE_TOKENS)) if fixed > 0 else 0

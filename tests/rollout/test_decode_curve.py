@@ -38,6 +38,11 @@ def test_loads_that_cannot_be_told_apart_give_a_curve_that_fits_them():
     assert fixed + per_trajectory * 10 + per_token * 3000 == pytest.approx(4e-3 + 2e-4 + 9e-5, rel=1e-3)
 
 
+def test_where_cached_tokens_cost_no_time_any_number_of_them_is_free():
+    assert curve(1e-3, 1e-4, 0.0).fixed_tokens > 1e6
+    assert curve(0.0, 1e-4, 1e-7).fixed_tokens < 1000
+
+
 def test_a_few_steps_are_not_enough():
     few = DecodeCurve()
     for _ in range(MIN_STEPS - 1):
