@@ -4,7 +4,7 @@ Towards the end of a version's work each rollout decodes few, long trajectories,
 as a step of many. So they are packed onto few rollouts; the others are free to take new weights and new prompts.
 
 A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
-a destination is bounded by its own past (not in the paper): its steps take at most 1 + `SLOWDOWN` times the mean step of its
+a destination is bounded by its own past (not in the paper): its steps take at most 1 + `slowdown` times the mean step of its
 version so far. A step of k cached tokens takes c (K + k), where K tokens cost as much as the fixed part of a step, and mean
 steps are steps at the mean load; where the time is a convex function of k (the roofline) they take at least that (Jensen).
 """
@@ -12,9 +12,6 @@ steps are steps at the mean load; where the time is a convex function of k (the 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
-
-SLOWDOWN = 0.02
-"""A destination's steps may become slower than the mean steps so far of the rollouts whose trajectories it has, by this share."""
 
 
 class Report(NamedTuple):
@@ -53,10 +50,9 @@ class Report(NamedTuple):
             num_requests=self.num_requests + source.num_requests,
         )
 
-    @property
-    def is_within_bounds(self) -> bool:
-        """Whether its cache has room, its batch is within its bound, and its steps are not much slower than they were."""
-        is_slow = self.kv_fixed + self.kv_used > (1 + SLOWDOWN) * (self.kv_fixed + self.kv_mean)
+    def is_within_bounds(self, slowdown: float) -> bool:
+        """Whether its cache has room, its batch is within its bound, and its steps are slower than they were by this at most."""
+        is_slow = self.kv_fixed + self.kv_used > (1 + slowdown) * (self.kv_fixed + self.kv_mean)
         return self.kv_used <= self.kv_max and self.num_requests <= self.batch_bound and not is_slow
 
 
@@ -68,19 +64,20 @@ class Move(NamedTuple):
     version: int
 
 
-def plan_moves(reports: Iterable[Report]) -> list[Move]:
+def plan_moves(reports: Iterable[Report], slowdown: float) -> list[Move]:
     """Moves that free as many rollouts as best fit finds: within one version, the least loaded rollout first.
 
+    `slowdown` is the share by which a destination's steps may be slower than the mean steps so far of both rollouts of a move.
     A rollout gives all its trajectories or receives, never both; an empty one never receives. O(n^2) in rollouts of one version.
     """
     candidates: dict[int, list[Report]] = defaultdict(list)
     for report in reports:
         if report.is_candidate:
             candidates[report.version].append(report)
-    return [move for version in sorted(candidates) for move in _pack(candidates[version])]
+    return [move for version in sorted(candidates) for move in _pack(candidates[version], slowdown)]
 
 
-def _pack(candidates: list[Report]) -> list[Move]:
+def _pack(candidates: list[Report], slowdown: float) -> list[Move]:
     """Best fit within one version: each source moves to the rollout whose cache will then be fullest."""
     loads = {report.rollout: report for report in sorted(candidates, key=lambda r: (r.kv_used, r.rollout))}
     receivers: set[str] = set()
@@ -91,7 +88,9 @@ def _pack(candidates: list[Report]) -> list[Move]:
         source = loads.pop(name)
         after = (load.with_load_of(source) for load in loads.values())
         best = max(
-            (load for load in after if load.is_within_bounds), key=lambda r: (r.kv_used, r.rollout), default=None
+            (load for load in after if load.is_within_bounds(slowdown)),
+            key=lambda r: (r.kv_used, r.rollout),
+            default=None,
         )
         if best is None:
             loads[name] = source  # it is not moved, and may still receive

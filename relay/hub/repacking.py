@@ -94,7 +94,7 @@ class Repacking(Handler):
         reports = {name: self._report(name, load) for name, load in self._reports.items()}
         for name, report in reports.items():
             self._histories[name].kv_before = report.kv_used
-        for move in plan_moves(reports.values()):
+        for move in plan_moves(reports.values(), self.settings.slowdown):
             # The load that the destination is about to receive must not look like a cache that fills up.
             self._histories[move.destination].kv_before += reports[move.source].kv_used
             self._last_request_id += 1
