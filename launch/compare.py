@@ -24,7 +24,7 @@ from .config.checks import is_emulated
 from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result
-from .report.paired_latency import PairedLatency
+from .report.paired_latency import paired_table
 from .report.plots import draw_comparison, pyplot
 from .report.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
 
@@ -156,7 +156,9 @@ def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence
         firsts[variant.name] = runs[0]
         results[variant.name] = structs.replace(middle(runs), knobs=str(variant.knobs))
         print(table({variant.name: results[variant.name]}).splitlines()[-1], flush=True)
-    text = table(results) + ablation(results) + repack_table(firsts)
+    text = table(results) + ablation(results)
+    if set(REPACK) <= firsts.keys():
+        text += paired_table(*(firsts[name] for name in REPACK))
     (experiment.home / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
     draw_comparison({name: result.figures for name, result in results.items()}, experiment.home / f"{name}.png")
@@ -277,26 +279,6 @@ def ablation(results: Mapping[str, Result]) -> str:
         lines.append(f"| {name} | {adds} | {speed / base:.2f} | {speed / before - 1:+.1%} |")
         before = speed
     return "\n".join(lines) + "\n"
-
-
-def repack_table(results: Mapping[str, Result]) -> str:
-    """The effect of repack, in Markdown: ratios of the run with it to the one of the same seed without; empty unless both ran."""
-    if not set(REPACK) <= results.keys():
-        return ""
-    off, on = (results[name] for name in REPACK)
-    pairs = PairedLatency.of(Path(on.folder), Path(off.folder))
-    ratios = {
-        "tokens/s": on.figures.tokens_per_s / off.figures.tokens_per_s,
-        "KV in use": on.figures.kv_util / off.figures.kv_util,
-        "latency mean": pairs.mean,
-        "median": pairs.p50,
-        "p99": pairs.p99,
-        "longest": pairs.longest,
-    }
-    cells = {"rollouts + train GPUs": f"{on.rollouts} + {on.train_gpus}"}
-    cells |= {name: f"{ratio:.3f}" for name, ratio in ratios.items()} | {"same trajectories": f"{pairs.num:,}"}
-    lines = (["repack on / off", *cells], ["---"] * (len(cells) + 1), ["ratio", *cells.values()])
-    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

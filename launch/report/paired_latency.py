@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .experiment import Result
 from .figures import latencies, window_of
 from .timeline import Timeline
 
@@ -25,6 +26,22 @@ class PairedLatency(NamedTuple):
         assert both, f"no trajectory ended in the measured part of both {run_dir} and {peer_dir}"
         ratios = _spread([ours[row] for row in both]) / _spread([peers[row] for row in both])
         return PairedLatency(len(both), *map(float, ratios))
+
+
+def paired_table(peer: Result, ours: Result) -> str:
+    """The ratios of a run to its peer of the same seed, in Markdown."""
+    pairs = PairedLatency.of(Path(ours.folder), Path(peer.folder))
+    ratios = {
+        "tokens/s": ours.figures.tokens_per_s / peer.figures.tokens_per_s,
+        "KV in use": ours.figures.kv_util / peer.figures.kv_util,
+        "latency mean": pairs.mean,
+        "median": pairs.p50,
+        "p99": pairs.p99,
+        "longest": pairs.longest,
+    }
+    cells = {"same trajectories": "ratio", "rollouts + train GPUs": f"{ours.rollouts} + {ours.train_gpus}"}
+    cells |= {name: f"{ratio:.3f}" for name, ratio in ratios.items()} | {"number": f"{pairs.num:,}"}
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in (cells, ["---"] * len(cells), cells.values()))
 
 
 def _latencies(run_dir: Path) -> dict[tuple[int, int, int], float]:
