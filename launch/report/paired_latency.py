@@ -1,13 +1,15 @@
 """Latencies of the same trajectories in two runs: a trajectory's length is a function of its number, so only the runs differ."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .experiment import Result
 from .figures import latencies, window_of
 from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from .experiment import Result
 
 
 class PairedLatency(NamedTuple):
@@ -28,7 +30,7 @@ class PairedLatency(NamedTuple):
         return PairedLatency(len(both), *map(float, ratios))
 
 
-def paired_table(peer: Result, ours: Result) -> str:
+def paired_table(peer: "Result", ours: "Result") -> str:
     """The ratios of a run to its peer of the same seed, in Markdown."""
     pairs = PairedLatency.of(Path(ours.folder), Path(peer.folder))
     ratios = {
