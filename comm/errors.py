@@ -2,6 +2,7 @@
 
 HeadraceError
 ├── SettingError (ValueError)     a user's mistake; the message names the setting to change
+│   └── UnusablePrompt            one prompt cannot become tokens
 ├── WaitTimeout (TimeoutError)    a named wait passed its deadline
 ├── PeerGone                      the other side of a connection is gone
 │   └── StoreGone                 the fleet's store is gone
@@ -22,6 +23,10 @@ class HeadraceError(Exception):
 
 class SettingError(HeadraceError, ValueError):
     """A user's mistake; the message names the setting to change."""
+
+
+class UnusablePrompt(SettingError):
+    """One prompt cannot become tokens; others may."""
 
 
 class WaitTimeout(HeadraceError, TimeoutError):

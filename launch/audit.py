@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..relay.journal.events import Event, Leased, Returned, RowFailed
+from ..relay.journal.events import Event, Leased, PromptDropped, Returned, RowFailed
 from ..relay.journal.journal import JournalError, account_dict, replay
 from ..relay.journal.records import EvaluationLog
 
@@ -30,6 +30,8 @@ class AuditReport:
                 self.leased_to[holder] += len(samples)
             case RowFailed(reason=reason):
                 self.reasons[f"failed: {reason}"] += 1
+            case PromptDropped(reason=reason):
+                self.reasons[f"dropped: {reason}"] += 1
             case Returned(reason=reason):
                 self.reasons[f"returned: {reason}"] += 1
             case _:

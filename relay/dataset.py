@@ -1,12 +1,15 @@
 """Rows of a user's data as JSON objects, and the order in which groups take them.
 
-Rows come from a JSONL file, a parquet file or a Hugging Face data set. JSONL needs no extra package. For the other forms the
-`datasets` library reads, caches and memory-maps.
+Rows come from a JSONL file, a parquet file or a Hugging Face data set, each when its turn comes: no set is held in memory. JSONL
+needs no extra package. For the other forms the `datasets` library reads, caches and memory-maps.
 """
 
 import json
 import math
+import os
 import re
+import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +23,11 @@ from ..comm.recipe import DataSettings
 
 MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
+CHECKED_ROWS = 1 << 16
+"""Rows of a set that are checked before the run; a later row is checked when its turn comes."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
+_BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
 _NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 
@@ -34,24 +40,31 @@ class DatasetRows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file, held in memory as its lines."""
+    """A JSONL file, of which the places of its lines are in memory: 8 bytes a row. The file stays open and must not change."""
 
     def __init__(self, path: Path) -> None:
+        self._starts = array("q")
+        place = 0
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            with path.open("rb") as file:
+                for line in file:
+                    if line.strip(_BLANK if place else _BLANK + _BYTE_ORDER_MARK):
+                        self._starts.append(place)
+                    place += len(line)
+            self._file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise SettingError(f"data.path: {path} does not exist") from None
-        except UnicodeDecodeError as error:
-            raise SettingError(f"data.path: {path} is not UTF-8 text: {error}") from error
         except OSError as error:
             raise SettingError(f"data.path: cannot read {path}: {error.strerror}") from error
-        self._lines = [line.encode() for line in text.split("\n") if line.strip()]
+        weakref.finalize(self, os.close, self._file)
+        self._starts.append(place)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._starts) - 1
 
     def __getitem__(self, index: int, /) -> bytes:
-        return self._lines[index]
+        start, end = self._starts[index], self._starts[index + 1]
+        return os.pread(self._file, end - start, start).removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
 
 
 class TableRows:
@@ -185,24 +198,36 @@ def open_rows(settings: DataSettings) -> DatasetRows:
     return PromptRows(rows, settings) if settings.prompt_column != "prompt" or settings.is_chat else rows
 
 
-def checked_prompts(rows: DatasetRows, path: str, column: str = "prompt") -> Iterator[str | list[Any]]:
-    """The prompt of each row: text, or a list of chat messages. Raises `SettingError` at the first row without one."""
-    for index in range(len(rows)):
-        if len(rows[index]) > MAX_ROW_BYTES:
-            raise SettingError(
-                f"data.path: {path}:{index + 1} has {len(rows[index])} bytes; at most {MAX_ROW_BYTES} fit"
-            )
-        try:
-            row = msgspec.json.decode(rows[index])  # as its readers will
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(rows[index]) else ""
-            raise SettingError(f"data.path: {path}:{index + 1} is not JSON ({error}){hint}") from error
-        if not isinstance(row, dict) or "prompt" not in row:
-            has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
-            raise SettingError(f"data.path: {path}:{index + 1} has no `{column}` column; {has}; see data.prompt_column")
-        if not isinstance(row["prompt"], str | list):
-            raise SettingError(f"data.path: {path}:{index + 1}: `{column}` must be text or a list of chat messages")
-        yield row["prompt"]
+def checked_prompts(
+    rows: DatasetRows, path: str, column: str = "prompt", most: int | None = None
+) -> Iterator[str | list[Any]]:
+    """The prompt of each of the first rows, at most `CHECKED_ROWS`: text, or a list of chat messages.
+
+    Raises `SettingError` at the first row without one.
+    """
+    for index in range(min(len(rows), most or CHECKED_ROWS, CHECKED_ROWS)):
+        if problem := row_problem(rows[index], column):
+            raise SettingError(f"data.path: {path}:{index + 1} {problem}")
+        yield msgspec.json.decode(rows[index])["prompt"]
+
+
+def row_problem(raw: bytes, column: str = "prompt") -> str:
+    """Why a row cannot be used, as the end of a sentence that begins with its name; empty if it can. `column` is in the sentence."""
+    if len(raw) > MAX_ROW_BYTES:
+        return f"has {len(raw)} bytes; at most {MAX_ROW_BYTES} fit"
+    try:
+        row = msgspec.json.decode(raw)  # as its readers will
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(raw) else ""
+        return f"is not JSON ({error}){hint}"
+    if not isinstance(row, dict) or "prompt" not in row:
+        has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
+        return f"has no `{column}` column; {has}; see data.prompt_column"
+    return (
+        ""
+        if isinstance(row["prompt"], str | list)
+        else f"has a `{column}` that is neither text nor a list of chat messages"
+    )
 
 
 def _as_chat(prompt: Any, system_prompt: str) -> Any:

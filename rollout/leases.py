@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, RowId
+from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, PromptRefused, RowId
 from .engine.sequence import Completion
 from .environments.base import Episode
 
@@ -176,6 +176,12 @@ class HeldLeases:
         self._answered = grant.request_id
         self._is_asking = self._is_asking and grant.request_id != self._request.request_id
         self._return(grant, is_gone=is_gone)
+
+    def refuse_prompt(self, rows: Sequence[LeasedRow], reason: str) -> None:
+        """Give up the rows of a group: no rollout can use its prompt."""
+        for held in rows:
+            del self.held[held.row_id.number]
+        self._mailbox.send("hub", PromptRefused(rows[0].row_id.group, rows[0].attempt, reason))
 
     def held_rows(self, *moving: LeasedRow) -> HeldRows:
         """The message that names every row held, and those `moving` that no other rollout has claimed."""

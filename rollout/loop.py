@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from ..comm.clock import Clock
-from ..comm.errors import SettingError
+from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
 from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
@@ -220,16 +220,26 @@ class Rollout:
 
     def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
         """Generate a sample for each of `rows`, of one group, from the prompt of a row of the data set."""
-        tokens, group = self.generator.prompt_ids(data), rows[0].row_id.group
-        if len(tokens) < self.generator.context:
+        group, context = rows[0].row_id.group, self.generator.context
+        try:
+            tokens = self.generator.prompt_ids(data)
+        except UnusablePrompt as error:
+            self._refuse(rows, str(error))
+            return
+        if len(tokens) < context:
             params = self._evaluation_params if group.is_evaluation else self._params
             self.generator.add_group(tokens, params, [held.row_id.number for held in rows])
             return
-        problem = (
-            f"prompt {group.prompt} has {len(tokens)} tokens, the context of the policy is {self.generator.context}"
-        )
+        problem = f"prompt {group.prompt} has {len(tokens)} tokens, the context of the policy is {context}"
         if self._recipe.data.too_long == "error":
             raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
+        self._refuse(rows, problem)
+
+    def _refuse(self, rows: list[LeasedRow], problem: str) -> None:
+        """End the rows of a prompt that cannot be used: for good, unless an environment made it or it is one of an evaluation."""
+        if self.episodes is None and not rows[0].row_id.is_evaluation:
+            self.leases.refuse_prompt(rows, problem)
+            return
         for held in rows:
             self._scoring.fail(held, problem)
 

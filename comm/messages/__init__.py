@@ -16,6 +16,7 @@ from .leases import (
     LeaseRequest,
     LeaseReturn,
     LoadReport,
+    PromptRefused,
     RowDone,
     RowsStreamed,
     SampleScored,

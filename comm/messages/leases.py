@@ -69,6 +69,14 @@ class LeaseReturn(Message, frozen=True):
     is_gone: bool = False
 
 
+class PromptRefused(Message, frozen=True):
+    """No rollout can use the prompt of a group, which was leased as `attempt`; its rows are no longer held."""
+
+    group: GroupId
+    attempt: int
+    reason: str
+
+
 class RowsStreamed(Message, frozen=True, kw_only=True):
     """Each of `storage_ids` has the first tokens of these unfinished trajectories: versions and lengths of the responses."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
+from ...relay.dataset import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
@@ -78,9 +79,8 @@ def _epochs(recipe: Recipe) -> str:
     if not all(path.endswith(".jsonl") for path in recipe.data.paths):
         return ""
     try:
-        lines = (line for path in recipe.data.paths for line in Path(path).read_bytes().splitlines())
-        num_rows = sum(bool(line.strip()) for line in lines)
-    except OSError:
+        num_rows = sum(len(JsonLines(Path(path))) for path in recipe.data.paths)
+    except SettingError:
         return ""
     return (
         f" = {recipe.run.steps * recipe.batch.prompts_per_step / max(num_rows, 1):.2f} epochs of {num_rows:,} prompts"

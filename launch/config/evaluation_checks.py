@@ -29,7 +29,10 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
         )
     try:
         data = evaluation_data(recipe.data, settings).values()
-        return [(each, list(checked_prompts(open_rows(each), each.paths[0], each.prompt_column))) for each in data]
+        most = settings.max_prompts
+        return [
+            (each, list(checked_prompts(open_rows(each), each.paths[0], each.prompt_column, most))) for each in data
+        ]
     except SettingError as error:
         raise SettingError(str(error).replace("data.path", "eval.path")) from error
 

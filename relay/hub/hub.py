@@ -35,6 +35,7 @@ from .dispatch import Dispatcher
 from .evaluations import Evaluations
 from .leases import Leases
 from .partial_pool import PartialPool
+from .prompts import Prompts
 from .repacking import Repacking
 from .results import Results
 from .saved_queue import SavedQueue
@@ -68,14 +69,16 @@ class Hub:
         self.results = Results(self.context, queue)
         mixes_versions = admission.schedule.updates_mid_trajectory
         self.partials = PartialPool(self.context, clock, mixes_versions=mixes_versions)
-        self.evaluations = Evaluations(self.context, evaluation, mixes_versions=mixes_versions)
-        self.leases = Leases(self.context, pool, admission, self.partials, self.evaluations)
-        self.saved_queue = SavedQueue(self.context, pool, self.partials, clock)
+        self.evaluations = Evaluations(self.context, evaluation, self.partials, mixes_versions=mixes_versions)
+        self.prompts = Prompts(self.context, pool)
+        self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
+        self.saved_queue = SavedQueue(self.context, self.prompts, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
         # Rows are handed out before groups are leased, since that makes room in the queue.
         self.handlers: tuple[Handler, ...] = (
-            self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases, self.repacking,
+            self.prompts, self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases,
+            self.repacking,
         )  # fmt: skip
         self.routes: Routes = {
             VersionReady: self._on_version_ready,

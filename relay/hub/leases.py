@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
-from ..dataset import MAX_ROW_BYTES, MixedPrompts, PromptPool
+from ..dataset import MAX_ROW_BYTES
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..queue.admission import Admission
     from .evaluations import Evaluations
     from .partial_pool import PartialPool, PartialRow
+    from .prompts import Prompts
 
 
 class Leases(Handler):
@@ -21,13 +22,13 @@ class Leases(Handler):
     def __init__(
         self,
         context: HubContext,
-        pool: PromptPool | MixedPrompts,
+        prompts: "Prompts",
         admission: "Admission",
         partials: "PartialPool",
         evaluations: "Evaluations",
     ) -> None:
         super().__init__(context)
-        self.pool = pool
+        self.prompts = prompts
         self.evaluations = evaluations
         self.admission = admission
         self.partials = partials
@@ -122,8 +123,8 @@ class Leases(Handler):
             rows = group.rows if (group := self.state.group(group_id)) is not None else []
             held = (RowStatus.LEASED, holder, attempt)
             if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
-                prompts = self.evaluations.prompts if group_id.is_evaluation else None
-                leases.append(Lease(group_id, attempt, samples, (prompts or self.pool).row(group_id)))
+                evaluated = self.evaluations.prompts if group_id.is_evaluation else None
+                leases.append(Lease(group_id, attempt, samples, (evaluated or self.prompts).row(group_id)))
         return LeaseGrant(grant.request_id, grant.version, leases)
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
@@ -163,9 +164,9 @@ class Leases(Handler):
         """
         leases: list[Lease] = []
         num_bytes, is_refused = 0, False
-        cursor = self.state.cursor
+        num_open = len(self.state.groups)
         while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
-            may_be_new = self.state.cursor < cursor + share
+            may_be_new = len(self.state.groups) < num_open + share
             if (lease := self._lease_one(holder, request, version, may_be_new)) is None:
                 is_refused = may_be_new
                 break
@@ -184,7 +185,7 @@ class Leases(Handler):
 
         A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
         """
-        state = self.state
+        state, passed_over = self.state, 0
         partials: dict[int, PartialRow] = {}
         allowed = (None, version) if version == request.version else (version,)
         for group_id in state.unassigned:
@@ -196,9 +197,12 @@ class Leases(Handler):
         else:
             if not may_be_new or None not in allowed or not self.admission.may_lease(state, version):
                 return None
-            group_id, attempt, partials = self.pool.group_at(state.cursor), 1, {}
+            if (found := self.prompts.next()) is None:
+                return None
+            (group_id, passed_over), attempt, partials = found, 1, {}
             samples = list(range(state.samples_per_prompt))
         answered = {"version": version, "holder": holder, "request_id": request.request_id}
-        self.context.commit(ev.Leased(group=group_id, samples=samples, attempt=attempt, **answered))
-        refs = tuple(partial.ref(group_id.row(sample)) for sample, partial in partials.items())
-        return Lease(group_id, attempt, samples, self.pool.row(group_id), refs)
+        self.context.commit(
+            ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
+        )
+        return Lease(group_id, attempt, samples, self.prompts.row(group_id), self.partials.refs(group_id, partials))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from ...comm.disk import say
 from ...comm.messages import DropRows, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from ...comm.messages.base import GroupId, process_of
-from ..dataset import MixedPrompts, PromptPool
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext
 
 if TYPE_CHECKING:
     from .partial_pool import PartialPool
+    from .prompts import Prompts
 
 KEEPER = "relay-0"
 """The relay that writes and reads: the hub's own supervisor starts it, so the run folder of both is the same."""
@@ -32,14 +32,14 @@ class SavedQueue(Handler):
     def __init__(
         self,
         context: HubContext,
-        pool: PromptPool | MixedPrompts,
+        prompts: "Prompts",
         partials: "PartialPool",
         clock: Callable[[], float],
     ) -> None:
         super().__init__(context)
         self._clock = clock
         self._asked_at = 0.0
-        self._pool = pool
+        self._prompts = prompts
         self._partials = partials
         self._number = 0
         self.routes = {QueueSaved: self._on_saved, QueueRestored: self._on_restored}
@@ -59,6 +59,7 @@ class SavedQueue(Handler):
         rows += [
             SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens)
             for row_id, row in self._partials.rows.items()
+            if not row_id.is_evaluation
         ]
         kept = [row for row in rows if row.version <= step]
         if len(kept) > MAX_ROWS:
@@ -99,8 +100,8 @@ class SavedQueue(Handler):
             rows.setdefault(row.row.group, []).append(row)
         needless: list[SavedRow] = []
         ahead = self._groups_ahead(rows, message.cursor)
-        for group_id in [*(known for known in rows if known in self.state.groups), *ahead]:
-            needless += self._restore_group(group_id, rows.pop(group_id, []))
+        for group_id, passed_over in [*((known, 0) for known in rows if known in self.state.groups), *ahead]:
+            needless += self._restore_group(group_id, rows.pop(group_id, []), passed_over)
         self._drop([*needless, *(row for left in rows.values() for row in left)])
         if message.problem:
             say(f"rows of the queue are generated again: {message.problem}")
@@ -108,15 +109,22 @@ class SavedQueue(Handler):
             begun = len(self._partials.rows)
             say(f"the queue continues with {self.state.num_restored} finished and {begun} begun trajectories")
 
-    def _groups_ahead(self, rows: Iterable[GroupId], cursor: int) -> list[GroupId]:
-        """Groups that were first leased after the checkpoint, in the order of the data, up to the last one of `rows`."""
+    def _groups_ahead(self, rows: Iterable[GroupId], cursor: int) -> list[tuple[GroupId, int]]:
+        """Groups that were first leased after the checkpoint, up to the last one of `rows`, and the prompts passed over before each."""
         wanted = set(rows)
-        ahead = [self._pool.group_at(position) for position in range(self.state.cursor, cursor)]
-        while ahead and ahead[-1] not in wanted:
+        ahead: list[tuple[GroupId, int]] = []
+        passed_over = 0
+        for group_id in self._prompts.between(cursor):
+            if group_id in wanted or self._prompts.is_offered(group_id):
+                ahead.append((group_id, passed_over))
+                passed_over = 0
+            else:
+                passed_over += 1
+        while ahead and ahead[-1][0] not in wanted:
             ahead.pop()
         return ahead
 
-    def _restore_group(self, group_id: GroupId, saved: list[SavedRow]) -> list[SavedRow]:
+    def _restore_group(self, group_id: GroupId, saved: list[SavedRow], passed_over: int) -> list[SavedRow]:
         """Put a group back into the queue, with its saved rows; returns those that nothing needs."""
         group = self.state.groups.get(group_id)
         ready: list[SavedRow] = []
@@ -131,6 +139,7 @@ class SavedQueue(Handler):
             self.context.commit(
                 ev.GroupRestored(
                     group=group_id,
+                    passed_over=0 if group else passed_over,
                     samples=[row.row.sample for row in ready],
                     attempts=[row.attempt for row in ready],
                     versions=[row.version for row in ready],

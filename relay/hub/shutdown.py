@@ -31,7 +31,7 @@ M = TypeVar("M", bound=Message)
 POLL_S = 0.1
 SUMMARY_WAIT_S = 5.0
 _MAX_REASONS = 10
-"""Most reasons for failed trajectories in the summary: the most frequent ones."""
+"""Most reasons for failed trajectories in the summary, the most frequent ones, and for dropped prompts, the last ones."""
 
 
 class RunEnd(NamedTuple):
@@ -174,6 +174,8 @@ class Shutdown:
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
             "failures": dict(state.failures.most_common(_MAX_REASONS)),
+            "dropped": len(state.dropped),
+            "drop_reasons": list(state.dropped.values())[-_MAX_REASONS:],
             "fenced": self.hub.results.num_fenced,
             "moved": state.num_moved,
             "moves_refused": dict(self.hub.repacking.refusals),

@@ -12,8 +12,9 @@ from .window import Window
 
 @dataclass(slots=True)
 class HubState:
-    """Everything the hub knows. `cursor` counts first leases: with the seed, it is the position in the data set.
+    """Everything the hub knows. `cursor` counts first leases, and prompts passed over: with the seed, it is the position in the data.
 
+    `dropped` are the prompts that no rollout can use, with the reason of each.
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
     `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
     `num_restored` counts those that were read from the disk when the run was resumed.
@@ -53,6 +54,7 @@ class HubState:
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
     incarnations: dict[str, int] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)

@@ -51,6 +51,7 @@ def _(event: ev.Opened, state: HubState) -> None:
         state.unassigned[group.id] = None
     state.window.open()
     state.evaluations.reopen()
+    state.dropped.clear()  # the data may have been mended
     state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
 
 
@@ -68,7 +69,7 @@ def _(event: ev.Leased, state: HubState) -> None:
         assert event.attempt == 1 and not event.group.is_evaluation, f"group {event.group} is not open"
         group = Group(event.group, state.cursor, [Row() for _ in event.samples])
         state.groups[event.group] = group
-        state.cursor += 1
+        state.cursor += event.passed_over + 1
         state.account.leased += len(event.samples)
     state.unassigned.pop(event.group, None)
     for sample in event.samples:
@@ -131,7 +132,7 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
     if group is None:
         group = Group(event.group, state.cursor, [Row() for _ in range(state.samples_per_prompt)])
         state.groups[event.group] = group
-        state.cursor += 1
+        state.cursor += event.passed_over + 1
         state.account.leased += len(group.rows)
     columns = (
         event.samples,
@@ -155,6 +156,19 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         state.unassigned.pop(event.group, None)
     state.num_restored += len(event.samples)
     state.queue.update(group)
+
+
+@_change.register
+def _(event: ev.PromptDropped, state: HubState) -> None:
+    state.dropped[event.group.prompt] = event.reason
+    if (group := state.groups.pop(event.group, None)) is None:
+        return
+    assert not group.samples(RowStatus.READY), f"group {event.group} has rows that are ready"
+    rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
+    state.account.failed += len(rows)
+    state.failures[event.reason] += len(rows)
+    state.unassigned.pop(event.group, None)
+    state.queue.remove(event.group)
 
 
 @_change.register

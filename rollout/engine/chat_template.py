@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...comm.errors import SettingError
+from ...comm.errors import SettingError, UnusablePrompt
 from ...comm.recipe import DataSettings
 
 _PATH_CHARACTERS = 1024
@@ -21,8 +21,8 @@ def prompt_tokens(
 ) -> list[int]:
     """Token ids of the `prompt` of a data set's row: text as it is, chat messages through `data.chat_template` or the tokenizer's.
 
-    tools: JSON schemas that the template shows to the policy. Raises `SettingError` for chat messages without a template, or if
-    the template refuses them.
+    tools: JSON schemas that the template shows to the policy. Raises `SettingError` for chat messages without a template, and
+    `UnusablePrompt` if the template refuses them.
     """
     prompt = row["prompt"]
     if isinstance(prompt, str):
@@ -77,7 +77,7 @@ def _rendered(messages: Messages, tokenizer: Any, settings: DataSettings, tools:
             **(settings.chat_template_kwargs or {}),
         )
     except Exception as error:
-        raise SettingError(f"data.chat_template: it refuses a prompt: {type(error).__name__}: {error}") from error
+        raise UnusablePrompt(f"data.chat_template: it refuses a prompt: {type(error).__name__}: {error}") from error
 
 
 @cache

@@ -1,6 +1,7 @@
 """A user's data comes in several formats; all give the same rows."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings
 from headrace.launch.config.checks import check_data
 from headrace.relay.dataset import (
+    CHECKED_ROWS,
     MAX_ROW_BYTES,
     MixedPrompts,
     PromptPool,
@@ -89,6 +91,24 @@ def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
     path = str(tmp_path / "data.jsonl")
     assert list(checked_prompts(open_rows(DataSettings(path=path)), path)) == ["x"]
+
+
+def test_a_file_is_read_row_by_row_and_never_whole(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}" * (1 << 15)}) + "\n \r" for i in range(64)))
+    tracemalloc.start()
+    rows = open_rows(DataSettings(path=str(path)))
+    prompts = [json.loads(rows[i])["prompt"][:2] for i in range(len(rows))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert prompts == [f"{i}{i}"[:2] for i in range(64)]
+    assert peak < path.stat().st_size / 4
+
+
+def test_of_a_large_set_the_first_rows_are_checked_before_the_run(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "x"}\n' * CHECKED_ROWS + "not JSON\n")
+    assert len(check_data(DataSettings(path=str(path)))) == CHECKED_ROWS
 
 
 def test_a_missing_number_of_a_table_is_null():

@@ -46,10 +46,12 @@ class Restart(Scene):
         self.journal.close()
         for name in self.boxes:
             self.heard(name)
-        leases, queue, repack = self.hub.leases, self.hub.results.queue, self.hub.repacking.settings
+        hub, queue, repack = self.hub, self.hub.results.queue, self.hub.repacking.settings
         self.journal = Journal(self.path)
         mailbox, state = self.mailboxes.open("hub"), replay(self.path)
-        self.hub = Hub(mailbox, state, self.journal, leases.pool, leases.admission, queue, repack, lambda: self.now)
+        self.hub = Hub(
+            mailbox, state, self.journal, hub.prompts.pool, hub.leases.admission, queue, repack, lambda: self.now
+        )
         self.hub.context.commit(ev.HubRestarted())
         HubLoop(self.hub, self.join("hub")).recover()
 

@@ -34,7 +34,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def group_at(scene: Scene, position: int) -> GroupId:
-    return scene.hub.leases.pool.group_at(position)
+    return scene.hub.prompts.pool.group_at(position)
 
 
 def finished(group: GroupId, sample: int, attempt: int = 1) -> SavedRow:

@@ -1,0 +1,81 @@
+"""A prompt that no rollout can use is dropped once, and passed over from then on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.hub_scene import Scene
+
+from headrace.comm.messages import LeaseGrant, LeaseRequest, PromptRefused, QueueRestored, SavedRow
+from headrace.comm.messages.base import GroupId
+from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.journal import read_events, replay
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path, lead=100)
+    yield scene
+    scene.close()
+
+
+def give(scene: Scene, folder: Path, *rows: str) -> None:
+    """Have the hub lease these rows in order."""
+    path = folder / "other.jsonl"
+    path.write_text("".join(f"{row}\n" for row in rows))
+    scene.hub.prompts.pool = PromptPool(JsonLines(path), shuffle=False, seed=0)
+
+
+def leased(scene: Scene, request: int, num_groups: int) -> list[GroupId]:
+    return [lease.group for lease in scene.lease(request=request, num_groups=num_groups).leases]
+
+
+def drops(scene: Scene) -> list[tuple[int, str]]:
+    events = [event for _, event in read_events(scene.path)]
+    return [(event.group.prompt, event.reason) for event in events if isinstance(event, ev.PromptDropped)]
+
+
+GOOD = '{"prompt": "p"}'
+
+
+def test_a_row_that_cannot_be_used_is_dropped_once_and_passed_over_in_every_epoch(
+    scene: Scene, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    give(scene, tmp_path, GOOD, "not JSON", GOOD, '{"prompt": 3}', GOOD)
+    groups = leased(scene, 1, 4) + leased(scene, 2, 4)
+    assert [(group.epoch, group.prompt) for group in groups] == [(e, p) for e in range(3) for p in (0, 2, 4)][:8]
+    (first, why), (second, _) = drops(scene)
+    assert (first, second) == (1, 3) and "is not JSON" in why
+    assert "dropped prompts: 1, the last one because row 2 is not JSON" in capsys.readouterr().out
+    state = scene.hub.state
+    assert state.cursor == 13 and state.account.leased == 16 and state.is_balanced
+    assert replay(scene.path) == state
+
+
+def test_a_prompt_that_a_rollout_refuses_is_not_leased_again_and_its_rows_have_failed(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, GOOD, GOOD)
+    first, second = leased(scene, 1, 2)
+    for attempt in (2, 1, 1):  # that of an earlier holder, and a repeated report
+        scene.say("rollout-0", PromptRefused(first, attempt, "it is too long"))
+    assert drops(scene) == [(0, "it is too long")]
+    state = scene.hub.state
+    assert list(state.groups) == [second] and state.account.failed == 2 and state.failures["it is too long"] == 2
+    assert leased(scene, 2, 2) == [GroupId(1, 1), GroupId(2, 1)]
+    assert state.is_balanced and replay(scene.path) == state
+
+
+def test_a_run_whose_prompts_are_all_dropped_ends_with_the_reason(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, "1", "2")
+    scene.say("rollout-0", LeaseRequest(1, 0, 1))
+    assert not [message for message in scene.heard("rollout-0") if isinstance(message, LeaseGrant)]
+    assert scene.hub.context.failure == "data.path: no prompt is left that can be used"
+
+
+def test_a_saved_queue_takes_its_place_behind_a_dropped_prompt(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, GOOD, "not JSON", GOOD, GOOD)
+    saved = SavedRow(GroupId(0, 2).row(0), 1, ["relay-0#1"], version=0, num_tokens=5, reward=0.5)
+    scene.say("relay-0", QueueRestored(0, 4, [saved]))
+    assert list(scene.hub.state.groups) == [GroupId(0, 0), GroupId(0, 2)] and scene.hub.state.cursor == 3
+    assert leased(scene, 1, 3) == [GroupId(0, 0), GroupId(0, 2), GroupId(0, 3)]
+    assert replay(scene.path) == scene.hub.state
