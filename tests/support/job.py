@@ -12,6 +12,7 @@ import pytest
 from support.policies import tiny_policy
 
 from headrace.comm.process_tree import children_of
+from headrace.launch.processes.spare import is_spare
 from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
@@ -22,6 +23,7 @@ LONG_TAILS: dict[str, Any] = {
     "sampling__temperature": 1.2,
     "repack__period_s": 0.05,
     "repack__batch_bound": 8,
+    "repack__slowdown": 1e9,
     "queue__capacity": 4,
 }
 """Settings with which trajectories move often."""
@@ -144,7 +146,7 @@ def child_of(run: Job, name: str) -> int:
     wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run.dir}".encode()
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if wanted in cmdline.read_bytes():
+            if wanted in cmdline.read_bytes() and not is_spare(cmdline.parent):
                 return int(cmdline.parent.name)
         except OSError:
             continue
