@@ -94,13 +94,9 @@ class DecodeGraphs:
         self._table[:rows] = to_device(batch.table.astype(np.int32), batch.device)
 
     def _step(self, size: int, width: int) -> None:
-        attention, positions = self._attention, self._positions[:size]
-        page, table = attention.cache.page_size, self._table[:size, :width]
-        columns = (positions // page).clamp_(max=width - 1)
-        pages = table.gather(1, columns[:, None])[:, 0].long()
-        attention.table, attention.lengths = table, (positions + 1).int()
-        attention.cache_rows = attention.cache.cache_rows(pages * page + positions % page)
-        hidden = self._forward(self._tokens[:size], positions, attention)
+        positions = self._positions[:size]
+        self._attention.use(self._table[:size, :width], (positions + 1).int())
+        hidden = self._forward(self._tokens[:size], positions, self._attention)
         rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
         drawn = sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size], self._scratch[:size])
         self._tokens[:size].copy_(drawn.tokens)

@@ -24,9 +24,10 @@ from .kv_cache import KVCache
 from .memory import available_memory, plan_cache
 from .page_pool import PagePool
 from .runner import Runner
-from .sampling import Sample, SamplingParams, stream_key
+from .sampling import Sample, SamplingParams
 from .scheduler import Scheduler
 from .sequence import Completion, Sequence, SequenceGroup, SequencePart, SequenceProgress, SequenceState
+from .streams import stream_key
 from .text import Text, check_prompt
 
 log = logging.getLogger(__name__)

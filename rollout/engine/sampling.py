@@ -8,6 +8,7 @@ interruptions.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +17,10 @@ from torch import Tensor
 
 from ...comm.errors import SettingError
 from ...comm.recipe.generation import LEAST_TEMPERATURE
+from .streams import uniforms
 from .to_device import to_device
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,6 @@ class SamplingParams:
 
 def _is_count(number: object) -> bool:
     return isinstance(number, int) and number >= 1
-
-
-def stream_key(seed: int, trajectory_id: int) -> int:
-    """The random stream of one trajectory, as a signed 64-bit number."""
-    key = _mix((_mix(seed & _MASK) + trajectory_id * _GOLDEN) & _MASK)
-    return key - (1 << 64) if key >> 63 else key
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in (0, 1), fp32 [B]: entry `positions` [B] of the streams `keys` [B], both int64."""
-    x = keys + (positions + 1) * _signed(_GOLDEN)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    return ((x >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
 class SamplingBatch:
@@ -160,9 +145,14 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     """One token per row, with its log-probability under the policy at the temperature of sampling.
 
     The log-probability is the one that the trainer computes for the token: before the repetition penalty and before filters.
-    Greedy rows report it at temperature 1. A row whose logits are not finite gets the log-probability NaN. logits: fp32 [B, vocab], overwritten; positions: int64 [B], index in the response
+    Greedy rows report it at temperature 1. A row whose logits are not finite gets the log-probability NaN. logits: fp32 [B, vocab], may be overwritten; positions: int64 [B], index in the response
     of the token to draw; scratch: a tensor of the logits' shape.
     """
+    if _has_kernels(logits) and rows.is_plain and rows.seen is None:
+        from .triton_draw import draw  # Triton is installed only where there is a GPU
+
+        scale = logits.new_ones(len(logits), 1) if rows.scale is None else rows.scale
+        return Sample(*draw(logits, scale, rows.is_greedy, rows.keys, positions))
     scratch = torch.empty_like(logits) if scratch is None else scratch
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
     logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
@@ -182,6 +172,10 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     if rows.seen is not None:
         rows.seen.scatter_(1, at, True)
     return Sample(tokens, logprobs.gather(1, at)[:, 0])
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and _HAS_TRITON
 
 
 def _penalized(scaled: Tensor, rows: SamplingBatch) -> Tensor:
@@ -204,13 +198,3 @@ def _filtered(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     drop[:, 0] = False
     values = values.masked_fill(drop, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, order, values)
-
-
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
-    return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x

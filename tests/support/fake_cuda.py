@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.rollout import Engine
-from headrace.rollout.engine import cuda_graphs
+from headrace.rollout.engine import cuda_graphs, sampling
 from headrace.rollout.engine.attention.cuda import TableAttention
 from headrace.rollout.engine.cuda_graphs import DecodeGraphs
 from headrace.trainer.policy.attention import masked_attention
@@ -137,6 +137,19 @@ def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
     monkeypatch.setitem(sys.modules, f"{kernels}.gate", SimpleNamespace(silu_mul=count.one(silu_mul)))
     monkeypatch.setitem(sys.modules, f"{kernels}.heads", SimpleNamespace(store_heads=count.one(store_heads)))
     monkeypatch.setattr(torch.nn.functional, "rms_norm", count.one(F.rms_norm, "rms_norm"))  # one kernel on a GPU
+    plain = sampling.sample
+
+    def draw(logits, scale, is_greedy, keys, positions):
+        """`triton_draw` by its formula."""
+        monkeypatch.setattr(sampling, "_has_kernels", lambda logits: False)
+        drawn = plain(logits.clone(), sampling.SamplingBatch.fixed(keys, scale, is_greedy), positions)
+        monkeypatch.setattr(sampling, "_has_kernels", lambda logits: True)
+        return drawn
+
+    monkeypatch.setitem(
+        sys.modules, "headrace.rollout.engine.triton_draw", SimpleNamespace(draw=count.one(draw, "sums", "draw"))
+    )
+    monkeypatch.setattr(sampling, "_has_kernels", lambda logits: True)
     attention = engine.runner.attention
     assert isinstance(attention, TableAttention)
     monkeypatch.setattr(attention, "attend", count.one(attention.attend, "split", "merge"))

@@ -25,16 +25,14 @@ FLASH_PAGE = 256
 class TableAttention:
     """Base of the CUDA back-ends, with `table` int32 [B, P] and `lengths` int32 [B], the step's own token included.
 
-    `prepare` fills them from a batch; a captured graph replaces them by tensors of its own.
+    `prepare` takes them from a batch; a captured graph gives tensors of its own to `use`.
     """
 
     name = ""
 
     def __init__(self, cache: "KVCache") -> None:
         self.cache = cache
-        self.table = torch.zeros(0, dtype=torch.int32)
-        self.lengths = torch.zeros(0, dtype=torch.int32)
-        self.cache_rows = torch.zeros(0, dtype=torch.long)
+        self.use(torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
         self._generation = -1
 
     def prepare(self, batch: "DecodeBatch") -> None:
@@ -42,12 +40,25 @@ class TableAttention:
             self._generation = batch.generation
             width = int(batch.num_pages.max())
             self.table = to_device(batch.table[:, :width].astype(np.int32), batch.device)
-        self.lengths = to_device((batch.positions + 1).astype(np.int32), batch.device)
-        self.cache_rows = self.cache.cache_rows(batch.slots())
+        self.use(self.table, to_device((batch.positions + 1).astype(np.int32), batch.device))
+
+    def use(self, table: Tensor, lengths: Tensor) -> None:
+        """Attend to these tokens from now on."""
+        self.table, self.lengths = table, lengths
+        self._cache_rows: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: "AttentionSpec") -> Tensor:
-        self.cache.write(layer, self.cache_rows, key, value)
+        if self._cache_rows is None:
+            self._cache_rows = self._rows_of_newest()
+        self.cache.write(layer, self._cache_rows, key, value)
         return self.attend(query, self.cache.keys[layer], self.cache.values[layer], rule)
+
+    def _rows_of_newest(self) -> Tensor:
+        """Rows of the cache for the steps' own tokens; a row beyond its table takes its last page."""
+        page_size, positions = self.cache.page_size, self.lengths.long() - 1
+        columns = (positions // page_size).clamp_(max=self.table.shape[1] - 1)
+        pages = self.table.gather(1, columns[:, None])[:, 0].long()
+        return self.cache.cache_rows(pages * page_size + positions % page_size)
 
     def of_projection(self, layer: int, qkv: Tensor, heads: "HeadRule", rule: "AttentionSpec") -> Tensor:
         """See `ProjectionAttention`; a decoder calls it where Triton is installed."""

@@ -94,7 +94,7 @@ def launches_of_a_step(path, monkeypatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_layer_that_decodes_is_ten_launches(tmp_path, monkeypatch, family):
+def test_a_layer_that_decodes_is_ten_launches_and_the_rest_of_a_step_thirteen(tmp_path, monkeypatch, family):
     two, three = (
         launches_of_a_step(tiny_policy(tmp_path / str(n), family, num_hidden_layers=n), monkeypatch) for n in (2, 3)
     )
@@ -102,4 +102,4 @@ def test_a_layer_that_decodes_is_ten_launches(tmp_path, monkeypatch, family):
     assert layer == {
         "rms_norm": 2, "mm": 2, "addmm_": 2, "store_heads": 1, "split": 1, "merge": 1, "silu_mul": 1
     }  # fmt: skip
-    assert (two - layer - layer).total() <= 55
+    assert (two - layer - layer).total() <= 13

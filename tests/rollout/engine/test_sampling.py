@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from headrace.comm.errors import SettingError
-from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, stream_key, uniforms
+from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample
+from headrace.rollout.engine.streams import stream_key, uniforms
 
 
 def drawn(logits, params, count):

@@ -75,3 +75,17 @@ def test_the_way_of_heads_into_the_cache_takes_few_registers_and_no_memory(
     }  # fmt: skip
     found = resources(tmp_path, _heads_kernel, architecture, arguments, constants, 1)
     assert found.registers <= 64 and found.spilled == found.shared == 0, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_plain_sampling_takes_few_registers_and_little_memory(tmp_path, architecture):
+    from headrace.rollout.engine.triton_draw import BLOCK, _draw_kernel, _sums_kernel
+
+    sums = {"peaks": "*fp32", "sums": "*fp32", "best": "*i32"}
+    sizes = {"vocab": "i32", "num_blocks": "i32"}
+    inputs = {"logits": "*fp32", "scales": "*fp32", **sums}
+    found = resources(tmp_path, _sums_kernel, architecture, inputs | sizes, {"BLOCK": BLOCK}, 8)
+    assert found.registers <= 64 and found.spilled == 0 and found.shared <= 1024, found
+    rows = {"is_greedy": "*i1", "keys": "*i64", "positions": "*i64", "tokens": "*i64", "logprobs": "*fp32"}
+    found = resources(tmp_path, _draw_kernel, architecture, inputs | rows | sizes, {"BLOCKS": 64, "BLOCK": BLOCK}, 8)
+    assert found.registers <= 128 and found.spilled == 0 and found.shared <= 32e3, found

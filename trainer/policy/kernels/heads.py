@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..decoder import HeadRule
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _heads_kernel(
     qkv, cos, sin, query_norm, key_norm, table, lengths, query, keys, values, eps, table_width, table_stride, page_stride,
     head_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
