@@ -122,7 +122,12 @@ def test_a_ground_truth_without_a_number_is_an_error():
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
     pytest.importorskip("reasoning_gym")
     task = {"name": "leg_counting", "seed": 3, "size": 100, "index": 5}
-    responses = ["118", "so <answer> 1 </answer> no <answer>\n118\n</answer>", "<think>118</think>7", "118 <answer>7</answer>"]
+    responses = [
+        "118",
+        "so <answer> 1 </answer> no <answer>\n118\n</answer>",
+        "<think>118</think>7",
+        "118 <answer>7</answer>",
+    ]
     assert [reasoning_gym(each, task) for each in responses] == [1.0, 1.0, 0.0, 0.0]
     assert 0 < reasoning_gym("it is 118", task) < 1, "the rule of this task"
 
