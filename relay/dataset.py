@@ -27,7 +27,7 @@ MAX_ROW_BYTES = 2 << 20
 CHECKED_ROWS = 1 << 16
 """Rows of a set that are checked before the run; a later row is checked when its turn comes."""
 REASONING_GYM = "reasoning-gym/"
-"""What the names of its tasks begin with in `data.path`."""
+"""The beginning of the names of its tasks in `data.path`."""
 _NUM_TASKS, _CHECKED_TASKS = 1 << 20, 256
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""

@@ -19,6 +19,10 @@ from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
 
 
+_LONGEST_SEARCH = 1 << 16
+"""Most prompts in a row that are passed over, since the hub does nothing else meanwhile."""
+
+
 class Curriculum:
     """A user's function of the steps trained so far and a row: the chance that the row is taken when its turn comes."""
 
@@ -54,7 +58,7 @@ class Prompts(Handler):
 
     def next(self) -> tuple[GroupId, int] | None:
         """The next group of the data, and the number of prompts passed over before it. Without any the run ends: None."""
-        for passed_over in range(2 * len(self.pool)):  # an epoch at least
+        for passed_over in range(min(2 * len(self.pool), _LONGEST_SEARCH)):  # a whole epoch is among two
             group_id = self.pool.group_at(self.state.cursor + passed_over)
             if self.is_offered(group_id):
                 return group_id, passed_over
