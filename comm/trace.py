@@ -30,6 +30,18 @@ def failpoint(point: str, **facts: float | str) -> None:
         connection.recv(1)
 
 
+def write_lag(run_dir: Path, name: str, lag_s: float) -> None:
+    """Keep the longest time that an emulated process was behind its devices, in emulated seconds."""
+    folder = run_dir / "trace"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.lag").write_text(str(lag_s), encoding="utf-8")
+
+
+def longest_lag(run_dir: Path) -> float:
+    """The longest of a run's processes, 0 without any."""
+    return max((float(path.read_text(encoding="utf-8")) for path in (run_dir / "trace").glob("*.lag")), default=0.0)
+
+
 class Trace:
     """One state at a time. A line is written when a state ends: {"state", "t", "d" (seconds of the clock), facts}."""
 

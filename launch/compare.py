@@ -1,7 +1,7 @@
 """Compares the schedules: runs them in turn on the same prompts, seeds and devices, and tabulates their figures.
 
-    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--only NAME ...] [--tune]
-        [--virtual] [--json FILE]
+    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--only NAME ...] [--tune RUNS]
+        [--seeds N] [--virtual] [--json FILE]
 
 RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its own folder under `run.dir`, or one in virtual time
 (`launch/virtual`); a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
@@ -10,12 +10,11 @@ RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its o
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
-import msgspec
+from msgspec import structs
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
@@ -26,9 +25,8 @@ from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result
 from .report.plots import draw_comparison, pyplot
+from .report.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
 
-SPLITS = Path(__file__).parent / "recipes" / "emulated-splits.json"
-"""The best number of rollouts by number of GPUs and schedule, as `--tune` found it."""
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
 REPACK = ("repack-off", "repack-on")
 ABLATION = {
@@ -40,6 +38,8 @@ ABLATION = {
 """The technique that each schedule adds to the one before it."""
 CPU_LIMIT = 0.6
 """Busy share of the machine's CPU above which emulated devices may have been late, so that the row is invalid."""
+LAG_LIMIT = 0.01
+"""Lateness of a process behind its devices, in shares of a step, above which the row is invalid."""
 REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 512
 """Repack is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
 GROUPS_PER_GPU = 4
@@ -52,7 +52,7 @@ class Variant:
 
     name: str
     num_gpus: int
-    rollouts: int
+    knobs: Knobs
     gpus_per_rollout: int
     groups: int = 0
     """Groups of a global batch; 0 makes it proportional to the GPUs."""
@@ -60,16 +60,22 @@ class Variant:
     @property
     def folder(self) -> str:
         batch = f"-{self.groups}groups" if self.groups else ""
-        return f"{self.name}-{self.num_gpus}gpus{batch}-{self.rollouts}rollouts"
+        chosen = "".join(f"-{value}{key.split('.')[1]}" for key, value in self.knobs.settings.items())
+        return f"{self.name}-{self.num_gpus}gpus{batch}{chosen}"
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a global batch."""
+        return REPACK_GROUPS if self.name in REPACK else self.groups or GROUPS_PER_GPU * self.num_gpus
 
     @property
     def settings(self) -> dict[str, object]:
         is_colocated, is_repack = self.name == "sync-colocated", self.name in REPACK
-        num_train = self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.rollouts
+        num_train = self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.knobs.rollouts
         return {
             "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
-            "roles.rollout": self.rollouts,
-            "batch.prompts_per_step": REPACK_GROUPS if is_repack else self.groups or GROUPS_PER_GPU * self.num_gpus,
+            **self.knobs.settings,
+            "batch.prompts_per_step": self.num_groups,
             "emulated.train_gpus": num_train,
             "emulated.colocated": str(is_colocated).lower(),
             "repack.enabled": str(self.name != "repack-off").lower(),
@@ -86,7 +92,14 @@ def main(words: Sequence[str]) -> int:
         "--fixed-batch", type=int, default=0, metavar="GROUPS", help="the same batch on any number of GPUs"
     )
     parser.add_argument("--only", nargs="+", default=[*SCHEDULES, *REPACK], choices=[*SCHEDULES, *REPACK])
-    parser.add_argument("--tune", action="store_true", help="find and save each schedule's best split of the GPUs")
+    parser.add_argument(
+        "--tune",
+        type=int,
+        default=0,
+        metavar="RUNS",
+        help="find and save each schedule's best knobs, with so many runs for each",
+    )
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each variant; the table has medians")
     parser.add_argument(
         "--virtual", action="store_true", help="in virtual time: one process, no sleeps, any number of GPUs"
     )
@@ -112,22 +125,28 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir), arguments.virtual)
     rows: list[Measurement] = []
     for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
+
+        def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> Iterator[Variant]:
+            return variants(arguments.recipe, names, num_gpus, per_rollout, arguments.fixed_batch)
+
         if arguments.tune:
-            tune(experiment, [name for name in arguments.only if name in SCHEDULES], num_gpus, per_rollout)
-        entrants = [
-            replace(variant, groups=arguments.fixed_batch)
-            for variant in variants(arguments.only, num_gpus, per_rollout)
-        ]
-        rows += rows_of(run_all(experiment, entrants, f"compare-{num_gpus}gpus"), num_gpus)
+            tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
+        seeds = range(recipe.run.seed, recipe.run.seed + arguments.seeds)
+        results = run_all(experiment, entrants(arguments.only), seeds, f"compare-{num_gpus}gpus")
+        rows += rows_of(results, num_gpus)
     if arguments.json is not None:
         write_json(rows, arguments.json)
 
 
-def run_all(experiment: Experiment, entrants: Sequence[Variant], name: str) -> dict[str, Result]:
-    """Run the variants; writes their table and plot under a name."""
+def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence[int], name: str) -> dict[str, Result]:
+    """Run the variants, each with all seeds; writes their table and plot under a name."""
     results: dict[str, Result] = {}
     for variant in entrants:
-        results[variant.name] = experiment.run(variant.folder, variant.settings)
+        runs: list[Result] = []
+        for seed in seeds:
+            folder = variant.folder if seed == seeds[0] else f"{variant.folder}-seed{seed}"
+            runs.append(experiment.run(folder, {**variant.settings, "run.seed": seed}))
+        results[variant.name] = structs.replace(middle(runs), knobs=str(variant.knobs))
         print(table({variant.name: results[variant.name]}).splitlines()[-1], flush=True)
     text = table(results) + ablation(results)
     (experiment.home / f"{name}.md").write_text(text, encoding="utf-8")
@@ -136,42 +155,39 @@ def run_all(experiment: Experiment, entrants: Sequence[Variant], name: str) -> d
     return results
 
 
-def variants(names: Sequence[str], num_gpus: int, per_rollout: int) -> Iterator[Variant]:
-    """The variants of these names with their best splits."""
-    best = splits().get(str(num_gpus), {})
+def middle(runs: Sequence[Result]) -> Result:
+    """The run with the median of the tokens per second, with the tokens per second of all."""
+    in_order = sorted(runs, key=lambda run: run.figures.tokens_per_s)
+    speeds = tuple(run.figures.tokens_per_s for run in in_order)
+    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
+
+
+def variants(recipe: str, names: Sequence[str], num_gpus: int, per_rollout: int, groups: int = 0) -> Iterator[Variant]:
+    """The variants of these names with their tuned knobs; where none were found, half of the GPUs generate."""
+    tuned = read_tuned(recipe).get(key_of(num_gpus, groups), {})
     for name in names:
         if name in REPACK:
-            yield Variant(name, REPACK_TRAIN_GPUS + REPACK_ROLLOUTS * per_rollout, REPACK_ROLLOUTS, per_rollout)
-        elif name == "sync-colocated":
-            yield Variant(name, num_gpus, num_gpus // per_rollout, per_rollout)
-        else:
-            yield Variant(name, num_gpus, best.get(name, num_gpus // 2 // per_rollout), per_rollout)
+            num_repack = REPACK_TRAIN_GPUS + REPACK_ROLLOUTS * per_rollout
+            yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
+            continue
+        share = 1 if name == "sync-colocated" else 2
+        yield Variant(name, num_gpus, tuned.get(name, Knobs(num_gpus // share // per_rollout)), per_rollout, groups)
 
 
-def tune(experiment: Experiment, names: Sequence[str], num_gpus: int, per_rollout: int) -> None:
-    """Climb from each schedule's saved split to a neighbour while that is faster; save the best."""
-    for variant in variants([name for name in names if name != "sync-colocated"], num_gpus, per_rollout):
+def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> None:
+    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe."""
+    for variant in entrants:
 
-        @cache
-        def speed(rollouts: int, variant: Variant = variant) -> float:
-            if not 0 < rollouts < num_gpus // per_rollout:
-                return 0.0
-            tried = replace(variant, rollouts=rollouts)
+        def speed(knobs: Knobs, variant: Variant = variant) -> float:
+            tried = replace(variant, knobs=knobs)
             tokens_per_s = experiment.run(tried.folder, tried.settings).figures.tokens_per_s
-            print_message(f"{tried.name} on {num_gpus} GPUs with {rollouts} rollouts: {tokens_per_s:,.0f} tokens/s")
+            print_message(f"{tried.folder}: {tokens_per_s:,.0f} tokens/s")
             return tokens_per_s
 
-        best = variant.rollouts
-        while (better := max((best - 1, best, best + 1), key=speed)) != best:
-            best = better
-        found = splits()
-        found.setdefault(str(num_gpus), {})[variant.name] = best
-        write_json(found, SPLITS)
-
-
-def splits() -> dict[str, dict[str, int]]:
-    """The saved numbers of rollouts by number of GPUs and name."""
-    return msgspec.json.decode(SPLITS.read_bytes(), type=dict[str, dict[str, int]]) if SPLITS.exists() else {}
+        most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
+        knobs = variant.knobs
+        best = climb(knobs, ladders(variant.name, knobs, most_rollouts, variant.num_groups), speed, budget)
+        save_tuned(experiment.recipe, key_of(variant.num_gpus, variant.groups), variant.name, best)
 
 
 def rows_of(results: Mapping[str, Result], num_gpus: int) -> Iterator[Measurement]:
@@ -204,7 +220,8 @@ def table(results: Mapping[str, Result]) -> str:
         cells = {
             "schedule": name,
             "rollouts + train GPUs": f"{result.rollouts} + {result.train_gpus}",
-            "tokens/s": f"{f.tokens_per_s:,.0f}",
+            "knobs": result.knobs or "-",
+            "tokens/s": f"{f.tokens_per_s:,.0f}{spread(result)}",
             "over sync-colocated": f"{f.tokens_per_s / base.figures.tokens_per_s:.2f}" if base else "-",
             "s/step": f"{f.step_s:.0f}",
             "idle trainer": f"{f.idle_actor:.1%}",
@@ -214,7 +231,7 @@ def table(results: Mapping[str, Result]) -> str:
             "staleness mean (max)": f"{staleness:.2f} ({max(map(int, f.staleness))})",
             "latency mean / max, s": f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
             "weight wait, s": f"{f.weight_wait_s:.1f}",
-            "machine's CPU (own)": load_of(result),
+            "machine's CPU (own), lag": load_of(result),
         }
         rows.append(cells)
     lines = [rows[0], ["---"] * len(rows[0]), *(cells.values() for cells in rows)]
@@ -222,10 +239,16 @@ def table(results: Mapping[str, Result]) -> str:
 
 
 def load_of(result: Result) -> str:
-    """The load of the machine during a run, and whether that makes its row invalid."""
+    """The load of the machine during a run, the lateness of its processes, and whether these make its row invalid."""
     if result.cpu is None or result.own_cpu is None:
         return "virtual time"
-    return f"{result.cpu:.0%} ({result.own_cpu:.0%}){'' if result.cpu <= CPU_LIMIT else ' INVALID'}"
+    is_valid = result.cpu <= CPU_LIMIT and result.lag_s <= LAG_LIMIT * result.figures.step_s
+    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if is_valid else ' INVALID'}"
+
+
+def spread(result: Result) -> str:
+    """The tokens per second of the slowest and the fastest seed; empty for one seed."""
+    return f" ({result.speeds[0]:,.0f} to {result.speeds[-1]:,.0f})" if len(result.speeds) > 1 else ""
 
 
 def ablation(results: Mapping[str, Result]) -> str:

@@ -106,7 +106,7 @@ class PartialRows:
         rows: list[StreamedRow] = []
         for part in self._generator.tokens_since({n: len(r.token_ids) for n, r in known.items()}):
             held = self._leases.held.get(part.trajectory_id)
-            if held is None or held.row_id.is_evaluation:
+            if held is None:
                 continue
             response = known.get(part.trajectory_id) or _Response(held, held.attempt)
             response.token_ids.extend(part.token_ids)

@@ -26,7 +26,8 @@ from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
 from ..comm.waits import waiting
 from .memory import PolicySizes, wants_checkpointing
-from .policy.lora import add_adapter
+from .policy.adapter_files import start_adapter
+from .policy.lora import adapter_shapes, add_adapter, target_layers
 
 if TYPE_CHECKING:
     from .policy.model import Policy
@@ -109,7 +110,11 @@ class ActorGroup:
         if recipe.lora.rank:
             # The weights below are rounded as those of the rollouts.
             base = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
-            add_adapter(policy.model, recipe.lora, recipe.run.seed, base)
+            start = None
+            if recipe.lora.path:
+                shapes = adapter_shapes(target_layers(policy.model, recipe.lora.targets), recipe.lora.rank)
+                start = start_adapter(shapes, recipe.lora, recipe.model.path)
+            add_adapter(policy.model, recipe.lora, recipe.run.seed, base, start)
         self.shard(policy)
 
     def shard(self, policy: "Policy") -> None:

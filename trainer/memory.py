@@ -152,7 +152,11 @@ def actor_memory(
     work["LM head"] = _head(sizes, chunk, half=is_half, trained=not lora.rank)
     published = sizes.version_bytes(recipe) / actors
     kept = (4 + moments) * share
-    host = {"published weights": 2 * published, "copy for a checkpoint": kept}
+    host = {
+        "published weights": 2 * published,
+        "copy for a checkpoint": kept,
+        "policy for its export": 4.0 * sizes.num_parameters,  # of rank 0; merged with the adapter, if there is one
+    }
     if recipe.trainer.offload:
         return MemoryEstimate(work, states | host)
     return MemoryEstimate(states | work, host)

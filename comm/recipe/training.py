@@ -29,6 +29,8 @@ class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Scale of the adapter: its product counts alpha / rank times."""
     targets: str | Annotated[tuple[str, ...], Meta(min_length=1)] = "all-linear"
     """Linear layers with an adapter, such as [q_proj, v_proj]; `all-linear` takes all but the LM head."""
+    path: str = ""
+    """Folder of an adapter in peft's form that training continues, of the same rank, alpha and targets; empty for a new one."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -54,6 +54,8 @@ CATALOGUE = (
     Workload("trainer-step", "trainer", "trainer.beside_trl",
              "a GRPO step over TRL's on the same rollouts (--trl-python): tokens/s, peak memory", ("trainer-tokens", "trainer-memory")),
     Workload("end-to-end", "trainer", "end_to_end.beside_trl", "a run on two cores over one of TRL's GRPOTrainer (--trl-python)"),
+    Workload("slow-environments", "environments", "end_to_end.slow_environments",
+             "share of its time that a rollout decodes while 256 environments take 1 s for each answer"),
     Workload("tcp-link", "weights", "links.tcp_link", "GB/s of a tcp link over a raw loopback socket"),
     Workload("tls-link", "weights", "links.tcp_link", "GB/s of a link with comm.tls over a raw loopback socket"),
     Workload("shm-copies", "weights", "weights.shm_copies",

@@ -1,6 +1,6 @@
-"""A whole run and one of TRL's GRPOTrainer with transformers' generation, on two cores each, one after the other.
+"""Whole runs: beside one of TRL's GRPOTrainer, and with environments that take their time.
 
-Same policy, prompts, reward, samples per step and steps, in fp32. Ours has one trainer and one rollout of one thread each, and
+TRL's generates by transformers, on two cores each, one after the other. Same policy, prompts, reward, samples per step and steps, in fp32. Ours has one trainer and one rollout of one thread each, and
 default settings; the peer has two threads. Time counts from the start of training to the end of the last step.
 """
 
@@ -9,15 +9,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from ..processes.child import print_message
+from ..recipes.tiny_policy import character_tokenizer
 from .harness import BenchProcess, Measurement, Options, peer_environment
-from .policies import policy_folder
+from .policies import build, policy_folder
 
 _STEPS, _PROMPTS, _SAMPLES, _NEW_TOKENS = 24, 8, 8, 256
 _CORES = 2
@@ -27,6 +29,50 @@ _REWARD = '''
 def reward(completions, **_):
     """Occurrences of the word `the`, at most 6."""
     return [float(min(6, text.count(" the "))) for text in completions]
+'''
+_ENVIRONMENTS, _TURNS, _LATENCY_S = 256, 8, 1.0
+_LEAST_BUSY = 0.8
+_TURN_STEPS = 8
+_ROOMS = '''
+import asyncio
+
+import torch
+from headrace.relay.queue.stream import RunStopped
+from headrace.trainer.service import TrainerService
+from transformers import AutoModelForCausalLM
+
+
+class Quick:
+    """Answers every turn at once."""
+
+    latency_s = 0.0
+
+    async def step(self, completion):
+        await asyncio.sleep(self.latency_s)
+        return " and then ", float(len(completion)), False
+
+    async def reset(self, **row):
+        pass
+
+
+class Slow(Quick):
+    """Answers every turn later, as a tool of another host does."""
+
+    latency_s = %s
+
+
+def trainer(fleet, recipe):
+    """Reads the rows of each step and publishes the same weights again: the rollout has as much work as it can do."""
+    weights = dict(AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32).named_parameters())
+    service = TrainerService(fleet, recipe).start(weights)
+    try:
+        while service.version < recipe.run.steps:
+            for _ in service.experience():
+                pass
+            service.publish(weights)
+    except RunStopped:
+        pass
+    service.close()
 '''
 _OPENINGS = (
     "Once upon a time",
@@ -57,6 +103,37 @@ def beside_trl(name: str, options: Options) -> list[Measurement]:
     return [Measurement(name, "GRPOTrainer", ours, "tokens/s", ours / theirs)]
 
 
+def slow_environments(name: str, options: Options) -> list[Measurement]:
+    """The share of a rollout's time in which it decodes, while 256 environments take 1 s for each answer, and its ratio to the
+    share with environments that answer at once."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench") as made:
+        folder = Path(made)
+        build("4m", folder).rename(folder / "policy")
+        character_tokenizer(" abcdefghijklmnopqrstuvwxyz").save_pretrained(folder / "policy")
+        (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{opening}"}}\n' for opening in _OPENINGS).lower())
+        (folder / "rooms.py").write_text(_ROOMS % _LATENCY_S)
+        quick, slow = (_busy_share(folder, kind) for kind in ("Quick", "Slow"))
+    return [Measurement(name, "answers at once", slow, "busy", slow / quick, holds=slow > _LEAST_BUSY)]
+
+
+def _busy_share(folder: Path, environment: str) -> float:
+    """Of the one rollout of a run, after its first step. A turn has 16 tokens on average."""
+    settings: dict[str, object] = {
+        "run.dir": folder / environment, "run.steps": _TURN_STEPS, "model.path": folder / "policy",
+        "run.schedule": "partial", "data.path": folder / "prompts.jsonl", "roles.rollout": 1,
+        "trainer.engine": f"{folder / 'rooms.py'}:trainer", "environment.path": f"{folder / 'rooms.py'}:{environment}",
+        "environment.max_turns": _TURNS, "batch.prompts_per_step": _ENVIRONMENTS // _SAMPLES,
+        "batch.samples_per_prompt": _SAMPLES, "sampling.max_new_tokens": 1024, "sampling.stop": "[z]",
+        "generator.max_running": _ENVIRONMENTS,
+    }  # fmt: skip
+    _run(folder, settings)
+    lines = (folder / environment / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    seconds = [after["time_s"] - before["time_s"] for before, after in pairwise(steps)]
+    idle = sum(step["idle/rollout"] * length for step, length in zip(steps[1:], seconds, strict=True))
+    return 1 - idle / sum(seconds)
+
+
 @contextmanager
 def _on_cores(count: int) -> Iterator[None]:
     """Processes that start here run on this many cores."""
@@ -75,12 +152,16 @@ def _ours(folder: Path) -> float:
         "batch.prompts_per_step": _PROMPTS, "batch.samples_per_prompt": _SAMPLES,
         "sampling.max_new_tokens": _NEW_TOKENS, "optimizer.lr": 1e-4, "generator.max_running": _PROMPTS * _SAMPLES,
     }  # fmt: skip
+    _run(folder, settings)
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return sum(step["response_length/mean"] for step in steps) * _PROMPTS * _SAMPLES / steps[-1]["time_s"]
+
+
+def _run(folder: Path, settings: Mapping[str, object]) -> None:
     (folder / "recipe.yaml").write_text("{}")
     words = [f"{key}={value}" for key, value in settings.items()]
     command = [sys.executable, "-m", "headrace.launch.run", str(folder / "recipe.yaml"), *words]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return sum(step["response_length/mean"] for step in steps) * _PROMPTS * _SAMPLES / steps[-1]["time_s"]
 
 
 def _theirs(folder: Path, python: str) -> float:

@@ -12,6 +12,7 @@ _DIMENSIONS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
 )  # fmt: skip
 _SIZES = {
+    "4m": (256, 5, 4, 2, 768, 32),
     "5m": (256, 5, 4, 2, 768, 4096),
     "100m": (768, 12, 12, 4, 2048, 32000),
     "0.5b": (896, 24, 14, 2, 4864, 151936),

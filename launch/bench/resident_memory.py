@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..processes.spare import is_spare
 from .harness import Measurement, Options
 
 NUM_STEPS = 500
@@ -55,7 +56,7 @@ def _resident(run_dir: str) -> Iterator[tuple[str, float]]:
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             role = _ROLE.search(command)
-            if role is None or run_dir not in command:
+            if role is None or run_dir not in command or is_spare(folder):
                 continue
             pages = int((folder / "statm").read_text().split()[1])
         except OSError:

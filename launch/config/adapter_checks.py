@@ -10,18 +10,23 @@ def check_adapter(recipe: Recipe, folder: Path) -> list[str]:
     """Refuse what an adapter cannot do; `folder` is the policy's. Returns warnings of settings without effect."""
     lora = recipe.lora
     if not lora.rank:
-        return [] if lora == LoraSettings() else ["lora.alpha and lora.targets have no effect with lora.rank=0"]
+        return (
+            [] if lora == LoraSettings() else ["lora.alpha, lora.targets and lora.path have no effect with lora.rank=0"]
+        )
     if recipe.trainer.engine != "builtin" or recipe.rollout.engine not in ("builtin", "transformers"):
         raise SettingError(
             f"lora.rank: only with trainer.engine=builtin and rollout.engine=builtin or transformers, not with"
             f" {recipe.trainer.engine} and {recipe.rollout.engine}"
         )
+    from ...trainer.policy.adapter_files import start_adapter
     from ...trainer.policy.families import FAMILIES
-    from ...trainer.policy.lora import target_layers
+    from ...trainer.policy.lora import adapter_shapes, target_layers
     from ...trainer.policy.model import load_policy
 
     policy = load_policy(folder, recipe.model.dtype, weights=False)
-    target_layers(policy.model, lora.targets)
+    layers = target_layers(policy.model, lora.targets)
+    if lora.path:
+        start_adapter(adapter_shapes(layers, lora.rank), lora, recipe.model.path)
     if FAMILIES[policy.config.model_type].has_experts:
         return [f"lora.targets: the experts of model type '{policy.config.model_type}' are fused and take no adapter"]
     return []

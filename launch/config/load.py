@@ -162,9 +162,11 @@ def _typed(kind: kinds.Type, value: Any) -> Any:
                     return float(value.replace(".inf", "inf"))
                 case kinds.DictType(), str() | dict():
                     entries = yaml.load(value, _Loader) if isinstance(value, str) else value
-                    return {
-                        key: yaml.safe_load(each) if isinstance(each, str) else each for key, each in entries.items()
-                    }
+                    if isinstance(entries, dict):
+                        return {
+                            key: yaml.safe_load(each) if isinstance(each, str) else each
+                            for key, each in entries.items()
+                        }
                 case kinds.VarTupleType(), str() if member is kind or value.startswith("["):
                     return yaml.load(value, _Loader)
     return value

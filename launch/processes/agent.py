@@ -23,7 +23,7 @@ from ..config.load import CONFIG_FILE
 from ..config.run_folder import make_run_folder
 from ..hosts import RANKS_OF_HOSTS
 from ..placement import count_ranks
-from .child import WATCHED, Child, block_signals, print_message
+from .child import WATCHED, Child, block_signals, print_message, wait_for_signal
 from .supervisor import LAUNCHER, SHUTDOWN_S
 
 PATIENCE_S = 2 * SHUTDOWN_S
@@ -130,9 +130,8 @@ class Torchrun:
         # A cluster's scheduler sends SIGTERM to all processes of a job, and torchrun would kill its ranks after 30 s.
         torchrun = Child("torchrun", self._command, environment=environment, ignores_sigterm=True)
         while (code := torchrun.poll()) is None:
-            received = signal.sigtimedwait(WATCHED, self._sleep_s())
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                self._interrupt(torchrun, received.si_signo)
+            if (received := wait_for_signal(self._sleep_s())) not in (0, signal.SIGCHLD):
+                self._interrupt(torchrun, received)
             if time.monotonic() >= self._deadline:
                 self._deadline = time.monotonic() + PATIENCE_S
                 torchrun.send(next(self._kills, signal.SIGKILL))

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from ...comm.process_tree import end_with_parent
 
 WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""The signals that a parent waits for: `signal.sigtimedwait(WATCHED, seconds)` after `block_signals()`."""
+"""The signals that a parent waits for: `wait_for_signal(seconds)` after `block_signals()`."""
+_AWAITED = WATCHED | {signal.SIGALRM}
 
 
 class Child:
@@ -24,6 +26,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         console: bool = True,
+        stdin: int = subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
         death_signal: signal.Signals = signal.SIGKILL,
         ignores_sigterm: bool = False,
@@ -40,27 +43,22 @@ class Child:
         def prepare() -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
             signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores_sigterm else signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
             end_with_parent(death_signal, parent)
 
-        stream = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            stream = log.open("ab")
-        try:
+        with nullcontext() if log is None else log.open("ab") as stream:
             self._process = subprocess.Popen(
                 command,
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=None if console else stream or subprocess.DEVNULL,
                 stderr=stream,
                 pass_fds=pass_fds,
                 start_new_session=True,
                 preexec_fn=prepare,  # noqa: PLW1509 - the parents that use this have one thread
             )
-        finally:
-            if stream is not None:
-                stream.close()
 
     @property
     def pid(self) -> int:
@@ -94,8 +92,21 @@ class Child:
 
 
 def block_signals() -> None:
-    """Block the signals of `WATCHED`: they stay pending until `sigtimedwait` takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    """Block the signals of `WATCHED`: they stay pending until `wait_for_signal` takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+
+
+def wait_for_signal(seconds: float) -> int:
+    """The next signal of `WATCHED`; 0 if none comes within `seconds`.
+
+    `signal.sigtimedwait` returns a signal that never came if this process was stopped until after its deadline.
+    """
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+    try:
+        number = signal.sigwait(_AWAITED)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    return 0 if number == signal.SIGALRM else int(number)
 
 
 def describe_exit(name: str, code: int) -> str:

@@ -5,7 +5,7 @@
 SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order, and
 the supervisor has a deadline. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
 log. With `--failed TEXT` the process only
-reports to the hub, for the supervisor, that the process of this role died.
+reports to the hub, for the supervisor, that the process of this role died. With `--spare` it waits until it is needed.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from ..config.load import parse_recipe
 from ..placement import count_ranks, is_restartable, place_ranks
 from .agent import has_other_hosts
 from .secret import read_secret, verified_recipe
+from .spare import wait_until_needed
 from .supervisor import SUMMARY_FILE
 
 if TYPE_CHECKING:
@@ -249,11 +250,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--failed", metavar="TEXT", help="only report to the hub that this process died, with this text"
     )
+    parser.add_argument("--spare", action="store_true", help="first wait for a byte of standard input, or end with it")
     arguments = parser.parse_args(argv)
     for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
         os.environ.setdefault(key, value)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.spare and not wait_until_needed([_MAINS[arguments.role], "headrace.comm.store"]):
+        return 0
     interruption = SignalReporter(arguments.role)
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
 

@@ -7,6 +7,7 @@ starts the fleet's store, and the supervisor of relay-0 also starts the hub.
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from ..config.load import CONFIG_FILE
 from ..gpus import Gpus
 from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, check_staging, is_restartable, place_ranks, processes_on, visible_devices
-from .child import WATCHED, Child, block_signals, describe_exit, print_message
+from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
 from .secret import read_secret
+from .spare import SPARE_AFTER_S, Spares
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -100,6 +102,7 @@ class Supervisor:
     """The number of the run's processes on that GPU."""
     commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
+    spare_after_s: float = SPARE_AFTER_S
     children: dict[str, Child] = field(default_factory=dict)
     restarts: dict[str, list[float]] = field(default_factory=dict)
     """When each child was started again."""
@@ -109,6 +112,10 @@ class Supervisor:
     is_late: bool = False
     has_lost_store: bool = False
     segment: int | None = None
+    spares: Spares = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spares = Spares(self._start_spare, self.spare_after_s)
 
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended.
@@ -119,14 +126,16 @@ class Supervisor:
         block_signals()
         self._start_all()
         while self.children:
-            received = signal.sigtimedwait(WATCHED, self._patience_s())
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                self._pass_on(received.si_signo)
+            if (received := wait_for_signal(self._patience_s())) not in (0, signal.SIGCHLD):
+                self._pass_on(received)
             for name, child in list(self.children.items()):
                 if (code := child.poll()) is not None:
                     del self.children[name]
                     self._on_end(child, code)
             self._hold_to_deadline()
+            if not self._is_ending:
+                self.spares.keep()
+        self.spares.end()
         return self.exit_code
 
     def _start_all(self) -> None:
@@ -134,7 +143,7 @@ class Supervisor:
             members = str(self.world_size + 1)
             recipe = str(Path(self.recipe.run.dir) / CONFIG_FILE)
             flags = ["--interface", self.store_interface, "--publish", "--expect", members, "--recipe", recipe]
-            self._start("store", [*self.commands.store, *flags], console=False)
+            self.children["store"] = self._child("store", [*self.commands.store, *flags])
         if self.placement.role == "relay":
             self.segment = create_memfd(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
@@ -142,13 +151,16 @@ class Supervisor:
         self._start_worker(self.placement.name)
 
     def _start_worker(self, name: str) -> None:
-        self._start(name, self._worker_command(name), console=name in ("hub", "actor-0"))
+        self.children[name] = self.spares.take(name) or self._child(name, self._worker_command(name))
+
+    def _start_spare(self, name: str, stdin: int) -> Child:
+        return self._child(name, [*self._worker_command(name), "--spare"], stdin=stdin)
 
     def _worker_command(self, name: str) -> list[str]:
         role, _, index = name.partition("-")
         return [*self.commands.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
-    def _start(self, name: str, command: Sequence[str], *, console: bool) -> None:
+    def _child(self, name: str, command: Sequence[str], *, stdin: int = subprocess.DEVNULL) -> Child:
         environment = {VISIBLE_DEVICES: self.device if name == self.placement.name else ""}
         environment[GPU_PROCESSES] = str(self.gpu_processes)
         pass_fds = ()
@@ -160,7 +172,8 @@ class Supervisor:
         elif name == "store":
             environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()  # it signs the recipe
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
-        self.children[name] = Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
+        console = name in ("hub", "actor-0")
+        return Child(name, command, environment=environment, log=log, console=console, stdin=stdin, pass_fds=pass_fds)
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
@@ -206,7 +219,8 @@ class Supervisor:
             error += f", after {len(restarts)} restarts{child.last_line()}"
         print_message(f"{error}; the run ends{child.log_tail()}")
         if not is_reported and child.name != "store" and self.placement.host != JOINED_HOST:
-            self._start("failure-report", [*self._worker_command(child.name), "--failed", error], console=False)
+            words = [*self._worker_command(child.name), "--failed", error]
+            self.children["failure-report"] = self._child("failure-report", words)
 
     def _pass_on(self, number: int) -> None:
         """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""

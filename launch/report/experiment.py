@@ -12,6 +12,7 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
+from ...comm.trace import longest_lag
 from ...comm.waits import waiting
 from ..config.checks import check_recipe
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml, save_recipe
@@ -30,7 +31,8 @@ END_S = 120.0
 
 class Result(msgspec.Struct, frozen=True):
     """The result of one run. `cpu` is the busy share of the machine while the run was measured, other load included;
-    `own_cpu` is the share that the run itself took. Both are None in virtual time, which no load changes."""
+    `own_cpu` is the share that the run itself took. Both are None in virtual time, which no load changes. `lag_s` is the longest
+    time that a process was behind its devices, in emulated seconds."""
 
     folder: str
     rollouts: int
@@ -38,6 +40,11 @@ class Result(msgspec.Struct, frozen=True):
     cpu: float | None
     own_cpu: float | None
     figures: Figures
+    lag_s: float = 0.0
+    knobs: str = ""
+    """The knobs that were set beside the split of the devices."""
+    speeds: tuple[float, ...] = ()
+    """Tokens per second of all seeds, in ascending order, where this is the median of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,7 @@ def _result(
         cpu=cpu(window.start / timeline.speed, window.end / timeline.speed),
         own_cpu=own_cpu,
         figures=figures_of(run_dir, timeline, window, recipe.emulated.prefill_us * 1e-6),
+        lag_s=longest_lag(run_dir),
     )
 
 

@@ -17,15 +17,24 @@ from .context import Handler, HubContext, is_power_of_ten
 
 if TYPE_CHECKING:
     from ..queue.evaluation_prompts import EvaluationPrompts
+    from .partial_pool import PartialPool
 
 
 class Evaluations(Handler):
     """Begins evaluations, gives out their prompts, and accepts a score only from the holder of a sample's present attempt."""
 
-    def __init__(self, context: HubContext, prompts: "EvaluationPrompts | None", *, mixes_versions: bool) -> None:
+    def __init__(
+        self,
+        context: HubContext,
+        prompts: "EvaluationPrompts | None",
+        partials: "PartialPool",
+        *,
+        mixes_versions: bool,
+    ) -> None:
         """`mixes_versions`: a rollout takes new weights at once, so it is never idle and does not go back."""
         super().__init__(context)
         self.prompts = prompts
+        self._partials = partials
         self.log = self.state.evaluations
         self._mixes_versions = mixes_versions
         self._gone = -1
@@ -104,9 +113,10 @@ class Evaluations(Handler):
         num_bytes = 0
         for group in wanted[: min(room, math.ceil(len(wanted) / prompts.num_shares))]:
             samples, attempt, row = group.samples(RowStatus.WANTED), group.next_attempt, prompts.row(group.id)
+            partials = self._partials.wanted(group) if request.can_continue else {}
             answered = {"version": version, "holder": holder, "request_id": request.request_id}
             self.context.commit(ev.Leased(group=group.id, samples=samples, attempt=attempt, **answered))
-            leases.append(Lease(group.id, attempt, samples, row))
+            leases.append(Lease(group.id, attempt, samples, row, self._partials.refs(group.id, partials)))
             num_bytes += len(row)
             if num_bytes >= MAX_ROW_BYTES // 2:
                 break

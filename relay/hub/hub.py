@@ -70,7 +70,7 @@ class Hub:
         self.results = Results(self.context, queue)
         mixes_versions = admission.schedule.updates_mid_trajectory
         self.partials = PartialPool(self.context, clock, mixes_versions=mixes_versions)
-        self.evaluations = Evaluations(self.context, evaluation, mixes_versions=mixes_versions)
+        self.evaluations = Evaluations(self.context, evaluation, self.partials, mixes_versions=mixes_versions)
         self.prompts = Prompts(self.context, pool, curriculum)
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, self.prompts, self.partials, clock)

@@ -205,5 +205,4 @@ class Leases(Handler):
         self.context.commit(
             ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
         )
-        refs = tuple(partial.ref(group_id.row(sample)) for sample, partial in partials.items())
-        return Lease(group_id, attempt, samples, self.prompts.row(group_id), refs)
+        return Lease(group_id, attempt, samples, self.prompts.row(group_id), self.partials.refs(group_id, partials))

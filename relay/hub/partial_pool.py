@@ -5,10 +5,10 @@ response pool). The pool is not in the journal: a trajectory whose first tokens 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ...comm.messages import DropRows, RowId, RowsStreamed, SavedRow
+from ...comm.messages import DropRows, GroupId, RowId, RowsStreamed, SavedRow
 from ...comm.messages.base import process_of
 from ...comm.messages.leases import PartialRef
 from ..journal.records import Group, RowStatus
@@ -60,7 +60,7 @@ class PartialPool(Handler):
 
     def on_process_death(self, process: str, reason: str) -> None:
         """First tokens that a dead rollout may have written and did not report have no reader."""
-        for row_id, row in self.state.rows(RowStatus.LEASED):
+        for row_id, row in self.state.leased():
             known = self.rows.get(row_id)
             if row.holder == process and (known is None or known.attempt != row.attempt):
                 for relay in self.context.relays:
@@ -94,6 +94,10 @@ class PartialPool(Handler):
             tokens[row.version] += row.num_tokens
         (version, _), *_ = tokens.most_common(1)
         return {sample: row for sample, row in found.items() if row.version == version}
+
+    def refs(self, group: GroupId, partials: Mapping[int, PartialRow]) -> tuple[PartialRef, ...]:
+        """Where a rollout finds these samples of a group."""
+        return tuple(partial.ref(group.row(sample)) for sample, partial in partials.items())
 
     def version_of(self, partials: dict[int, PartialRow]) -> int | None:
         """The version that continues these rows; None if any may."""

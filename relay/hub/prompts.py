@@ -18,7 +18,6 @@ from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
 
-
 _LONGEST_SEARCH = 1 << 16
 """Most prompts in a row that are passed over, since the hub does nothing else meanwhile."""
 
@@ -96,9 +95,8 @@ class Prompts(Handler):
     def _on_refused(self, _sender: str, message: PromptRefused) -> None:
         group = self.state.groups.get(message.group)
         held = [] if group is None else [group.rows[sample] for sample in group.samples(RowStatus.LEASED)]
-        if any(
-            row.attempt == message.attempt for row in held
-        ):  # else the report is repeated, or the group has another holder
+        # Another attempt: the group has another holder by now.
+        if any(row.attempt == message.attempt for row in held):
             self._drop(message.group, message.reason)
 
     def _drop(self, group_id: GroupId, reason: str) -> None:

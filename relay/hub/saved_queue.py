@@ -59,6 +59,7 @@ class SavedQueue(Handler):
         rows += [
             SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens)
             for row_id, row in self._partials.rows.items()
+            if not row_id.is_evaluation
         ]
         kept = [row for row in rows if row.version <= step]
         if len(kept) > MAX_ROWS:

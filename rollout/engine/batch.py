@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sampling import SamplingBatch
-from .to_device import to_device
+from .sampling import SamplingBatch, sampling_columns
+from .to_device import to_device, to_device_together
 
 if TYPE_CHECKING:
     from .page_pool import PagePool
@@ -33,6 +33,8 @@ class DecodeBatch:
         """Counts changes of rows."""
         self.grown: list[tuple[int, int, int]] = []
         """Row, column and page of each entry that this step's `extend` added to the table."""
+        self.at_refill: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
+        """On the device, the positions and the table (int32, as wide as the longest row) that the rows began with."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -51,10 +53,21 @@ class DecodeBatch:
             self.table[row, : len(sequence.pages)] = sequence.pages
         self.is_shared = self.pool.is_shared[self.table]
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
-        self.tokens = to_device(np.array(newest, dtype=np.int64), self.device)
-        num_drawn = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-        self.num_drawn = to_device(num_drawn, self.device)
-        self.sampling = SamplingBatch([s.params for s in sequences], [s.key for s in sequences], self.device)
+        params = [s.params for s in sequences]
+        width = int(self.num_pages.max(initial=0))
+        columns = to_device_together(
+            {
+                "tokens": np.array(newest, dtype=np.int64),
+                "num_drawn": np.array([len(s.token_ids) for s in sequences], dtype=np.int64),
+                "positions": self.positions.copy(),
+                "table": self.table[:, :width].astype(np.int32),
+                **sampling_columns(params, [s.key for s in sequences]),
+            },
+            self.device,
+        )
+        self.tokens, self.num_drawn = columns["tokens"], columns["num_drawn"]
+        self.at_refill = columns["positions"], columns["table"]
+        self.sampling = SamplingBatch(params, columns)
         self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
 
     def extend(self) -> None:

@@ -85,13 +85,14 @@ class DecodeGraphs:
         rows = len(batch)
         for tensor in (self._tokens, self._positions, self._num_drawn, self._table):
             tensor[rows:size].zero_()
+        positions, table = batch.at_refill
         self._tokens[:rows] = batch.tokens
-        self._positions[:rows] = to_device(batch.positions, batch.device)
+        self._positions[:rows] = positions
         self._num_drawn[:rows] = batch.num_drawn
         self._keys[:rows] = batch.sampling.keys
         self._is_greedy[:rows] = batch.sampling.is_greedy
         self._scale[:rows] = 1.0 if batch.sampling.scale is None else batch.sampling.scale
-        self._table[:rows] = to_device(batch.table.astype(np.int32), batch.device)
+        self._table[:rows, : table.shape[1]] = table
 
     def _step(self, size: int, width: int) -> None:
         positions = self._positions[:size]

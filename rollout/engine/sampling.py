@@ -6,7 +6,7 @@ interruptions.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from torch import Tensor
 from ...comm.errors import SettingError
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from .streams import uniforms
-from .to_device import to_device
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -80,49 +79,56 @@ def _is_count(number: object) -> bool:
     return isinstance(number, int) and number >= 1
 
 
+def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> dict[str, np.ndarray]:
+    """The parameters of rows and the keys of their random streams, an array each: [B], or [B, 1] where logits meet it."""
+
+    def column(values: Sequence[float]) -> np.ndarray:
+        return np.array(values, dtype=np.float32)[:, None]
+
+    free = [p.is_plain for p in params]
+    top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
+    return {
+        "keys": np.array(keys, dtype=np.int64),
+        "is_greedy": np.array([p.temperature == 0 for p in params], dtype=bool),
+        "scale": column([1 / (p.temperature or 1) for p in params]),
+        "top_p": column([1 if f else p.top_p for f, p in zip(free, params, strict=True)]),
+        "min_p": column([0 if f else p.min_p for f, p in zip(free, params, strict=True)]),
+        "top_k": np.array([k or (1 << 30) for k in top_k], dtype=np.int64)[:, None],
+        "penalty": column([p.repetition_penalty for p in params]),
+    }
+
+
 class SamplingBatch:
     """The sampling parameters of the sequences that decode together, by row, on the device of the logits."""
 
-    def __init__(
-        self, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device | str = "cpu"
-    ) -> None:
-        self.device = device
-
-        def column(values: Sequence[float]) -> Tensor:
-            return to_device(np.array(values, dtype=np.float32), device)
-
-        self.keys = to_device(np.array(keys, dtype=np.int64), device)
-        self.is_greedy = to_device(np.array([p.temperature == 0 for p in params], dtype=bool), device)
+    def __init__(self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor]) -> None:
+        """columns: those of `sampling_columns`, on the device."""
+        self.keys, self.is_greedy = columns["keys"], columns["is_greedy"]
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
-        scales = [1.0 if p.temperature == 0 else 1 / p.temperature for p in params]
-        self.scale = None if all(s == 1 for s in scales) else column(scales)[:, None]
+        self.scale = None if all(p.temperature in (0, 1) for p in params) else columns["scale"]
         self.is_plain = all(p.is_plain for p in params)
         if not self.is_plain:
-            free = [p.is_plain for p in params]
-            self.top_p = column([1 if f else p.top_p for f, p in zip(free, params, strict=True)])[:, None]
-            self.min_p = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])[:, None]
-            top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
-            self.top_k = to_device(np.array([k or (1 << 30) for k in top_k], dtype=np.int64), device)[:, None]
+            self.top_p, self.min_p, self.top_k = columns["top_p"], columns["min_p"], columns["top_k"]
         self.seen: Tensor | None = None
         self._has_penalty = any(p.repetition_penalty != 1 for p in params)
         if self._has_penalty:
-            self.penalty = column([p.repetition_penalty for p in params])[:, None]
+            self.penalty = columns["penalty"]
 
     @classmethod
     def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
         """Plain rows, greedy or not, with parameters in tensors that may be overwritten: for captured graphs."""
-        rows = cls([], [])
-        rows.keys, rows.scale, rows.is_greedy = keys, scale, is_greedy
+        rows = cls([], {"keys": keys, "is_greedy": is_greedy})
+        rows.scale = scale
         rows.has_greedy = rows.has_random = rows.is_plain = True
         return rows
 
     def record_tokens(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
         """Mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
         if self._has_penalty:
-            self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.device)
+            self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.keys.device)
             for seen, own in zip(self.seen, tokens, strict=True):
-                seen[torch.tensor(own, device=self.device)] = True
+                seen[torch.tensor(own, device=self.keys.device)] = True
 
 
 class Sample(NamedTuple):

@@ -1,8 +1,8 @@
 """A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
+from ...comm.trace import write_lag
 from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout
 from ...relay.weights.pinned import host_buffer
@@ -19,8 +20,6 @@ from ...relay.weights.slots import Receipt
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 from .emulated_device import EmulatedDevice, EmulatedSequence, response_length
-
-_log = logging.getLogger(__name__)
 
 
 class Reader(Protocol):
@@ -89,6 +88,7 @@ class EmulatedGenerator:
         self.kv_capacity = e.kv_tokens
         self.kv_token_bytes = e.kv_token_bytes
         self.lag_s = 0.0
+        self._run_dir, self._name = Path(recipe.run.dir), fleet.name
         """The largest delay of this process behind its device so far, in emulated seconds."""
         self._until = self.clock.now()
         """Time at which the device finishes its present work."""
@@ -170,7 +170,7 @@ class EmulatedGenerator:
             self.device.add([sequence])
 
     def close(self) -> None:
-        _log.info("closing; the largest delay behind the emulated device was %.2f emulated seconds", self.lag_s)
+        write_lag(self._run_dir, self._name, self.lag_s)
         self.weights.close()
 
     def _sequence(self, number: int, num_prompt: int, params: SamplingParams) -> EmulatedSequence:

@@ -26,7 +26,7 @@ generator.exact generator.attention
 rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
 eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
-lora.rank lora.alpha lora.targets
+lora.rank lora.alpha lora.targets lora.path
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
 algorithm.mismatch_cap algorithm.entropy_coef algorithm.kl_coef algorithm.kl_estimator algorithm.kl_in

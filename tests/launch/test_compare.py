@@ -9,20 +9,22 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from support.closing import at_end
 from support.emulated_run import EMULATED
 from support.system import System
 
 from headrace.comm.clock import Clock
-from headrace.comm.trace import Trace
+from headrace.comm.trace import Trace, longest_lag
 from headrace.comm.waits import waiting
 from headrace.launch import compare
-from headrace.launch.compare import Variant, rows_of, table, variants
+from headrace.launch.compare import Variant, middle, rows_of, table, variants
 from headrace.launch.config.load import read_recipe
 from headrace.launch.report.experiment import CpuMonitor, Result, busy_and_all
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
+from headrace.launch.report.tuning import Knobs
 from headrace.launch.run import prepare
 
 PATIENCE_S = 240.0
@@ -105,19 +107,32 @@ def test_a_row_of_a_machine_that_was_too_busy_is_marked_invalid():
     assert "1.00 (2)" in lines[2], "staleness, mean and max"
 
 
+def test_a_row_whose_processes_were_late_by_more_than_a_hundredth_of_a_step_is_marked_invalid():
+    late, in_time = (structs.replace(result(1000), lag_s=lag_s) for lag_s in (1.1, 0.9))
+    lines = table({"headrace": late, "partial": in_time}).splitlines()
+    assert "1.1 s INVALID" in lines[2] and "INVALID" not in lines[3] and "0.9 s" in lines[3]
+
+
+def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
+    chosen = middle([result(1400, kv_util=0.9), result(1000), result(1100, kv_util=0.7)])
+    assert (chosen.figures.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))
+    assert "| 1,100 (1,000 to 1,400) |" in table({"headrace": chosen})
+    assert "| 1,000 |" in table({"headrace": middle([result(1000)])})
+
+
 def test_devices_are_split_and_the_batch_scaled_to_them():
-    (colocated,) = variants(["sync-colocated"], 64, 4)
-    assert (colocated.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
-    stream = Variant("stream", 128, 10, 4)
+    (colocated,) = variants(str(RECIPE), ["sync-colocated"], 64, 4)
+    assert (colocated.knobs.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
+    stream = Variant("stream", 128, Knobs(10), 4)
     assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
-    off, on = variants(["repack-off", "repack-on"], 64, 4)
+    off, on = variants(str(RECIPE), ["repack-off", "repack-on"], 64, 4)
     assert off.settings | {"repack.enabled": "true"} == on.settings
-    assert (off.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
+    assert (off.knobs.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
 
 
 def test_every_variant_is_a_valid_recipe(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    for variant in variants([*compare.SCHEDULES, *compare.REPACK], 64, 4):
+    for variant in variants(str(RECIPE), [*compare.SCHEDULES, *compare.REPACK], 64, 4):
         words = [f"{key}={value}" for key, value in variant.settings.items()]
         words += [f"run.dir={tmp_path / variant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
         prepare(read_recipe(RECIPE, words))
@@ -155,6 +170,8 @@ def test_a_finished_run_gives_its_figures_and_plots(tmp_path: Path):
     assert 0 < figures.idle_actor < 1 and 0 < figures.idle_rollout < 1
     assert figures.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
     assert 0 < figures.latency.mean <= figures.latency.max
+    assert {path.stem for path in system.dir.glob("trace/*.lag")} == {"actor-0", "rollout-0", "rollout-1"}
+    assert longest_lag(system.dir) >= 0
     draw_gantt(timeline, "one_step", tmp_path / "gantt.png")
     draw_comparison({"one_step": figures, "again": figures}, tmp_path / "compare.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("gantt.png", "compare.png"))

@@ -48,6 +48,7 @@ from headrace.launch.config.run_folder import make_run_folder
         ("comm.chunk_bytes=1", "comm.chunk_bytes=1 is not allowed; it takes int >= 65536 and <= 33554432 or null"),
         ("rollout.engine=vllm", "it takes one of builtin, emulated, transformers, FILE.py:CLASS"),
         ("comm.link=pigeon", "comm.link=pigeon is not allowed; it takes one of auto, nccl, shm, tcp"),
+        ("data.chat_template_kwargs=x", "data.chat_template_kwargs=x is not allowed; it takes {name: value} or null"),
         ("sampling.stop=x", "sampling.stop=x is not allowed; it takes list of str"),
         ("queue.tasks=[{nam: x}]", "queue.tasks[0]: object contains unknown field `nam`"),
     ],

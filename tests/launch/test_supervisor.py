@@ -26,11 +26,21 @@ DEADLINE_S = 240.0
 class RunningSupervisor:
     """A supervisor with fake children, and the events that they recorded."""
 
-    def __init__(self, name: str, script: dict[str, list[str]], run_dir: Path, *, store: bool, shutdown_s: float):
+    def __init__(
+        self,
+        name: str,
+        script: dict[str, list[str]],
+        run_dir: Path,
+        *,
+        store: bool,
+        shutdown_s: float,
+        spare_after_s: float,
+    ):
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
-        command = [sys.executable, str(DRIVER), name, str(run_dir), "store" if store else "-", str(shutdown_s)]
+        words = [name, str(run_dir), "store" if store else "-", str(shutdown_s), str(spare_after_s)]
+        command = [sys.executable, str(DRIVER), *words]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def events(self, name: str = "") -> list[str]:
@@ -58,9 +68,15 @@ def supervisor(run_dir: Path) -> Iterator[Callable[..., RunningSupervisor]]:
     started: list[RunningSupervisor] = []
 
     def start(
-        name: str, script: dict[str, list[str]], *, store: bool = False, shutdown_s: float = 200.0
+        name: str,
+        script: dict[str, list[str]],
+        *,
+        store: bool = False,
+        shutdown_s: float = 200.0,
+        spare_after_s: float = 200.0,
     ) -> RunningSupervisor:
-        started.append(RunningSupervisor(name, script, run_dir, store=store, shutdown_s=shutdown_s))
+        times = {"shutdown_s": shutdown_s, "spare_after_s": spare_after_s}
+        started.append(RunningSupervisor(name, script, run_dir, store=store, **times))
         return started[-1]
 
     yield start
@@ -104,6 +120,58 @@ def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):
     assert code == 0, errors
     assert (len(running.events("hub start")), len(running.events("relay-0 start"))) == (3, 1)
     assert "hub was ended by SIGKILL and is started again" in errors
+
+
+def test_the_spare_of_a_relay_takes_its_place_with_its_segment_and_another_spare_starts(supervisor):
+    running = supervisor("relay-0", {"relay-0": ["wait"], "hub": ["wait"]}, spare_after_s=0.1)
+    for start in range(2):
+        first = running.wait_for("relay-0 start", count=start + 1)[start].split()
+        spare = running.wait_for("relay-0 spare", count=start + 1)[start].split()
+        os.kill(int(first[2]), signal.SIGKILL)
+        _, _, pid, segment = running.wait_for("relay-0 start", count=start + 2)[start + 1].split()
+        assert (pid, segment) == (spare[2], first[3])
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 0, errors
+    assert len(running.events("hub start")) == 1
+
+
+def test_a_spare_that_dies_is_replaced_and_ends_with_the_supervisor(supervisor):
+    running = supervisor("relay-1", {"relay-1": ["wait"]}, spare_after_s=0.1)
+    (spare,) = running.wait_for("relay-1 spare")
+    os.kill(int(spare.split()[2]), signal.SIGKILL)
+    running.wait_for("relay-1 spare", count=2)
+    running.process.terminate()
+    assert running.end()[0] == 0
+    pids = [int(line.split()[2]) for line in running.events("relay-1 spare")]
+    until(lambda: True if not any(Path(f"/proc/{pid}").exists() for pid in pids) else None)
+    assert len(running.events("relay-1 start")) == 1
+
+
+def test_a_process_that_was_stopped_beyond_its_deadline_has_received_no_signal():
+    script = """
+import time
+from headrace.launch.processes.child import block_signals, wait_for_signal
+block_signals()
+print(time.monotonic() + 1.0, flush=True)
+for seconds in (1.0, 60.0):
+    print(wait_for_signal(seconds), flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        deadline = float(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: True if time.monotonic() > deadline else None)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "0\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+
+
+def test_a_rollout_has_no_spare(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["die", "die", "end"]}, spare_after_s=0.0)
+    assert running.end()[0] == 0
+    assert not running.events("rollout-0 spare")
 
 
 def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):

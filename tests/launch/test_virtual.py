@@ -12,6 +12,7 @@ from headrace.launch import compare
 from headrace.launch.config.load import read_recipe
 from headrace.launch.report.figures import figures_of, window_of
 from headrace.launch.report.timeline import Timeline
+from headrace.launch.report.tuning import read_tuned
 from headrace.launch.virtual.network import MESSAGE_S
 from headrace.launch.virtual.run import VirtualRun
 from headrace.launch.virtual.world import OwnClock, World, WorldClock
@@ -145,3 +146,20 @@ def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path,
     assert Counter(name.split("-")[-1] for name in ratios) == {"16gpus": 4, "32gpus": 4}
     assert ratios["headrace-over-partial-16gpus"] > 0 and ratios["sync-colocated-32gpus"] == 1.0
     assert "virtual time" in capsys.readouterr().out
+
+
+def test_an_entrant_is_tuned_within_its_budget_and_then_compared_with_several_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = tmp_path / "devices.yaml"
+    recipe.write_text(RECIPE.read_text())
+    words = [
+        str(recipe), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "batch.samples_per_prompt=2", "--gpus", "16",
+        "--fixed-batch", "16", "--only", "partial", "--tune", "3", "--seeds", "2", "--virtual",
+    ]  # fmt: skip
+    assert compare.main(words) == 0
+    folders = {path.parent.name for path in (tmp_path / "runs").glob("*/outcome.json")}
+    assert len(folders) == 3 + 1, "the budget, and the second seed of the best"
+    chosen = read_tuned(str(recipe))["16-16groups"]["partial"]
+    out = capsys.readouterr().out
+    assert f"| {str(chosen) or '-'} |" in out and " to " in out.splitlines()[-1]

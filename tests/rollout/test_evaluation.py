@@ -47,9 +47,14 @@ def move(play: EvaluatedPlay) -> None:
 
 
 def kill(play: EvaluatedPlay) -> None:
-    """Rollout 1 gets the samples of a dead one, at their prompts."""
-    play.kill(play.begin())
-    play.lease(play.rollouts[1], NUM_PROMPTS)
+    """Rollout 1 gets the samples of a dead one, and continues them."""
+    first, second, _ = play.rollouts
+    play.begin()
+    rows = {held.row_id for held in first.leases.held.values()}
+    play.until_hub(lambda: rows <= play.hub.partials.rows.keys())
+    play.kill(first)
+    play.lease(second, NUM_PROMPTS)
+    assert {held.row_id for held in second.leases.held.values() if held.num_kept} == rows
 
 
 def update(play: EvaluatedPlay) -> None:

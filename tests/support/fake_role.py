@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--index", default="0")
     parser.add_argument("--run", type=Path, default=None)
     parser.add_argument("--failed")
+    parser.add_argument("--spare", action="store_true")
     arguments, _ = parser.parse_known_args()
     name = arguments.role if arguments.role in ("hub", "store") else f"{arguments.role}-{arguments.index}"
     run = arguments.run or Path(os.environ["HEADRACE_EVENTS"])
@@ -33,6 +34,10 @@ def main() -> int:
     if arguments.failed is not None:
         note(f"reported {arguments.failed}")
         return 0
+    if arguments.spare:
+        note(f"spare {os.getpid()}")
+        if not sys.stdin.buffer.read(1):
+            return 0
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
     actions = json.loads(os.environ["HEADRACE_SCRIPT"]).get(name, ["end"])

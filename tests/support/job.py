@@ -12,6 +12,7 @@ import pytest
 from support.policies import tiny_policy
 
 from headrace.comm.process_tree import children_of
+from headrace.launch.processes.spare import is_spare
 from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
@@ -144,7 +145,7 @@ def child_of(run: Job, name: str) -> int:
     wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run.dir}".encode()
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if wanted in cmdline.read_bytes():
+            if wanted in cmdline.read_bytes() and not is_spare(cmdline.parent):
                 return int(cmdline.parent.name)
         except OSError:
             continue

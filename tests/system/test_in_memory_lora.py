@@ -15,7 +15,7 @@ from headrace.relay.journal.events import Published
 from headrace.relay.weights.checkpoint_source import CheckpointSource
 from headrace.relay.weights.layout import Layout
 from headrace.rollout.generators import builtin
-from headrace.trainer.policy.adapter_files import merge_adapter, read_adapter
+from headrace.trainer.policy.adapter_files import merged_weight, read_adapter
 from headrace.trainer.policy.lora import adapter_shapes, target_layers
 from headrace.trainer.policy.model import load_policy
 from headrace.trainer.replay import replay_steps
@@ -95,12 +95,23 @@ def test_the_adapter_alone_travels_and_the_reference_is_the_base(tmp_path: Path)
     assert source.read(4, layout, np.zeros(layout.num_bytes, np.uint8)) == published[4]
 
     step = Path(summary["export"]).parent
-    merged = {name: weight.detach().clone() for name, weight in load_policy(tmp_path / "llama").weights().items()}
-    merged |= read_adapter(step / "adapter")
-    merge_adapter(merged, 16 / 4)
+    weights, adapter = load_policy(tmp_path / "llama").weights(), read_adapter(step / "adapter")
+    merged = {name: merged_weight(name, weight, adapter, 16 / 4) for name, weight in weights.items()}
     exported = load_policy(step / "hf").weights()
     assert all(torch.equal(weight, exported[name]) for name, weight in merged.items())
     assert sum(file.stat().st_size for file in (step / "dcp").glob("*")) < 40 * layout.num_bytes
+
+
+def test_a_run_continues_the_adapter_of_another_one(tmp_path: Path):
+    (tmp_path / "again").mkdir()
+    _, summary, _ = trained(tmp_path, {"run.steps": 2})
+    adapter = Path(summary["export"]).with_name("adapter")
+    settings = {"run.steps": 1, "run.schedule": "sync", "optimizer.lr": 0, "algorithm.advantage": "gae"}
+    _, summary, steps = trained(tmp_path / "again", settings | {"lora.path": adapter})
+    start, end = read_adapter(adapter), read_adapter(Path(summary["export"]).with_name("adapter"))
+    assert any(weight.any() for name, weight in start.items() if name.endswith("lora_B"))
+    assert all(torch.equal(weight, end[name]) for name, weight in start.items())
+    assert steps[0]["mismatch/logprob_abs_diff"] <= 2e-6, "version 0 of the rollouts has the adapter"
 
 
 def test_a_reward_rises_with_an_adapter(tmp_path: Path):

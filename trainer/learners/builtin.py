@@ -18,8 +18,8 @@ from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import load_state, save_state, staged
 from ..logprobs import response_logprobs
-from ..policy.adapter_files import check_adapter, merge_adapter, write_adapter
-from ..policy.lora import adapter_weights, without_adapter
+from ..policy.adapter_files import check_adapter, merged_weight, write_adapter
+from ..policy.lora import adapter_weights, is_adapter, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
 from ..policy.tensor_parallel import splits_for
 from .actor import Actor
@@ -81,7 +81,7 @@ class ActorLearner(Actor):
 
     def restore(self, folder: Path) -> None:
         if self.recipe.lora.rank:
-            check_adapter(folder / "adapter", self._published(), self.recipe.lora)
+            check_adapter(folder / "adapter", self._published(), self.recipe.lora, self.recipe.model.path)
         load_state(self.state, folder, is_alone=self.group.size == 1)
 
     def _published(self) -> dict[str, torch.Tensor]:
@@ -89,24 +89,26 @@ class ActorLearner(Actor):
         return adapter_weights(self.policy.model) if self.recipe.lora.rank else self.policy.weights()
 
     def _whole_weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the policy's weights in rank 0's host memory, one at a time; a collective."""
+        """A copy of the policy's weights in rank 0's host memory, one at a time, merged with the adapter, and that; a collective."""
         weights: dict[str, torch.Tensor] = {}
+        adapter = {name: gather_full(matrix.detach()) for name, matrix in adapter_weights(self.policy.model).items()}
+        scaling = self.recipe.lora.alpha / max(self.recipe.lora.rank, 1)
         for name, tensor in self.policy.weights().items():
-            whole = gather_full(tensor.detach())
+            whole = adapter[name] if name in adapter else gather_full(tensor.detach())
             if self.group.is_lead:
-                weights[name] = whole.to("cpu", copy=True)
+                weights[name] = merged_weight(name, whole, adapter, scaling).to("cpu", copy=True)
         return weights
 
     def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         if not self.group.is_lead:
             return
-        lora, whole = self.recipe.lora, dict(weights)
+        policy = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+        adapter = {name: weight for name, weight in weights.items() if is_adapter(name)}
         (folder / "hf").mkdir(parents=True, exist_ok=True)
         try:
-            if lora.rank:
-                adapter = merge_adapter(whole, lora.alpha / lora.rank)
-                write_adapter(folder / "adapter", adapter, lora, self.recipe.model.path)
-            save_policy(self.policy, folder / "hf", self.tokenizer, whole)
+            if adapter:
+                write_adapter(folder / "adapter", adapter, self.recipe.lora, self.recipe.model.path)
+            save_policy(self.policy, folder / "hf", self.tokenizer, policy)
         except SafetensorError:
             raise_if_full(folder)
             raise

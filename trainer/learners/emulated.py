@@ -1,6 +1,5 @@
 """A trainer on emulated devices: `trainer.engine=emulated`. It fetches rows and sleeps instead of computing."""
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +11,7 @@ from torch import Tensor
 from ...comm.clock import Clock
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
+from ...comm.trace import write_lag
 from ...relay.queue.batch import Batch
 from ...relay.weights.emulated import EmulatedTransfer, dummy_weights
 from ...relay.weights.layout import Layout
@@ -21,8 +21,6 @@ from ..actor_group import ActorGroup
 from ..step_stats import StepStats
 
 _VERSION_FILE = "version"
-
-_log = logging.getLogger(__name__)
 
 
 class Publisher(Protocol):
@@ -43,6 +41,7 @@ class EmulatedLearner:
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
         self.lag_s = 0.0
+        self._run_dir, self._name = Path(recipe.run.dir), fleet.name
         self._token_s = e.train_us * 1e-6 / e.train_gpus
         self._update_s = e.update_s
         self._update_ends = recipe.batch.update_ends
@@ -102,7 +101,7 @@ class EmulatedLearner:
         self.version = int((folder / _VERSION_FILE).read_text(encoding="utf-8"))
 
     def close(self) -> None:
-        _log.info("this process was at most %.2f emulated seconds behind its devices", self.lag_s)
+        write_lag(self._run_dir, self._name, self.lag_s)
         self._publisher.close()
 
     def _sleep_for(self, seconds: float) -> None:

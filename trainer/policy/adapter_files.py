@@ -1,35 +1,47 @@
-"""The export of a policy with an adapter: merged weights, and the adapter in the format of `peft`.
+"""Files of an adapter in the format of `peft`: `adapter_config.json` and `adapter_model.safetensors`.
 
-That is `adapter_config.json` and `adapter_model.safetensors`.
+A checkpoint has one beside the merged policy, and `lora.path` names one to begin with.
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...comm.errors import SettingError
 from ...comm.recipe import LoraSettings
-from .lora import ALL_LINEAR, A, B, is_adapter, merged
+from .checkpoint_files import weights_digest
+from .lora import ALL_LINEAR, A, B, merged
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 """Around the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
+_BASE_DIGEST = "base_digest"
+"""In the metadata of the weights, which other programs pass over."""
+_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+_OTHER_FORMULAS = (
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
+    "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+)  # fmt: skip
+"""Settings of `peft` by which an adapter makes other weights than W0 + alpha / r * B A, or more of them."""
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq")
+"""Initialisations (`init_lora_weights`) that change the weights below the adapter."""
 
 
-def merge_adapter(weights: dict[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """Take the adapter out of the weights of a model, which become the merged ones, in fp32; returns the adapter."""
-    adapter = {name: weights.pop(name) for name in list(weights) if is_adapter(name)}
-    for name in {name.rpartition(".")[0] for name in adapter}:
-        weight, a, b = weights[f"{name}.weight"], adapter[f"{name}.{A}"], adapter[f"{name}.{B}"]
-        weights[f"{name}.weight"] = merged(weight.float(), a, b, scaling)
-    return adapter
+def merged_weight(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """A weight of a model with its part of the adapter in it, in fp32; one without such a part as it is."""
+    layer, _, kind = name.rpartition(".")
+    if kind != "weight" or f"{layer}.{A}" not in adapter:
+        return weight
+    return merged(weight.float(), adapter[f"{layer}.{A}"], adapter[f"{layer}.{B}"], scaling)
 
 
 def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSettings, base: str) -> None:
-    """Write the matrices of an adapter, by `lora.adapter_weights`'s names; `base` is the checkpoint below it."""
+    """Write the matrices of an adapter, by `lora.adapter_weights`'s names; `base` is `model.path`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -43,7 +55,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSet
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": weight.contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE_DIGEST: weights_digest(base)})
 
 
 def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]:
@@ -54,15 +66,77 @@ def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]
     return {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": targets}
 
 
-def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings) -> None:
-    """Raise `SettingError` if the adapter in `folder` is of other settings: its matrices would make other weights."""
+def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, base: str) -> None:
+    """Raise `SettingError` if the adapter of a checkpoint has other settings or another base: it would make other weights."""
     if not (folder / _CONFIG).exists():
         return  # the checkpoint is of a run without an adapter, and does not load
     saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    settings_of = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
     for key, value in _identity(names, settings).items():
         if saved[key] != value:
-            raise SettingError(f"lora.{settings_of[key]}: the checkpoint {folder.parent} has {saved[key]}, not {value}")
+            raise SettingError(f"lora.{_SETTINGS[key]}: the checkpoint {folder.parent} has {saved[key]}, not {value}")
+    _check_base(folder, base)
+
+
+def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: str) -> dict[str, Tensor]:
+    """The matrices of `lora.path`, by the names of `shapes` (`lora.adapter_shapes`); `base` is `model.path`.
+
+    Raises `SettingError` for an adapter of another formula, rank, alpha or base, or of other layers.
+    """
+    folder = Path(settings.path)
+    saved = _read_config(folder)
+    for key in ("r", "lora_alpha"):
+        name = _SETTINGS[key]
+        if saved.get(key) != (value := getattr(settings, name)):
+            raise SettingError(f"lora.{name}: the adapter at lora.path={folder} has {saved.get(key)}, not {value}")
+    try:
+        found = read_adapter(folder)
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"lora.path: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
+    if found.keys() != shapes.keys():
+        raise SettingError(
+            f"lora.targets: the adapter at lora.path={folder} is of {_layers(found)}, and the run's of {_layers(shapes)}"
+        )
+    for name, shape in shapes.items():
+        if found[name].shape != shape.shape:
+            sizes = f"{list(found[name].shape)} in {folder}, and {list(shape.shape)} by model.path"
+            raise SettingError(f"lora.path: {name} has the shape {sizes}")
+        if not found[name].isfinite().all():
+            raise SettingError(f"lora.path: {name} in {folder} has values that are not finite")
+    _check_base(folder, base)
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of an adapter to begin with; SettingError for one of another formula."""
+    try:
+        saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"lora.path: {folder} has no {_CONFIG} of an adapter ({error})") from error
+    changes = {key: value for key in _OTHER_FORMULAS if (value := saved.get(key))}
+    if saved.get("peft_type") != "LORA":
+        changes["peft_type"] = saved.get("peft_type")
+    if saved.get("bias", "none") != "none":
+        changes["bias"] = saved["bias"]
+    if str(saved.get("init_lora_weights")).startswith(_OTHER_BASES):
+        changes["init_lora_weights"] = saved["init_lora_weights"]
+    if changes:
+        words = ", ".join(f"{key}={value}" for key, value in changes.items())
+        raise SettingError(f"lora.path: {folder} has {words}; only W0 + alpha / r * B A of linear layers is supported")
+    return saved
+
+
+def _check_base(folder: Path, base: str) -> None:
+    """Raise `SettingError` for other weights below the adapter. Files of other programs do not name theirs."""
+    with safe_open(folder / _WEIGHTS, framework="pt") as file:
+        digest = (file.metadata() or {}).get(_BASE_DIGEST)
+    if digest is not None and digest != weights_digest(base):
+        raise SettingError(f"model.path: {base} has other weights than those below the adapter in {folder}")
+
+
+def _layers(names: Iterable[str]) -> str:
+    """A short form of the layers that these matrices are of."""
+    layers = {name.rpartition(".")[0] for name in names}
+    return f"{len(layers)} layers ({', '.join(sorted({layer.rpartition('.')[2] for layer in layers}))})"
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

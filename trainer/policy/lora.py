@@ -6,7 +6,7 @@ makes it again, and never the gradient of a whole weight, so a trainer keeps no 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +94,17 @@ def target_layers(model: nn.Module, targets: str | tuple[str, ...]) -> dict[str,
 
 
 @torch.no_grad()
-def add_adapter(model: nn.Module, settings: "LoraSettings", seed: int, base_dtype: torch.dtype) -> None:
+def add_adapter(
+    model: nn.Module,
+    settings: "LoraSettings",
+    seed: int,
+    base_dtype: torch.dtype,
+    start: Mapping[str, Tensor] | None = None,
+) -> None:
     """Freeze a model whose weights are not read yet, and give its target layers adapters, the same ones for the same seed.
 
-    Their frozen weights are kept in `base_dtype`. As in peft A is kaiming uniform with a = sqrt(5), which is +-1 / sqrt(in), and B is zero.
+    Their frozen weights are kept in `base_dtype`. As in peft A is kaiming uniform with a = sqrt(5), which is +-1 / sqrt(in), and B is zero;
+    or `start` has the matrices, by `adapter_weights`'s names.
     """
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)
@@ -105,6 +112,8 @@ def add_adapter(model: nn.Module, settings: "LoraSettings", seed: int, base_dtyp
         a, b = (torch.zeros(shape) for shape in _shapes(layer, settings.rank))
         bound = 1 / math.sqrt(layer.in_features)
         a.uniform_(-bound, bound, generator=random)  # `nn.init` does nothing while transformers makes another model
+        if start is not None:
+            a, b = start[f"{name}.{A}"], start[f"{name}.{B}"]
         layer.weight.data = torch.empty_like(layer.weight, dtype=base_dtype)
         model.set_submodule(name, LoraLinear(layer, a, b, settings.alpha / settings.rank))
 

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..harness import Measurement
@@ -37,12 +37,17 @@ class Flatness:
                 self._samples[process.name].append(usage)
 
     def rows(self) -> Iterator[Measurement]:
-        """A row each for memory, files and threads of a role: the median of its last third over that of its first."""
+        """The growth of each role."""
         for name, samples in sorted(self._samples.items()):
-            if len(samples) < _FEWEST or name in ("helper", "failure-report"):
-                continue
-            third = len(samples) // 3
-            for field, unit in (("megabytes", "MB"), ("files", "files"), ("threads", "threads")):
-                values = [float(getattr(usage, field)) for usage in samples]
-                first, last = statistics.median(values[:third]), statistics.median(values[-third:])
-                yield Measurement(f"{name} {field}", "its first third", last, unit, last / first)
+            if len(samples) >= _FEWEST and name not in ("helper", "failure-report"):
+                yield from growth_rows(name, samples)
+
+
+def growth_rows(name: str, samples: Sequence[Usage]) -> Iterator[Measurement]:
+    """A row each for memory, files and threads: the median of the last third of the samples over that of the first."""
+    third = len(samples) // 3
+    for field, unit in (("megabytes", "MB"), ("files", "files"), ("threads", "threads")):
+        values = [float(getattr(usage, field)) for usage in samples]
+        first, last = statistics.median(values[:third]), statistics.median(values[-third:])
+        growth = last / max(first, 1.0)  # the guardian of reward processes has no open file
+        yield Measurement(f"{name} {field}", "its first third", last, unit, growth)

@@ -4,13 +4,13 @@ It needs nothing but this package. It is started again with `run.resume=auto` wh
 """
 
 import json
-import shutil
 import signal
 import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from ....comm.errors import WaitTimeout
 from ....comm.trace import FAILPOINTS
 from ....comm.waits import waiting
 from ...processes.child import Child
@@ -71,7 +71,7 @@ class FaultyJob:
         (self.home / "reward.py").write_text(_REWARD, encoding="utf-8")
 
     def start(self) -> None:
-        """Start the run, or resume it, and wait for its next step. Raises `WaitTimeout`."""
+        """Start the run, or resume it, and wait for its next step. Raises `WaitTimeout`, also if the run ends before."""
         settings: dict[str, Any] = {
             **_SETTINGS,
             "run.dir": self.dir,
@@ -93,7 +93,9 @@ class FaultyJob:
 
         def has_trained() -> bool:
             self.tail.remember_units(self.tail.read())
-            return self.tail.steps > before or not self.is_running()
+            if not self.is_running():
+                raise WaitTimeout("the run ended before its first step")
+            return self.tail.steps > before
 
         with waiting("the run", "its first step", START_S) as wait:
             wait.until(has_trained, 0.1)
@@ -137,7 +139,3 @@ class FaultyJob:
         left = processes_of(self.failpoints)
         send(left, signal.SIGKILL)
         return sorted(process.name for process in left.values())
-
-    def remove(self) -> None:
-        """Remove the run's files."""
-        shutil.rmtree(self.home, ignore_errors=True)

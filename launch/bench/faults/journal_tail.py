@@ -57,10 +57,11 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
     """Seconds from a fault of `target` at `since` (wall clock) until what its role does is done again, by name.
 
     A dead rollout's leases are back (`failover`) and its next process has weights (`restart`); rows are ready in a unit
-    that is not one of `units`; the hub is open; the trainer has trained a step. `step` is the next step of any run.
+    of the relay that is not one of `units`; the hub is open; the trainer has trained a step. `step` is the next step of any run.
     """
     known, times = set(units), dict[str, float]()
-    role = target.removeprefix("host of ").removeprefix("supervisor of ").partition("-")[0]
+    name = target.removeprefix("host of ").removeprefix("supervisor of ")
+    role = name.partition("-")[0]
     for event in events:
         seconds = event.t - since
         if seconds < 0:
@@ -70,7 +71,7 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
                 times.setdefault("rollout-failover", seconds)
             case ev.Received(holder=holder) if holder == target:
                 times.setdefault("rollout-restart", seconds)
-            case ev.RowReady(units=found) if role == "relay" and not known.issuperset(found):
+            case ev.RowReady(units=found) if any(unit.startswith(f"{name}#") for unit in {*found} - known):
                 times.setdefault("relay-restart", seconds)
             case ev.Opened() | ev.HubRestarted() if role == "hub":
                 times.setdefault("hub-restart", seconds)

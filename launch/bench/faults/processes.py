@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....comm.trace import FAILPOINTS
+from ...processes.spare import is_spare
 
 _ROLE = re.compile(r"--role (\w+) --index (\d+)")
 _MODULE = re.compile(r"-m ([\w.]+)")
@@ -51,7 +52,8 @@ def processes_of(address: Path) -> dict[int, Process]:
                 continue
             words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            found[int(folder.name)] = Process(int(folder.name), parent, _name_of(words))
+            name = "spare" if is_spare(folder) else _name_of(words)
+            found[int(folder.name)] = Process(int(folder.name), parent, name)
     return _with_supervisors(found)
 
 

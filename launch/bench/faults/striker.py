@@ -17,6 +17,7 @@ from ....comm.errors import WaitTimeout
 from ....comm.waits import waiting
 from ...placement import RESTARTABLE
 from ...processes.child import print_message
+from ...processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S
 from .checks import problems_of_end, problems_of_journal, shared_memory_names
 from .failpoints import Hit, held_at
 from .flatness import Flatness
@@ -28,9 +29,12 @@ GOES_ON_S = 120.0
 """Seconds in which a run trains again after a fault; processes import torch meanwhile."""
 _FAILPOINT_S = 60.0
 _STEPS_AFTER = 2
+_BETWEEN_S = RESTART_WINDOW_S / (MAX_RESTARTS - 1)
+"""Between two kills of one target: a supervisor takes a child that dies more often for a broken one."""
 
 MOMENTS: Mapping[str, Callable[[Hit], bool] | None] = {
     "any": None,
+    "idle": lambda hit: hit.point == "idle",
     "generating": lambda hit: hit.point == "generate",
     "pushing": lambda hit: hit.point == "push",
     "pulling": lambda hit: hit.point == "pull",
@@ -38,7 +42,8 @@ MOMENTS: Mapping[str, Callable[[Hit], bool] | None] = {
     "checkpointing": lambda hit: hit.point == "seal",
     "forwarding": lambda hit: hit.point == "receive" and int(str(hit.facts["num_bytes"])) > 3 << 17,
 }
-"""The moments at which a fault may strike. `forwarding` is the second part of a version on its way to another relay."""
+"""The moments at which a fault may strike. `idle` is that of a rollout without work, `forwarding` is the second part of a version
+on its way to another relay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +82,14 @@ class Striker:
     flatness: Flatness
     strikes: list[Strike] = field(default_factory=list)
     shared_memory: set[str] = field(default_factory=shared_memory_names)
+    _killed_at: dict[str, float] = field(default_factory=dict)
 
     def strike(self, fault: Fault) -> Strike:
         """Let one fault strike the run, which is started first if it does not run; prints the verdict."""
         strike = Strike(fault)
         self.strikes.append(strike)
         try:
-            self._make_ready()
+            self._make_ready(fault)
             self._strike(strike)
         except WaitTimeout as error:
             first_line = str(error).partition("\n")[0]
@@ -96,9 +102,18 @@ class Striker:
         print_message(f"{fault}: {verdict}{note} ({times})")
         return strike
 
-    def _make_ready(self) -> None:
+    def rest(self, seconds: float) -> None:
+        """Leave the run alone for a while."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.flatness.sample()
+            time.sleep(min(left, 0.5))
+
+    def _make_ready(self, fault: Fault) -> None:
         if not self.job.is_running():
             self.job.start()
+        last = max(self._killed_at.get(name, 0.0) for name in fault.targets)
+        self.rest(last + _BETWEEN_S - time.time())
         with waiting("the run", "all of its processes", GOES_ON_S) as wait:
             wait.until(self.job.is_complete, 0.2)
 
@@ -129,15 +144,15 @@ class Striker:
         """Signal the targets; returns when, on the wall clock."""
         pids = [pid for name in fault.targets for pid in self.job.pids(name)]
         since = time.time()
+        if not fault.frozen_s:
+            self._killed_at.update(dict.fromkeys(fault.targets, since))
         if not send(pids, signal.SIGSTOP if fault.frozen_s else signal.SIGKILL):
             raise WaitTimeout(f"{' and '.join(fault.targets)} is not there")
         return since
 
     def _thaw(self, fault: Fault, since: float) -> float:
         """Wait for the end of a freeze and let the targets continue; returns when."""
-        while (left := since + fault.frozen_s - time.time()) > 0:
-            self.flatness.sample()
-            time.sleep(min(left, 0.5))
+        self.rest(since + fault.frozen_s - time.time())
         send([pid for name in fault.targets for pid in self.job.pids(name)], signal.SIGCONT)
         return time.time()
 

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from random import Random
 
 from ...processes.child import print_message
@@ -19,6 +20,16 @@ TARGETS = (
     ("supervisor of rollout-0",),
     ("host of rollout-0",),
 )
+LAUNCHING = (
+    ("supervisor of actor-0",),
+    ("host of actor-0",),
+    ("supervisor of relay-0",),
+    ("host of relay-0",),
+    ("store",),
+    ("torchrun",),
+    ("launcher",),
+)
+"""Targets whose death ends the run at whatever moment."""
 TARGETS_OF_TWO_RELAYS = (("relay-0",), ("relay-0", "relay-1"))
 FREEZES_S = (5.0, 14.0, 30.0, 60.0)
 AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0}
@@ -33,10 +44,10 @@ def chaos(name: str, options: Options) -> list[Measurement]:
     random = Random(options.seed)
     until = time.monotonic() + 60 * options.minutes
     goes_on = [targets for targets in TARGETS if Fault(targets).ends_the_run is False]
-    ends = [targets for targets in TARGETS if Fault(targets).ends_the_run]
+    ends = [targets for targets in (*TARGETS, *LAUNCHING) if Fault(targets).ends_the_run]
     with open_striker(options.seed, num_relays=1) as striker:
         while time.monotonic() < until:
-            _rest(striker, random.uniform(*_PAUSES_S))
+            striker.rest(random.uniform(*_PAUSES_S))
             if random.random() < _FREEZE_SHARE:
                 fault = Fault(random.choice(TARGETS), frozen_s=random.choice(FREEZES_S[:2]))
             else:
@@ -47,14 +58,14 @@ def chaos(name: str, options: Options) -> list[Measurement]:
 
 
 def kill_matrix(name: str, options: Options) -> list[Measurement]:
-    """SIGKILL of each target at each moment."""
+    """SIGKILL of each target at each moment, and of each of `LAUNCHING` at any."""
+    moments = [moment for moment in MOMENTS if moment != "forwarding"]
+    cells = [*product(moments, TARGETS), *product(["any"], LAUNCHING)]
     rows: list[Measurement] = []
-    for num_relays, targets in ((1, TARGETS), (2, TARGETS_OF_TWO_RELAYS)):
-        moments = [moment for moment in MOMENTS if num_relays == 2 or moment != "forwarding"]
+    for num_relays, faults in ((1, cells), (2, product(MOMENTS, TARGETS_OF_TWO_RELAYS))):
         with open_striker(options.seed, num_relays) as striker:
-            for moment in moments:
-                for names in targets:
-                    striker.strike(Fault(names, moment))
+            for moment, targets in faults:
+                striker.strike(Fault(targets, moment))
             rows += summarize(f"{name}-{num_relays}-relays", striker)
     return rows
 
@@ -66,14 +77,6 @@ def freeze_matrix(name: str, options: Options) -> list[Measurement]:
             for names in TARGETS:
                 striker.strike(Fault(names, frozen_s=seconds))
         return summarize(name, striker)
-
-
-def _rest(striker: Striker, seconds: float) -> None:
-    """Leave the run alone for a while."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        striker.flatness.sample()
-        time.sleep(min(left, 0.5))
 
 
 def summarize(name: str, striker: Striker) -> list[Measurement]:

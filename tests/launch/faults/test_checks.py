@@ -4,9 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.comm.errors import WaitTimeout
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.launch.bench.faults.checks import problems_of_journal
+from headrace.launch.bench.faults.flatness import growth_rows
+from headrace.launch.bench.faults.job import FaultyJob
+from headrace.launch.bench.faults.processes import Usage
 from headrace.launch.bench.faults.striker import Fault
 from headrace.launch.placement import RESTARTABLE
 from headrace.relay.journal import events as ev
@@ -63,3 +67,19 @@ def test_the_placement_says_which_deaths_end_a_run(role):
     assert Fault((name,)).ends_the_run == (role not in RESTARTABLE)
     assert not Fault((name,), frozen_s=5.0).ends_the_run
     assert Fault((name, "host of rollout-0")).ends_the_run
+
+
+def test_growth_is_the_last_third_over_the_first_and_none_without_open_files():
+    samples = [Usage(100.0, 0, 4)] * 3 + [Usage(110.0, 0, 4)] * 3 + [Usage(150.0, 0, 2)] * 3
+    rows = growth_rows("reward", samples)
+    assert [(row.name, row.value, row.ratio) for row in rows] == [
+        ("reward megabytes", 150.0, 1.5),
+        ("reward files", 0.0, 0.0),
+        ("reward threads", 2.0, 0.5),
+    ]
+
+
+def test_a_run_that_ends_before_its_first_step_is_an_error_at_once(tmp_path):
+    job = FaultyJob(tmp_path)  # it has no policy and no data
+    with pytest.raises(WaitTimeout, match="ended before its first step"):
+        job.start()

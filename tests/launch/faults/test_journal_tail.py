@@ -42,7 +42,7 @@ def test_recovery_counts_from_the_fault_to_the_first_event_of_each_kind():
 
 
 def test_a_relay_is_back_when_a_row_is_ready_in_a_unit_that_was_not_there_before():
-    events = [ready("relay-0#1", 10.5), ready("relay-0#2", 13.0)]
+    events = [ready("relay-0#1", 10.5), ready("relay-1#2", 11.0), ready("relay-0#2", 13.0)]
     assert recovery_times("relay-0", 10.0, events, {"relay-0#1"}) == {"relay-restart": 3.0}
 
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.fake_cuda import use_graphs, use_kernels
+from support.fake_cuda import CapturedGraph, use_graphs, use_kernels
 from support.policies import LONGROPE, random_prompts, tiny_policy
 
 from headrace.rollout import Engine, SamplingParams
-from headrace.rollout.engine import cuda_graphs
+from headrace.rollout.engine import batch, cuda_graphs
+from headrace.rollout.engine import to_device as to_device_module
 from headrace.rollout.engine.to_device import to_device
 
 
@@ -78,6 +79,41 @@ def test_the_kernels_of_a_gpu_compute_what_the_operators_compute_in_every_family
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     logprobs, others = (torch.tensor([x for c in each for x in c.logprobs]) for each in (found, expected))
     assert (logprobs - others).abs().max() < 1e-4
+
+
+def test_rows_that_change_are_one_copy_to_the_device_and_a_steady_step_is_none(tmp_path, monkeypatch):
+    engine = Engine(tiny_policy(tmp_path), max_running=4)
+    use_graphs(engine, monkeypatch)
+    launches = use_kernels(engine, monkeypatch)
+    monkeypatch.setattr(CapturedGraph, "replay", launches.one(CapturedGraph.replay, "replay"))
+    copies = []
+    for module, name in ((batch, "to_device_together"), (batch, "to_device"), (cuda_graphs, "to_device")):
+        copy = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, copy=copy: copies.append(args) or copy(*args))
+    engine.add_group([5], SamplingParams(max_new_tokens=30, ignore_eos=True), range(3))
+    engine.step()  # the capture
+    for changes, num_copies in ((False, 0), (True, 1)):
+        if changes:
+            engine.cancel(2)
+        launches.names.clear()
+        copies.clear()
+        with launches:
+            engine.step()
+        assert len(copies) == num_copies
+        assert changes or launches.names == ["replay", "clone", "clone", "add_"]
+
+
+def test_arrays_that_travel_together_arrive_as_they_were(monkeypatch):
+    arrays = {
+        "numbers": np.arange(7), "flags": np.array([True, False, True]), "none": np.zeros((0, 3), np.float32),
+        "table": np.arange(15, dtype=np.int32).reshape(3, 5), "scales": np.full((3, 1), 0.7, np.float32),
+    }  # fmt: skip
+    copies = []
+    monkeypatch.setattr(to_device_module, "to_device", lambda x, device: copies.append(device) or torch.from_numpy(x))
+    found = to_device_module.to_device_together(arrays, "cuda")
+    assert copies == ["cuda"]
+    for name, array in arrays.items():
+        assert found[name].dtype == torch.from_numpy(array).dtype and np.array_equal(found[name].numpy(), array), name
 
 
 def launches_of_a_step(path, monkeypatch) -> Counter[str]:

@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from headrace.comm.errors import SettingError
-from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample
+from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
 from headrace.rollout.engine.streams import stream_key, uniforms
+from headrace.rollout.engine.to_device import to_device_together
+
+
+def batch_of(params, keys):
+    return SamplingBatch(params, to_device_together(sampling_columns(params, keys), "cpu"))
 
 
 def drawn(logits, params, count):
     """Relative frequencies of `count` draws."""
     keys = [stream_key(3, i) for i in range(count)]
-    rows = SamplingBatch([params] * count, keys)
+    rows = batch_of([params] * count, keys)
     tokens, logprobs = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
     return torch.bincount(tokens, minlength=logits.numel()) / count, tokens, logprobs
 
@@ -62,7 +67,7 @@ def test_the_log_probability_is_the_policys_at_the_temperature_whatever_changes_
         SamplingParams(temperature=0, top_k=3),
         SamplingParams(),
     ]
-    rows = SamplingBatch(params, [1, 2, 3, 4, 5])
+    rows = batch_of(params, [1, 2, 3, 4, 5])
     rows.record_tokens([range(25)] * 5, vocab_size=50)
     tokens, logprobs = sample(logits.clone(), rows, torch.zeros(5, dtype=torch.long))
     scales = torch.tensor([2, 0.5, 1, 1, 1])[:, None]
@@ -75,7 +80,7 @@ def test_the_log_probability_is_the_policys_at_the_temperature_whatever_changes_
 def test_greedy_and_random_rows_share_a_batch():
     logits = torch.randn(4, 50)
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0)]
-    rows = SamplingBatch(params, [1, 2, 3, 4])
+    rows = batch_of(params, [1, 2, 3, 4])
     tokens, logprobs = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
     assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
@@ -93,9 +98,9 @@ def test_a_token_without_probability_is_never_drawn():
 def test_a_row_whose_logits_are_not_finite_spoils_no_other_row(wrong, temperature):
     torch.manual_seed(0)
     logits, params, keys = torch.randn(3, 50), SamplingParams(temperature=temperature), [1, 2, 3]
-    expected = sample(logits.clone(), SamplingBatch([params] * 3, keys), torch.zeros(3, dtype=torch.long))
+    expected = sample(logits.clone(), batch_of([params] * 3, keys), torch.zeros(3, dtype=torch.long))
     logits[1] = wrong
-    found = sample(logits, SamplingBatch([params] * 3, keys), torch.zeros(3, dtype=torch.long))
+    found = sample(logits, batch_of([params] * 3, keys), torch.zeros(3, dtype=torch.long))
     assert found.logprobs.isnan().tolist() == [False, True, False]
     assert found.tokens[1] < 50
     for row in (0, 2):

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample
+from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
 from headrace.rollout.engine.streams import stream_key, uniforms
+from headrace.rollout.engine.to_device import to_device_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
@@ -48,9 +49,9 @@ def test_a_token_is_the_inverse_of_the_cumulative_distribution_at_the_rows_numbe
 def test_the_kernels_draw_what_the_operators_draw():
     logits, temperatures = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)), [0, 1, 0.7, 1] * 10
     params = [SamplingParams(temperature=t) for t in temperatures]
-    rows = SamplingBatch(params, [stream_key(7, row) for row in range(40)])
+    columns = to_device_together(sampling_columns(params, [stream_key(7, row) for row in range(40)]), "cpu")
     tokens, logprobs, _ = draw(logits, temperatures)
-    expected = sample(logits.clone(), rows, torch.arange(40))
+    expected = sample(logits.clone(), SamplingBatch(params, columns), torch.arange(40))
     assert torch.equal(tokens, expected.tokens)
     assert (logprobs - expected.logprobs).abs().max() < 1e-5
 

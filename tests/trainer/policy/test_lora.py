@@ -16,11 +16,20 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import LoraSettings
 from headrace.comm.tensor_split import TensorSplit
-from headrace.trainer.policy.adapter_files import check_adapter, merge_adapter, read_adapter, write_adapter
+from headrace.trainer.policy.adapter_files import (
+    check_adapter,
+    merged_weight,
+    read_adapter,
+    start_adapter,
+    write_adapter,
+)
+from headrace.trainer.policy.checkpoint_files import weights_digest
 from headrace.trainer.policy.lora import (
     LoraLinear,
+    adapter_shapes,
     adapter_weights,
     add_adapter,
+    is_adapter,
     merged,
     target_layers,
     without_adapter,
@@ -99,9 +108,12 @@ def test_a_new_adapter_has_no_effect_and_pefts_distribution_and_the_same_values_
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "qwen2_moe", "gpt_oss"])
 def test_a_merged_policy_is_loaded_by_transformers_with_equal_logits(tmp_path: Path, family: str):
     policy = adapted(tiny_policy(tmp_path, family))
-    weights = {name: weight.detach().clone() for name, weight in policy.weights().items()}
-    adapter = merge_adapter(weights, LORA.alpha / LORA.rank)
-    assert adapter.keys() == adapter_weights(policy.model).keys()
+    adapter, weights = adapter_weights(policy.model), policy.weights()
+    weights = {
+        name: merged_weight(name, weight, adapter, LORA.alpha / LORA.rank).detach()
+        for name, weight in weights.items()
+        if not is_adapter(name)
+    }
     save_policy(policy, tmp_path / "hf", weights=weights)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     tokens = torch.tensor([random_prompts(1, 24)[0]])
@@ -143,36 +155,117 @@ def test_factors_of_a_ranks_slice_multiply_to_the_slice_of_the_product(split: Te
         assert torch.allclose(part @ other, ranks.slice(b @ a, split), rtol=0, atol=1e-6)
 
 
-def test_an_adapter_is_written_as_peft_reads_it(tmp_path: Path):
-    policy = adapted(tiny_policy(tmp_path))
+def written(folder: Path, settings: LoraSettings = LORA, family: str = "llama") -> tuple[Policy, Path]:
+    """A policy with a random adapter, and the folder of that."""
+    base = tiny_policy(folder, family)
+    policy = adapted(base, settings)
     weights = {name: weight.detach() for name, weight in adapter_weights(policy.model).items()}
-    write_adapter(tmp_path / "adapter", weights, LORA, "some/base")
-    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    write_adapter(folder / "adapter", weights, settings, str(base))
+    return policy, folder / "adapter"
+
+
+def started(path: Path, base: Path, settings: LoraSettings = LORA) -> dict[str, torch.Tensor]:
+    """The matrices that a run with these settings begins with."""
+    shapes = adapter_shapes(target_layers(load_policy(base, weights=False).model, settings.targets), settings.rank)
+    return start_adapter(shapes, structs.replace(settings, path=str(path)), str(base))
+
+
+def test_an_adapter_is_written_as_peft_reads_it(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
+    weights = adapter_weights(policy.model)
     assert config["target_modules"] == sorted({name.split(".")[-2] for name in weights})
-    read = read_adapter(tmp_path / "adapter")
+    read = read_adapter(folder)
     assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
 
 
-def test_a_checkpoints_adapter_of_other_settings_is_refused(tmp_path: Path):
-    weights = {name: weight.detach() for name, weight in adapter_weights(adapted(tiny_policy(tmp_path)).model).items()}
-    write_adapter(tmp_path / "adapter", weights, LORA, "some/base")
-    check_adapter(tmp_path / "adapter", weights, LORA)
+def test_a_policy_begins_with_the_adapter_of_a_folder(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    start = started(folder, tmp_path / "llama")
+    again = load_policy(tmp_path / "llama", shard=lambda p: add_adapter(p.model, LORA, 7, torch.float32, start))
+    assert torch.equal(hidden_of(again), hidden_of(policy))
+    assert all(weight.requires_grad for weight in adapter_weights(again.model).values())
+
+
+def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    weights, base = adapter_weights(policy.model), str(tmp_path / "llama")
+    check_adapter(folder, weights, LORA, base)
     for name, value in (("rank", 5), ("alpha", 64.0), ("targets", ("q_proj",))):
         with pytest.raises(SettingError, match=f"lora.{name}"):
-            check_adapter(tmp_path / "adapter", weights, structs.replace(LORA, **{name: value}))
+            check_adapter(folder, weights, structs.replace(LORA, **{name: value}), base)
+    other = tiny_policy(tmp_path / "other", seed=1)
+    with pytest.raises(SettingError, match=r"model\.path: .*other.* has other weights"):
+        check_adapter(folder, weights, LORA, str(other))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({}, {"rank": 8}, r"lora\.rank: the adapter .* has 4, not 8"),
+        ({}, {"alpha": 4.0}, r"lora\.alpha: the adapter .* has 8.*, not 4"),
+        (
+            {},
+            {"targets": ("q_proj",)},
+            r"lora\.targets: .* 14 layers \(down_proj, .*, and the run's of 2 layers \(q_proj\)",
+        ),
+        ({"use_rslora": True}, {}, r"lora\.path: .* use_rslora=True"),
+        ({"use_dora": True, "bias": "all"}, {}, r"lora\.path: .* use_dora=True, bias=all"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, {}, r"lora\.path: .* target_parameters=.*experts"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, r"lora\.path: .* init_lora_weights=pissa_niter_4"),
+        ({"peft_type": "LOHA"}, {}, r"lora\.path: .* peft_type=LOHA"),
+    ],
+)
+def test_an_adapter_that_a_run_cannot_continue_is_refused(
+    tmp_path: Path, config: dict[str, object], changes: dict[str, object], message: str
+):
+    _, folder = written(tmp_path)
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(saved | config))
+    with pytest.raises(SettingError, match=message):
+        started(folder, tmp_path / "llama", structs.replace(LORA, **changes))
+
+
+def test_an_adapter_of_another_base_or_without_its_files_is_refused(tmp_path: Path):
+    _, folder = written(tmp_path)
+    with pytest.raises(SettingError, match=r"model\.path: .*other weights"):
+        started(folder, tiny_policy(tmp_path / "other", seed=1))
+    with pytest.raises(SettingError, match=r"lora\.path: .* has the shape"):
+        started(folder, tiny_policy(tmp_path / "wider", intermediate_size=128))
+    (folder / "adapter_model.safetensors").write_bytes(b"broken")
+    with pytest.raises(SettingError, match=r"lora\.path: .*adapter_model\.safetensors is not a whole"):
+        started(folder, tmp_path / "llama")
+    with pytest.raises(SettingError, match=r"lora\.path: .*llama has no adapter_config\.json"):
+        started(tmp_path / "llama", tmp_path / "llama")
+
+
+def test_the_digest_of_weights_does_not_depend_on_their_division_over_files(tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path))
+    model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    assert weights_digest(tmp_path / "parts") == weights_digest(tmp_path / "llama")
+    model.model.layers[1].mlp.up_proj.weight.data += 1e-6
+    model.save_pretrained(tmp_path / "changed")
+    assert weights_digest(tmp_path / "changed") != weights_digest(tmp_path / "llama")
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's own
-@pytest.mark.extra
-def test_peft_loads_an_adapter_with_equal_logits(tmp_path: Path):
+@pytest.mark.parametrize("settings", [LORA, LoraSettings(rank=2, alpha=3, targets=("q_proj", "down_proj"))])
+def test_peft_loads_our_adapter_and_we_continue_pefts_with_equal_logits(tmp_path: Path, settings: LoraSettings):
     peft: Any = pytest.importorskip("peft")
-    for settings in (LORA, LoraSettings(rank=2, alpha=3, targets=("q_proj", "down_proj"))):
-        policy = adapted(tiny_policy(tmp_path), settings)
-        write_adapter(tmp_path / "adapter", adapter_weights(policy.model), settings, "some/base")
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager")
-        model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-        tokens = torch.tensor([random_prompts(1, 24)[0]])
-        with torch.no_grad():
-            ours = policy.logits(policy.forward_packed(tokens[0], torch.tensor([0, tokens.shape[1]])))
-            assert torch.allclose(model(tokens).logits[0], ours, rtol=0, atol=1e-5)
+    policy, folder = written(tmp_path, settings)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, str(folder))
+    tokens = torch.tensor([random_prompts(1, 24)[0]])
+
+    def logits(policy: Policy) -> torch.Tensor:
+        return policy.logits(policy.forward_packed(tokens[0], torch.tensor([0, tokens.shape[1]])))
+
+    with torch.no_grad():
+        expected = model(tokens).logits[0]
+        assert torch.allclose(expected, logits(policy), rtol=0, atol=1e-5)
+        model.save_pretrained(tmp_path / "pefts")
+        start = started(tmp_path / "pefts", tmp_path / "llama", settings)
+        again = load_policy(tmp_path / "llama", shard=lambda p: add_adapter(p.model, settings, 7, torch.float32, start))
+        assert torch.allclose(expected, logits(again), rtol=0, atol=1e-5)

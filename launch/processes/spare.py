@@ -1,0 +1,84 @@
+"""Spares: a second process of a role that has imported its modules and waits until the first one has died.
+
+The restart of a hub or a relay is little more than the import of torch, and all other processes wait for it.
+"""
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from .child import Child
+
+SPARED = frozenset({"hub", "relay"})
+"""The roles that have spares."""
+SPARE_AFTER_S = 10.0
+"""Age of a process at which its spare starts: the start of a run is not slower for it."""
+_THREAD_NAME = "spare"
+
+
+class Spares:
+    """The spares of one supervisor. `start` starts the spare of a name with this standard input."""
+
+    def __init__(self, start: Callable[[str, int], Child], after_s: float = SPARE_AFTER_S) -> None:
+        self._start = start
+        self._after_s = after_s
+        self._due: dict[str, float] = {}
+        self._waiting: dict[str, tuple[Child, int]] = {}
+
+    def take(self, name: str) -> Child | None:
+        """The spare of this name, which now goes on as a role's process; None if there is none. The next one is due later."""
+        if name.partition("-")[0] in SPARED:
+            self._due[name] = time.monotonic() + self._after_s
+        if name not in self._waiting:
+            return None
+        child, pipe = self._waiting.pop(name)
+        with suppress(BrokenPipeError):
+            os.write(pipe, b"\n")
+        os.close(pipe)
+        return child if child.poll() is None else None
+
+    def keep(self) -> None:
+        """Start those that are due; one that has ended is due later."""
+        now = time.monotonic()
+        for name, (child, pipe) in list(self._waiting.items()):
+            if child.poll() is not None:
+                del self._waiting[name]
+                os.close(pipe)
+                self._due[name] = now + self._after_s
+        for name, due in self._due.items():
+            if name not in self._waiting and now >= due:
+                reading, writing = os.pipe()
+                try:
+                    self._waiting[name] = self._start(name, reading), writing
+                finally:
+                    os.close(reading)
+
+    def end(self) -> None:
+        """End all of them: a spare ends when its standard input does."""
+        for _, pipe in self._waiting.values():
+            os.close(pipe)
+        self._waiting.clear()
+
+
+def wait_until_needed(modules: Iterable[str]) -> bool:
+    """Import the modules, then wait for a byte of standard input; returns whether it came before the end.
+
+    The supervisor owns the wait; the kernel ends this process if the supervisor dies.
+    """
+    name = Path("/proc/self/comm")
+    before = name.read_text()
+    name.write_text(_THREAD_NAME)
+    for module in modules:
+        importlib.import_module(module)
+    is_needed = bool(sys.stdin.buffer.read(1))
+    name.write_text(before)
+    return is_needed
+
+
+def is_spare(process: Path) -> bool:
+    """Whether a process, by its folder in /proc, is a spare that waits. Raises OSError if it has ended."""
+    return (process / "comm").read_text().strip() == _THREAD_NAME

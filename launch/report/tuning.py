@@ -1,0 +1,105 @@
+"""Tunes the entrants of a comparison: a climb over four knobs, with as many runs for each entrant.
+
+The knobs are the split of the GPUs, the trajectories that a rollout decodes together, the capacity of the queue, and a rollout's
+quota of groups. What an entrant ignores is not tried: a barrier has no capacity and no quota, and colocated devices have no split.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from ...relay.queue.schedules import SCHEDULES
+
+MAX_RUNNING = (None, 384, 256, 192, 128, 96)
+BATCHES_QUEUED = (8, 4, 2)
+SHARES_TAKEN = (1, 2, 4)
+"""Quotas, in equal shares of a step."""
+_MOVES = 4
+"""Moves of the split in each direction."""
+
+Ladder = Sequence[int | None]
+"""The values of a knob in order; None leaves the choice to the recipe."""
+
+
+class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The settings of one entrant; None leaves the choice to the recipe."""
+
+    rollouts: int
+    max_running: int | None = None
+    capacity: int | None = None
+    quota: int | None = None
+
+    @property
+    def settings(self) -> dict[str, int]:
+        named = {
+            "roles.rollout": self.rollouts,
+            "generator.max_running": self.max_running,
+            "queue.capacity": self.capacity,
+            "rollout.batch_groups": self.quota,
+        }
+        return {key: value for key, value in named.items() if value is not None}
+
+    def __str__(self) -> str:
+        """The knobs that are set beside the split."""
+        return " ".join(f"{key}={value}" for key, value in list(self.settings.items())[1:])
+
+
+Tuned = dict[str, dict[str, Knobs]]
+"""Knobs by devices and batch (see `key_of`) and entrant."""
+
+
+def ladders(entrant: str, start: Knobs, most_rollouts: int, groups: int) -> dict[str, Ladder]:
+    """The values to try for each knob that an entrant has, around its present split; a batch has `groups` groups."""
+    step = max(1, start.rollouts // 16)
+    splits = [start.rollouts + step * move for move in range(-_MOVES, _MOVES + 1)]
+    found: dict[str, Ladder] = {"max_running": MAX_RUNNING}
+    if entrant in SCHEDULES:
+        found = {"rollouts": [split for split in splits if 0 < split < most_rollouts], **found}
+    if entrant in SCHEDULES and SCHEDULES[entrant].staleness is None:
+        share = -(-groups // start.rollouts)
+        found["capacity"] = (None, *(batches * groups for batches in BATCHES_QUEUED))
+        found["quota"] = (None, *(shares * share for shares in SHARES_TAKEN))
+    begun = {name: getattr(start, name) for name in found}
+    return {name: ladder if begun[name] in ladder else (begun[name], *ladder) for name, ladder in found.items()}
+
+
+def climb(start: Knobs, ladders: Mapping[str, Ladder], speed: Callable[[Knobs], float], budget: int) -> Knobs:
+    """The fastest knobs of at most `budget` tried: from each best one to the neighbours on the ladder of one knob after the other."""
+    speeds = {start: speed(start)}
+    best, is_better = start, True
+    while is_better:
+        is_better = False
+        for name, ladder in ladders.items():
+            at = ladder.index(getattr(best, name))
+            for value in (*ladder[max(0, at - 1) : at], *ladder[at + 1 : at + 2]):
+                tried = structs.replace(best, **{name: value})
+                if tried not in speeds and len(speeds) < budget:
+                    speeds[tried] = speed(tried)
+            fastest = max(speeds, key=lambda knobs: speeds[knobs])
+            best, is_better = fastest, is_better or fastest != best
+    return best
+
+
+def key_of(num_gpus: int, groups: int) -> str:
+    """The place of some devices in a file of tuned knobs; with 0 groups a batch grows with the devices."""
+    return f"{num_gpus}-{groups}groups" if groups else str(num_gpus)
+
+
+def tuned_file(recipe: str) -> Path:
+    """The file of tuned knobs beside a recipe."""
+    return Path(recipe).with_suffix(".tuned.json")
+
+
+def read_tuned(recipe: str) -> Tuned:
+    """What tuning a recipe found before; empty without it."""
+    path = tuned_file(recipe)
+    return msgspec.json.decode(path.read_bytes(), type=Tuned) if path.exists() else {}
+
+
+def save_tuned(recipe: str, key: str, entrant: str, knobs: Knobs) -> None:
+    """Keep the knobs of an entrant beside those of others."""
+    found = read_tuned(recipe)
+    found.setdefault(key, {})[entrant] = knobs
+    tuned_file(recipe).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
