@@ -50,6 +50,7 @@ from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
 from .hub import Hub
+from .prompts import open_curriculum
 from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
-        evaluation=open_evaluation(recipe),
+        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe),
     )  # fmt: skip
 
 
