@@ -114,6 +114,8 @@ def main(words: Sequence[str]) -> int:
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         if not is_emulated(recipe):
             raise SettingError("rollout.engine: a comparison of schedules needs emulated devices")
+        if arguments.seeds < 1 or arguments.tune < 0:
+            raise SettingError("--seeds: at least 1; --tune: at least 0")
         compare(recipe, arguments)
     except SettingError as error:
         print_message(f"error: {error}")
