@@ -6,7 +6,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import LoraSettings, Recipe
 
 
-def check_adapter(recipe: Recipe, folder: Path) -> list[str]:
+def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     """Refuse what an adapter cannot do; `folder` is the policy's. Returns warnings of settings without effect."""
     lora = recipe.lora
     if not lora.rank:
