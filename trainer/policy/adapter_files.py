@@ -26,10 +26,11 @@ _SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _OTHER_FORMULAS = (
     "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
     "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
 """Settings of `peft` by which an adapter makes other weights than W0 + alpha / r * B A, or more of them."""
-_OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""Initialisations (`init_lora_weights`) that change the weights below the adapter."""
+_SAME_BASE = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations (`init_lora_weights`, in any case) that leave the weights below the adapter as they are; others change them."""
 
 
 def merged_weight(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scaling: float) -> Tensor:
@@ -117,7 +118,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         changes["peft_type"] = saved.get("peft_type")
     if saved.get("bias", "none") != "none":
         changes["bias"] = saved["bias"]
-    if str(saved.get("init_lora_weights")).startswith(_OTHER_BASES):
+    if str(saved.get("init_lora_weights", True)).lower() not in _SAME_BASE:
         changes["init_lora_weights"] = saved["init_lora_weights"]
     if changes:
         words = ", ".join(f"{key}={value}" for key, value in changes.items())

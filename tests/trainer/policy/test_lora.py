@@ -214,6 +214,13 @@ def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_
         ({"use_dora": True, "bias": "all"}, {}, r"lora\.path: .* use_dora=True, bias=all"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, {}, r"lora\.path: .* target_parameters=.*experts"),
         ({"init_lora_weights": "pissa_niter_4"}, {}, r"lora\.path: .* init_lora_weights=pissa_niter_4"),
+        ({"init_lora_weights": "lora_ga"}, {}, r"lora\.path: .* init_lora_weights=lora_ga"),
+        ({"init_lora_weights": "OLoRA"}, {}, r"lora\.path: .* init_lora_weights=OLoRA"),
+        (
+            {"kasa_config": {"beta": 1e-4}, "arrow_config": {"top_k": 3}},
+            {},
+            r"lora\.path: .* kasa_config=.*, arrow_config=",
+        ),
         ({"peft_type": "LOHA"}, {}, r"lora\.path: .* peft_type=LOHA"),
     ],
 )
@@ -225,6 +232,14 @@ def test_an_adapter_that_a_run_cannot_continue_is_refused(
     (folder / "adapter_config.json").write_text(json.dumps(saved | config))
     with pytest.raises(SettingError, match=message):
         started(folder, tmp_path / "llama", structs.replace(LORA, **changes))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "Gaussian", "eva", "orthogonal"])
+def test_an_adapter_whose_initialisation_leaves_the_base_is_continued(tmp_path: Path, init: bool | str):
+    _, folder = written(tmp_path)
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(saved | {"init_lora_weights": init}))
+    assert started(folder, tmp_path / "llama")
 
 
 def test_an_adapter_of_another_base_or_without_its_files_is_refused(tmp_path: Path):
