@@ -71,11 +71,14 @@ def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, ba
     """Raise `SettingError` if the adapter of a checkpoint has other settings or another base: it would make other weights."""
     if not (folder / _CONFIG).exists():
         return  # the checkpoint is of a run without an adapter, and does not load
-    saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    saved = _read_config(folder, "run.resume")
     for key, value in _identity(names, settings).items():
-        if saved[key] != value:
-            raise SettingError(f"lora.{_SETTINGS[key]}: the checkpoint {folder.parent} has {saved[key]}, not {value}")
-    _check_base(folder, base)
+        if (found := saved.get(key)) != value:
+            raise SettingError(f"lora.{_SETTINGS[key]}: the checkpoint {folder.parent} has {found}, not {value}")
+    try:
+        _check_base(folder, base)
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
 
 
 def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: str) -> dict[str, Tensor]:
@@ -84,7 +87,8 @@ def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: st
     Raises `SettingError` for an adapter of another formula, rank, alpha or base, or of other layers.
     """
     folder = Path(settings.path)
-    saved = _read_config(folder)
+    saved = _read_config(folder, "lora.path")
+    _check_formula(folder, saved)
     for key in ("r", "lora_alpha"):
         name = _SETTINGS[key]
         if saved.get(key) != (value := getattr(settings, name)):
@@ -107,12 +111,19 @@ def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: st
     return {name: tensor.float() for name, tensor in found.items()}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of an adapter to begin with; SettingError for one of another formula."""
+def _read_config(folder: Path, setting: str) -> dict[str, Any]:
+    """The configuration of an adapter; SettingError, which names the setting, for a damaged one."""
     try:
         saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingError(f"lora.path: {folder} has no {_CONFIG} of an adapter ({error})") from error
+        raise SettingError(f"{setting}: {folder} has no {_CONFIG} of an adapter ({error})") from error
+    if not isinstance(saved, dict):
+        raise SettingError(f"{setting}: {folder / _CONFIG} is not the configuration of an adapter: it has no settings")
+    return saved
+
+
+def _check_formula(folder: Path, saved: Mapping[str, Any]) -> None:
+    """Raise `SettingError` for the configuration of an adapter of another formula."""
     changes = {key: value for key in _OTHER_FORMULAS if (value := saved.get(key))}
     if saved.get("peft_type") != "LORA":
         changes["peft_type"] = saved.get("peft_type")
@@ -123,7 +134,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if changes:
         words = ", ".join(f"{key}={value}" for key, value in changes.items())
         raise SettingError(f"lora.path: {folder} has {words}; only W0 + alpha / r * B A of linear layers is supported")
-    return saved
 
 
 def _check_base(folder: Path, base: str) -> None:

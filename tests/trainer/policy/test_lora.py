@@ -255,6 +255,27 @@ def test_an_adapter_of_another_base_or_without_its_files_is_refused(tmp_path: Pa
         started(tmp_path / "llama", tmp_path / "llama")
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "{"])
+def test_a_damaged_configuration_of_an_adapter_is_refused(tmp_path: Path, text: str):
+    policy, folder = written(tmp_path)
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(SettingError, match=r"lora\.path: .*adapter_config\.json"):
+        started(folder, tmp_path / "llama")
+    with pytest.raises(SettingError, match=r"run\.resume: .*adapter_config\.json"):
+        check_adapter(folder, adapter_weights(policy.model), LORA, str(tmp_path / "llama"))
+
+
+def test_a_checkpoints_adapter_without_settings_or_weights_is_refused(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    weights, base = adapter_weights(policy.model), str(tmp_path / "llama")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(SettingError, match=r"run\.resume: .*adapter_model\.safetensors is not a whole"):
+        check_adapter(folder, weights, LORA, base)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(SettingError, match=r"lora\.rank: .* has None, not 4"):
+        check_adapter(folder, weights, LORA, base)
+
+
 def test_the_digest_of_weights_does_not_depend_on_their_division_over_files(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path))
     model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
