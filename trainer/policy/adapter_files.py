@@ -6,7 +6,7 @@ A checkpoint has one beside the merged policy, and `lora.path` names one to begi
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,7 @@ from .lora import ALL_LINEAR, A, B, merged
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 """Around the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
-_BASE_DIGEST = "base_digest"
+_BASE_DIGEST = "base_xxh3"
 """In the metadata of the weights, which other programs pass over."""
 _SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _OTHER_FORMULAS = (
@@ -33,6 +33,18 @@ _SAME_BASE = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 """Initialisations (`init_lora_weights`, in any case) that leave the weights below the adapter as they are; others change them."""
 
 
+class AdapterBase(NamedTuple):
+    """The weights below an adapter: `model.path`, and their digest when they were loaded ("" on a rank that does not check)."""
+
+    path: str
+    digest: str = ""
+
+    @staticmethod
+    def read(path: str) -> "AdapterBase":
+        """Of the weights in the checkpoint now; every byte is read."""
+        return AdapterBase(path, weights_digest(path))
+
+
 def merged_weight(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scaling: float) -> Tensor:
     """A weight of a model with its part of the adapter in it, in fp32; one without such a part as it is."""
     layer, _, kind = name.rpartition(".")
@@ -41,13 +53,13 @@ def merged_weight(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scal
     return merged(weight.float(), adapter[f"{layer}.{A}"], adapter[f"{layer}.{B}"], scaling)
 
 
-def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSettings, base: str) -> None:
-    """Write the matrices of an adapter, by `lora.adapter_weights`'s names; `base` is `model.path`."""
+def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSettings, base: AdapterBase) -> None:
+    """Write the matrices of an adapter, by `lora.adapter_weights`'s names."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base.path,
         **_identity(weights, settings),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -56,7 +68,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSet
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": weight.contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE_DIGEST: weights_digest(base)})
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE_DIGEST: base.digest})
 
 
 def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]:
@@ -67,7 +79,7 @@ def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]
     return {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": targets}
 
 
-def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, base: str) -> None:
+def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, base: AdapterBase) -> None:
     """Raise `SettingError` if the adapter of a checkpoint has other settings or another base: it would make other weights."""
     if not (folder / _CONFIG).exists():
         return  # the checkpoint is of a run without an adapter, and does not load
@@ -81,8 +93,8 @@ def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, ba
         raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
 
 
-def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: str) -> dict[str, Tensor]:
-    """The matrices of `lora.path`, by the names of `shapes` (`lora.adapter_shapes`); `base` is `model.path`.
+def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: AdapterBase) -> dict[str, Tensor]:
+    """The matrices of `lora.path`, by the names of `shapes` (`lora.adapter_shapes`).
 
     Raises `SettingError` for an adapter of another formula, rank, alpha or base, or of other layers.
     """
@@ -136,12 +148,12 @@ def _check_formula(folder: Path, saved: Mapping[str, Any]) -> None:
         raise SettingError(f"lora.path: {folder} has {words}; only W0 + alpha / r * B A of linear layers is supported")
 
 
-def _check_base(folder: Path, base: str) -> None:
+def _check_base(folder: Path, base: AdapterBase) -> None:
     """Raise `SettingError` for other weights below the adapter. Files of other programs do not name theirs."""
     with safe_open(folder / _WEIGHTS, framework="pt") as file:
         digest = (file.metadata() or {}).get(_BASE_DIGEST)
-    if digest is not None and digest != weights_digest(base):
-        raise SettingError(f"model.path: {base} has other weights than those below the adapter in {folder}")
+    if digest and base.digest and digest != base.digest:
+        raise SettingError(f"model.path: {base.path} has other weights than those below the adapter in {folder}")
 
 
 def _layers(names: Iterable[str]) -> str:
