@@ -26,7 +26,7 @@ from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
 from ..comm.waits import waiting
 from .memory import PolicySizes, wants_checkpointing
-from .policy.adapter_files import AdapterBase, start_adapter
+from .policy.adapter_files import AdapterBase, start_adapter, start_folder
 from .policy.lora import adapter_shapes, add_adapter, target_layers
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class ActorGroup:
             start = None
             if recipe.lora.path:
                 shapes = adapter_shapes(target_layers(policy.model, recipe.lora.targets), recipe.lora.rank)
-                start = start_adapter(shapes, recipe.lora, adapter_base)
+                start = start_adapter(shapes, recipe.lora, start_folder(recipe), adapter_base)
             add_adapter(policy.model, recipe.lora, recipe.run.seed, base, start)
         self.shard(policy)
 

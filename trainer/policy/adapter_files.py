@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...comm.errors import SettingError
-from ...comm.recipe import LoraSettings
+from ...comm.recipe import LoraSettings, Recipe
+from ...relay.checkpoints import write_durably
 from .checkpoint_files import weights_digest
 from .lora import ALL_LINEAR, A, B, merged
 
@@ -93,12 +94,33 @@ def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, ba
         raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
 
 
-def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: AdapterBase) -> dict[str, Tensor]:
-    """The matrices of `lora.path`, by the names of `shapes` (`lora.adapter_shapes`).
+def start_folder(recipe: Recipe) -> Path:
+    """The folder of the adapter that a run begins with: `lora.path`, or the copy of one that has begun, which the run keeps."""
+    copy = _start_copy(recipe)
+    has_begun = (copy.parent / "journal.jsonl").exists()
+    return copy if has_begun and (copy / _CONFIG).exists() else Path(recipe.lora.path)
+
+
+def keep_start(recipe: Recipe) -> None:
+    """Copy the adapter of `lora.path` into the run's folder, unless the run has begun and has it."""
+    source, copy = start_folder(recipe), _start_copy(recipe)
+    if source != copy:
+        copy.mkdir(exist_ok=True)
+        for name in (_WEIGHTS, _CONFIG):
+            write_durably(copy / name, (source / name).read_bytes())
+
+
+def _start_copy(recipe: Recipe) -> Path:
+    return Path(recipe.run.dir) / "start_adapter"
+
+
+def start_adapter(
+    shapes: Mapping[str, Tensor], settings: LoraSettings, folder: Path, base: AdapterBase
+) -> dict[str, Tensor]:
+    """The matrices of the adapter that a run begins with, by the names of `shapes` (`lora.adapter_shapes`).
 
     Raises `SettingError` for an adapter of another formula, rank, alpha or base, or of other layers.
     """
-    folder = Path(settings.path)
     saved = _read_config(folder, "lora.path")
     _check_formula(folder, saved)
     for key in ("r", "lora_alpha"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import LoraSettings
+from headrace.comm.recipe import LoraSettings, Recipe, RunSettings
 from headrace.comm.tensor_split import TensorSplit
 from headrace.trainer.policy.adapter_files import (
     AdapterBase,
     check_adapter,
+    keep_start,
     merged_weight,
     read_adapter,
     start_adapter,
+    start_folder,
     write_adapter,
 )
 from headrace.trainer.policy.checkpoint_files import weights_digest
@@ -168,7 +171,7 @@ def written(folder: Path, settings: LoraSettings = LORA, family: str = "llama") 
 def started(path: Path, base: Path, settings: LoraSettings = LORA) -> dict[str, torch.Tensor]:
     """The matrices that a run with these settings begins with."""
     shapes = adapter_shapes(target_layers(load_policy(base, weights=False).model, settings.targets), settings.rank)
-    return start_adapter(shapes, structs.replace(settings, path=str(path)), AdapterBase.read(str(base)))
+    return start_adapter(shapes, settings, path, AdapterBase.read(str(base)))
 
 
 def test_an_adapter_is_written_as_peft_reads_it(tmp_path: Path):
@@ -187,6 +190,22 @@ def test_a_policy_begins_with_the_adapter_of_a_folder(tmp_path: Path):
     again = load_policy(tmp_path / "llama", shard=lambda p: add_adapter(p.model, LORA, 7, torch.float32, start))
     assert torch.equal(hidden_of(again), hidden_of(policy))
     assert all(weight.requires_grad for weight in adapter_weights(again.model).values())
+
+
+def test_a_run_that_has_begun_keeps_a_copy_of_its_first_adapter(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    run, weights = tmp_path / "run", adapter_weights(policy.model)
+    run.mkdir()
+    recipe = Recipe(run=RunSettings(dir=str(run)), lora=structs.replace(LORA, path=str(folder)))
+    (run / "start_adapter").mkdir()
+    (run / "start_adapter" / "adapter_config.json").write_text("of a start that failed")
+    assert start_folder(recipe) == folder
+    keep_start(recipe)
+    (run / "journal.jsonl").touch()
+    shutil.rmtree(folder)
+    copy = started(start_folder(recipe), tmp_path / "llama")
+    assert copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
+    keep_start(recipe)  # of a run that is resumed
 
 
 def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_path: Path):
