@@ -101,6 +101,8 @@ class Prompts(Handler):
 
     def _drop(self, group_id: GroupId, reason: str) -> None:
         """Print a reason the first time and whenever the count is 10, 100, ..."""
+        if (group := self.state.groups.get(group_id)) is not None:
+            self.context.drop_rows(group.row_ids(RowStatus.READY))
         self.context.commit(ev.PromptDropped(group=group_id, reason=reason))
         if is_power_of_ten(count := len(self.state.dropped)):
             print(f"dropped prompts: {count}, the last one because {reason}", flush=True)

@@ -102,7 +102,10 @@ class GroupRestored(Event, frozen=True, kw_only=True):
 
 
 class PromptDropped(Event, frozen=True, kw_only=True):
-    """No rollout can use the prompt of this group: it is passed over from now on. The group's rows, if it has any, have failed."""
+    """No rollout can use the prompt of this group: it is passed over from now on.
+
+    The group's rows, if it has any, have failed; those that were ready already are evicted.
+    """
 
     group: GroupId
     reason: str

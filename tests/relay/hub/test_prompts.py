@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.messages import LeaseGrant, LeaseRequest, PromptRefused, QueueRestored, SavedRow
+from headrace.comm.messages import (
+    DropRows,
+    LeaseGrant,
+    LeaseRequest,
+    PromptRefused,
+    QueueRestored,
+    RowDone,
+    SavedRow,
+)
 from headrace.comm.messages.base import GroupId
 from headrace.relay.dataset import JsonLines, PromptPool
 from headrace.relay.hub.prompts import Curriculum
@@ -66,6 +74,17 @@ def test_a_prompt_that_a_rollout_refuses_is_not_leased_again_and_its_rows_have_f
     state = scene.hub.state
     assert list(state.groups) == [second] and state.account.failed == 2 and state.failures["it is too long"] == 2
     assert leased(scene, 2, 2) == [GroupId(1, 1), GroupId(2, 1)]
+    assert state.is_balanced and replay(scene.path) == state
+
+
+def test_a_refused_prompt_evicts_those_rows_of_its_group_that_are_ready(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, GOOD, GOOD)
+    lease, other = scene.lease(num_groups=2).leases
+    scene.say("rollout-0", RowDone(lease.group.row(0), lease.attempt, 0, ["relay-0#1"], 5, 0.5))
+    scene.say("rollout-0", PromptRefused(lease.group, lease.attempt, "it is too long"))
+    state = scene.hub.state
+    assert list(state.groups) == [other.group] and (state.account.failed, state.account.evicted) == (1, 1)
+    assert [DropRows([lease.group.row(0).key(1)])] == [m for m in scene.heard("relay-0") if isinstance(m, DropRows)]
     assert state.is_balanced and replay(scene.path) == state
 
 
