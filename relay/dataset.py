@@ -44,23 +44,27 @@ class DatasetRows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file, of which the places of its lines are in memory: 8 bytes a row. The file stays open and must not change."""
+    """A JSONL file, of which the places of its lines are in memory: 8 bytes a row. The file stays open and must not change.
+
+    A row of a file that has changed since, or that cannot be read, is a `SettingError`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._starts = array("q")
+        self._path, self._starts = path, array("q")
         place = 0
         try:
-            with path.open("rb") as file:
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self._stamp = _stamp(self._file)
+            with os.fdopen(os.dup(self._file), "rb") as file:
                 for line in file:
                     if line.strip(_BLANK if place else _BLANK + _BYTE_ORDER_MARK):
                         self._starts.append(place)
                     place += len(line)
-            self._file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise SettingError(f"data.path: {path} does not exist") from None
         except OSError as error:
             raise SettingError(f"data.path: cannot read {path}: {error.strerror}") from error
-        weakref.finalize(self, os.close, self._file)
         self._starts.append(place)
 
     def __len__(self) -> int:
@@ -68,7 +72,13 @@ class JsonLines:
 
     def __getitem__(self, index: int, /) -> bytes:
         start, end = self._starts[index], self._starts[index + 1]
-        return os.pread(self._file, end - start, start).removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
+        try:
+            line, stamp = os.pread(self._file, end - start, start), _stamp(self._file)
+        except OSError as error:
+            raise SettingError(f"data.path: cannot read {self._path}: {error.strerror}") from error
+        if stamp != self._stamp:
+            raise SettingError(f"data.path: {self._path} has changed since the run began; put other rows into another file")
+        return line.removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
 
 
 class TableRows:
@@ -259,6 +269,12 @@ def row_problem(raw: bytes, column: str = "prompt") -> str:
         if isinstance(row["prompt"], str | list)
         else f"has a `{column}` that is neither text nor a list of chat messages"
     )
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    """Size and time of the last change of an open file."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def _in_form(rows: DatasetRows, settings: DataSettings) -> DatasetRows:
