@@ -137,7 +137,7 @@ class PromptRows:
         raw, settings = self._rows[index], self._settings
         try:
             row = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return raw
         if not isinstance(row, dict):
             return raw
@@ -261,6 +261,8 @@ def row_problem(raw: bytes, column: str = "prompt") -> str:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(raw) else ""
         return f"is not JSON ({error}){hint}"
+    except RecursionError:
+        return "has too many lists or objects one inside the other"
     if not isinstance(row, dict) or "prompt" not in row:
         has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
         return f"has no `{column}` column; {has}; see data.prompt_column"

@@ -22,6 +22,7 @@ from headrace.relay.dataset import (
     checked_prompts,
     open_prompts,
     open_rows,
+    row_problem,
 )
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
@@ -81,6 +82,7 @@ def test_the_error_for_a_row_without_a_prompt_names_the_row(tmp_path: Path):
         ('{"prompt": "x", "score": -Infinity}', r"JSON has no NaN"),
         ('{"prompt": "\\ud800"}', r"is not JSON"),
         (json.dumps({"prompt": "x" * MAX_ROW_BYTES}), r"bytes; at most"),
+        ('{"prompt": "x", "tree": ' + "[" * 100_000 + "]" * 100_000 + "}", r"one inside the other"),
     ],
 )
 def test_a_row_that_could_not_travel_in_a_message_is_named_before_the_run(row: str, reason: str, tmp_path: Path):
@@ -106,6 +108,16 @@ def test_a_file_is_read_row_by_row_and_never_whole(tmp_path: Path):
     tracemalloc.stop()
     assert prompts == [f"{i}{i}"[:2] for i in range(64)]
     assert peak < path.stat().st_size / 4
+
+
+def test_a_deeply_nested_row_and_a_file_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    rows = open_rows(DataSettings(path=str(path), prompt_column="question"))
+    assert row_problem(rows[0]) == "has too many lists or objects one inside the other"
+    monkeypatch.setattr(os, "pread", lambda *_: os.read(-1, 1))
+    with pytest.raises(SettingError, match=r"data\.path: cannot read .*data\.jsonl: Bad file descriptor"):
+        rows[0]
 
 
 @pytest.mark.parametrize("change", ["in place", "longer", "shorter"])
