@@ -77,7 +77,9 @@ class JsonLines:
         except OSError as error:
             raise SettingError(f"data.path: cannot read {self._path}: {error.strerror}") from error
         if stamp != self._stamp:
-            raise SettingError(f"data.path: {self._path} has changed since the run began; put other rows into another file")
+            raise SettingError(
+                f"data.path: {self._path} has changed since the run began; put other rows into another file"
+            )
         return line.removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
 
 
@@ -163,6 +165,11 @@ class PromptPool:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each set; the order of the data follows from them."""
+        return (len(self),)
+
     def group_at(self, cursor: int) -> GroupId:
         """The group that the `cursor`-th first lease starts."""
         epoch, index = divmod(cursor, len(self._rows))
@@ -192,6 +199,11 @@ class MixedPrompts:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each set; the order of the data follows from them."""
+        return tuple(map(len, self._pools))
 
     def group_at(self, cursor: int) -> GroupId:
         """The group that the `cursor`-th first lease starts."""
