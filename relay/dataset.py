@@ -170,6 +170,11 @@ class PromptPool:
         """Rows of each set; the order of the data follows from them."""
         return (len(self),)
 
+    @property
+    def whole_turn(self) -> int:
+        """Positions in a row among which, wherever they begin, each prompt has its turn."""
+        return 2 * len(self)
+
     def group_at(self, cursor: int) -> GroupId:
         """The group that the `cursor`-th first lease starts."""
         epoch, index = divmod(cursor, len(self._rows))
@@ -204,6 +209,12 @@ class MixedPrompts:
     def sizes(self) -> tuple[int, ...]:
         """Rows of each set; the order of the data follows from them."""
         return tuple(map(len, self._pools))
+
+    @property
+    def whole_turn(self) -> int:
+        """Positions in a row among which, wherever they begin, each prompt that ever has a turn has it."""
+        rounds = [-(-pool.whole_turn // int(share)) for pool, share in zip(self._pools, self._shares, strict=True) if share]
+        return (max(rounds) + 1) * len(self)
 
     def group_at(self, cursor: int) -> GroupId:
         """The group that the `cursor`-th first lease starts."""

@@ -57,7 +57,7 @@ class Prompts(Handler):
 
     def next(self) -> tuple[GroupId, int] | None:
         """The next group of the data, and the number of prompts passed over before it. Without any the run ends: None."""
-        for passed_over in range(min(2 * len(self.pool), _LONGEST_SEARCH)):  # a whole epoch is among two
+        for passed_over in range(min(self.pool.whole_turn, _LONGEST_SEARCH)):
             group_id = self.pool.group_at(self.state.cursor + passed_over)
             if self.is_offered(group_id):
                 return group_id, passed_over
@@ -65,6 +65,8 @@ class Prompts(Handler):
                 return None
         taken = f" and that data.curriculum takes at step {self.state.step}" if self._curriculum else ""
         self.context.failure = f"data.path: no prompt is left that can be used{taken}"
+        if dropped := list(self.state.dropped.values()):
+            self.context.failure += f"; {len(dropped)} are dropped, the last one because {dropped[-1]}"
         return None
 
     def row(self, group_id: GroupId) -> msgspec.Raw:

@@ -19,7 +19,7 @@ from headrace.comm.messages import (
     SavedRow,
 )
 from headrace.comm.messages.base import GroupId
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset import JsonLines, MixedPrompts, PromptPool
 from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
@@ -92,7 +92,18 @@ def test_a_run_whose_prompts_are_all_dropped_ends_with_the_reason(scene: Scene, 
     give(scene, tmp_path, "1", "2")
     scene.say("rollout-0", LeaseRequest(1, 0, 1))
     assert not [message for message in scene.heard("rollout-0") if isinstance(message, LeaseGrant)]
-    assert scene.hub.context.failure == "data.path: no prompt is left that can be used"
+    assert scene.hub.context.failure == (
+        "data.path: no prompt is left that can be used; 2 are dropped, the last one because row 2 has no `prompt` column;"
+        " it is not an object with columns; see data.prompt_column"
+    )
+
+
+def test_the_good_prompts_of_a_set_with_a_small_weight_are_found_among_dropped_ones(scene: Scene, tmp_path: Path):
+    for name, rows in (("large", ["1"] * 9), ("small", [*["1"] * 8, GOOD])):
+        (tmp_path / name).write_text("".join(f"{row}\n" for row in rows))
+    pools = [PromptPool(JsonLines(tmp_path / name), shuffle=False, seed=0) for name in ("large", "small")]
+    scene.hub.prompts.pool = MixedPrompts(pools, (17, 1), seed=0)
+    assert leased(scene, 1, 1) == [GroupId(0, 17)] and not scene.hub.context.failure
 
 
 def with_curriculum(scene: Scene, folder: Path, chance: Callable[[int, dict[str, Any]], float]) -> None:
