@@ -213,7 +213,9 @@ class MixedPrompts:
     @property
     def whole_turn(self) -> int:
         """Positions in a row among which, wherever they begin, each prompt that ever has a turn has it."""
-        rounds = [-(-pool.whole_turn // int(share)) for pool, share in zip(self._pools, self._shares, strict=True) if share]
+        rounds = [
+            -(-pool.whole_turn // int(share)) for pool, share in zip(self._pools, self._shares, strict=True) if share
+        ]
         return (max(rounds) + 1) * len(self)
 
     def group_at(self, cursor: int) -> GroupId:

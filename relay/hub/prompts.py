@@ -79,13 +79,15 @@ class Prompts(Handler):
 
     def is_offered(self, group_id: GroupId) -> bool:
         """Whether a prompt is given to rollouts; one whose row cannot be used is dropped here."""
-        if group_id.prompt in self.state.dropped:
+        if group_id.prompt in self.state.dropped or not self.is_usable(group_id):
             return False
-        row = bytes(self.pool.row(group_id))
-        if problem := row_problem(row):
+        return self._curriculum is None or self._is_taken(self._curriculum, group_id, bytes(self.pool.row(group_id)))
+
+    def is_usable(self, group_id: GroupId) -> bool:
+        """Whether the row of a group can be read; else its prompt is dropped."""
+        if problem := row_problem(bytes(self.pool.row(group_id))):
             self._drop(group_id, f"row {group_id.prompt + 1} {problem}")
-            return False
-        return self._curriculum is None or self._is_taken(self._curriculum, group_id, row)
+        return not problem
 
     def _is_taken(self, curriculum: Curriculum, group_id: GroupId, row: bytes) -> bool:
         try:

@@ -88,6 +88,17 @@ def test_a_refused_prompt_evicts_those_rows_of_its_group_that_are_ready(scene: S
     assert state.is_balanced and replay(scene.path) == state
 
 
+def test_a_group_that_comes_back_is_leased_again_only_if_its_row_can_still_be_used(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, GOOD, GOOD, GOOD)
+    first, second, _ = leased(scene, 1, 3)
+    scene.hub.on_process_death("rollout-0", "dead")
+    give(scene, tmp_path, "not JSON", GOOD, GOOD)
+    lease = scene.lease("rollout-1").leases[0]
+    assert lease.group == second and lease.attempt == 2 and first not in scene.hub.state.groups
+    assert [prompt for prompt, _ in drops(scene)] == [0]
+    assert scene.hub.state.is_balanced and replay(scene.path) == scene.hub.state
+
+
 def test_a_run_whose_prompts_are_all_dropped_ends_with_the_reason(scene: Scene, tmp_path: Path):
     give(scene, tmp_path, "1", "2")
     scene.say("rollout-0", LeaseRequest(1, 0, 1))
