@@ -1,5 +1,6 @@
 """Child processes that cannot outlive their parent, and the messages about them on the console."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from ...comm.process_tree import end_with_parent
 
 WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """The signals that a parent waits for: `wait_for_signal(seconds)` after `block_signals()`."""
-_AWAITED = WATCHED | {signal.SIGALRM}
+_SIGSET_BYTES = 128
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Child:
@@ -43,7 +45,7 @@ class Child:
         def prepare() -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only the hub acts on it; by default it would end a process
             signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores_sigterm else signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
             end_with_parent(death_signal, parent)
 
         if log is not None:
@@ -93,20 +95,19 @@ class Child:
 
 def block_signals() -> None:
     """Block the signals of `WATCHED`: they stay pending until `wait_for_signal` takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
 def wait_for_signal(seconds: float) -> int:
-    """The next signal of `WATCHED`; 0 if none comes within `seconds`.
+    """The next signal of `WATCHED`; 0 if none comes within `seconds`, or if this process is stopped and continued meanwhile.
 
-    `signal.sigtimedwait` returns a signal that never came if this process was stopped until after its deadline.
+    This is the C library's `sigtimedwait`: Python's own returns a signal that never came after a stop beyond the deadline.
     """
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
-    try:
-        number = signal.sigwait(_AWAITED)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-    return 0 if number == signal.SIGALRM else int(number)
+    awaited = ctypes.create_string_buffer(_SIGSET_BYTES)
+    for number in WATCHED:
+        _libc.sigaddset(awaited, int(number))
+    timespec = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+    return max(0, int(_libc.sigtimedwait(awaited, None, timespec)))
 
 
 def describe_exit(name: str, code: int) -> str:

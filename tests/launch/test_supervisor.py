@@ -16,6 +16,7 @@ from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from headrace.launch.config.load import read_recipe
 from headrace.launch.placement import is_restartable
+from headrace.launch.processes.spare import is_spare
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 from headrace.relay.hub.exits import ProcessExit, take_exits
 
@@ -173,6 +174,29 @@ for seconds in (1.0, 60.0):
         assert process.stdout.readline() == "0\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+
+
+@pytest.mark.parametrize(("told", "is_needed"), [("\n", "True"), ("", "False")])
+def test_a_spare_has_its_modules_and_is_known_as_one_until_it_is_told(told: str, is_needed: str):
+    script = """
+import sys
+from headrace.launch.processes.spare import wait_until_needed
+is_needed = wait_until_needed(["wave"])
+print(is_needed, "wave" in sys.modules, flush=True)
+sys.stdin.read()
+"""
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        folder = Path(f"/proc/{process.pid}")
+        until(lambda: True if is_spare(folder) else None)
+        process.stdin.write(told)
+        process.stdin.flush()
+        if not told:
+            process.stdin.close()
+        assert process.stdout.readline().split() == [is_needed, "True"]
+        if told:
+            assert not is_spare(folder)
 
 
 def test_a_rollout_has_no_spare(supervisor):
