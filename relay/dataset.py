@@ -161,19 +161,13 @@ class PromptPool:
         self._shuffle = shuffle
         self._seed = seed
         self._order: tuple[int, np.ndarray] = (-1, np.arange(len(rows)))
+        self.sizes: tuple[int, ...] = (len(rows),)
+        """Rows of each set; the order of the data follows from them."""
+        self.whole_turn = 2 * len(rows)
+        """Positions in a row among which, wherever they begin, each prompt has its turn."""
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each set; the order of the data follows from them."""
-        return (len(self),)
-
-    @property
-    def whole_turn(self) -> int:
-        """Positions in a row among which, wherever they begin, each prompt has its turn."""
-        return 2 * len(self)
 
     def group_at(self, cursor: int) -> GroupId:
         """The group that the `cursor`-th first lease starts."""
@@ -201,22 +195,12 @@ class MixedPrompts:
         exact = np.cumsum(np.array(weights, float) / sum(weights)) * len(self)
         self._shares = np.diff(np.rint(exact).astype(int), prepend=0)
         self._order: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
+        self.sizes = tuple(map(len, pools))
+        rounds = (math.ceil(pool.whole_turn / share) for pool, share in zip(pools, self._shares, strict=True) if share)
+        self.whole_turn = (max(rounds) + 1) * len(self)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each set; the order of the data follows from them."""
-        return tuple(map(len, self._pools))
-
-    @property
-    def whole_turn(self) -> int:
-        """Positions in a row among which, wherever they begin, each prompt that ever has a turn has it."""
-        rounds = [
-            -(-pool.whole_turn // int(share)) for pool, share in zip(self._pools, self._shares, strict=True) if share
-        ]
-        return (max(rounds) + 1) * len(self)
 
     def group_at(self, cursor: int) -> GroupId:
         """The group that the `cursor`-th first lease starts."""

@@ -24,8 +24,8 @@ from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
-from .episodes import Episodes, open_episodes
 from .environments.pool import PATIENCE
+from .episodes import Episodes, open_episodes
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
 from .load_report import LoadTotals

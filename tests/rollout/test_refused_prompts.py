@@ -62,7 +62,7 @@ def ends(play: Play) -> list[RowStatus]:
 def test_a_template_that_refuses_every_prompt_of_an_environment_ends_the_run(stage: Callable[..., Play]):
     play = stage()
     (rollout,) = play.rollouts
-    rollout.generator.prompt_ids = Refusal(rollout.generator.prompt_ids)
+    rollout.generator.prompt_ids = Refusal(rollout.generator.prompt_ids)  # pyright: ignore[reportAttributeAccessIssue]
     rollout.max_running = SAMPLES
     with pytest.raises(UnusablePrompt, match=r"data\.chat_template"):
         play.step(100)
@@ -72,7 +72,7 @@ def test_a_template_that_refuses_every_prompt_of_an_environment_ends_the_run(sta
 def test_a_template_that_has_accepted_a_prompt_may_refuse_any_number_of_others(stage: Callable[..., Play]):
     play = stage()
     (rollout,) = play.rollouts
-    rollout.generator.prompt_ids = Refusal(rollout.generator.prompt_ids, num_accepted=1)
+    rollout.generator.prompt_ids = Refusal(rollout.generator.prompt_ids, num_accepted=1)  # pyright: ignore[reportAttributeAccessIssue]
     rollout.max_running = 2 * SAMPLES
     play.until(lambda: play.hub.state.account.failed > SAMPLES * PATIENCE)
 
@@ -80,7 +80,7 @@ def test_a_template_that_has_accepted_a_prompt_may_refuse_any_number_of_others(s
 def test_an_observation_that_the_template_refuses_costs_its_trajectory_alone(stage: Callable[..., Play]):
     play = stage()
     (rollout,) = play.rollouts
-    rollout.generator.observation_ids = Refusal(rollout.generator.observation_ids, num_accepted=1)
+    rollout.generator.observation_ids = Refusal(rollout.generator.observation_ids, num_accepted=1)  # pyright: ignore[reportAttributeAccessIssue]
     play.lease(rollout)
     play.finish()
     assert RowStatus.READY in ends(play) and RowStatus.FAILED in ends(play)
@@ -89,7 +89,7 @@ def test_an_observation_that_the_template_refuses_costs_its_trajectory_alone(sta
 def test_a_template_that_refuses_every_observation_ends_the_run(stage: Callable[..., Play]):
     play = stage()
     (rollout,) = play.rollouts
-    rollout.generator.observation_ids = Refusal(rollout.generator.observation_ids)
+    rollout.generator.observation_ids = Refusal(rollout.generator.observation_ids)  # pyright: ignore[reportAttributeAccessIssue]
     rollout.max_running = 2 * SAMPLES
     with pytest.raises(UnusablePrompt, match=r"data\.chat_template"):
         play.step(1000)
