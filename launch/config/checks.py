@@ -82,8 +82,7 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if recipe.comm.tls:
         _check_tls(recipe)
-    if SCHEDULES[schedule].staleness is not None and queue.max_staleness is not None:
-        raise SettingError(f"queue.max_staleness: run.schedule={schedule} has its own bound; leave this at null")
+    _check_schedule(recipe)
     if queue.on_stale == "evict" and queue.max_staleness is None:
         raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
     if bool(queue.tasks) != bool(roles.task):
@@ -98,6 +97,17 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError(
             f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
         )
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    """Nothing is set that the schedule would ignore, or that would keep it from completing a step."""
+    rules, queue, prompts = SCHEDULES[recipe.run.schedule], recipe.queue, recipe.batch.prompts_per_step
+    schedule = f"run.schedule={rules.name}"
+    if rules.staleness is not None and queue.max_staleness is not None:
+        raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
+    for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
+        if rules.whole_batches and isinstance(most, int) and most < prompts:
+            raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")
 
 
 def _check_tls(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
-from headrace.launch.config.checks import check_recipe
+from headrace.launch.config.checks import check_combinations, check_recipe
 from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
@@ -155,3 +155,12 @@ def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
     recipe = read_recipe(None, ["run.schedule=stream", "queue.max_staleness=2"])
     with pytest.raises(SettingError, match=r"queue\.max_staleness: run\.schedule=stream"):
         check_recipe(recipe)
+
+
+@pytest.mark.parametrize(("schedule", "setting"), [("one_step", "queue.capacity"), ("sync", "queue.lead")])
+def test_a_queue_without_room_for_the_batch_that_a_schedule_waits_for_is_refused(schedule: str, setting: str):
+    words = [f"run.schedule={schedule}", "batch.prompts_per_step=4"]
+    with pytest.raises(SettingError, match=rf"{setting}: run\.schedule={schedule} needs room .*=4, not 3"):
+        check_combinations(read_recipe(None, [*words, f"{setting}=3"]))
+    check_combinations(read_recipe(None, [*words, f"{setting}=4"]))
+    check_combinations(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", f"{setting}=3"]))
