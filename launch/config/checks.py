@@ -63,9 +63,7 @@ def is_emulated(recipe: Recipe) -> bool:
 
 def check_combinations(recipe: Recipe) -> None:
     """Refuse settings that exclude each other."""
-    exact, tp, roles, queue, schedule = (
-        recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue, recipe.run.schedule,
-    )  # fmt: skip
+    exact, tp, roles, queue = recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue
     if 0 < recipe.sampling.temperature < LEAST_TEMPERATURE:
         raise SettingError(f"sampling.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
     if "" in recipe.sampling.stop:
@@ -105,6 +103,8 @@ def _check_schedule(recipe: Recipe) -> None:
     schedule = f"run.schedule={rules.name}"
     if rules.staleness is not None and queue.max_staleness is not None:
         raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
+    if rules.takes_share_at_once and recipe.rollout.batch_groups is not None:
+        raise SettingError(f"rollout.batch_groups: {schedule} gives each rollout an equal share; leave this at null")
     for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
         if rules.whole_batches and isinstance(most, int) and most < prompts:
             raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")
