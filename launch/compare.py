@@ -8,6 +8,7 @@ RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its o
 """
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -168,10 +169,12 @@ def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence
 
 
 def middle(runs: Sequence[Result]) -> Result:
-    """The run with the median of the tokens per second, with the tokens per second of all."""
+    """The run with the median of the tokens per second, with the tokens per second of all and the latest one's lateness."""
     in_order = sorted(runs, key=lambda run: run.figures.tokens_per_s)
     speeds = tuple(run.figures.tokens_per_s for run in in_order)
-    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
+    cpu = max((run.cpu for run in runs if run.cpu is not None), default=None)
+    lag_s = max(run.lag_s for run in runs)
+    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds, cpu=cpu, lag_s=lag_s)
 
 
 def variants(
@@ -194,14 +197,17 @@ def variants(
 
 
 def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> None:
-    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe."""
+    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe.
+
+    A run that was late says nothing of its knobs: it is never the best one.
+    """
     for variant in entrants:
 
         def speed(knobs: Knobs, variant: Variant = variant) -> float:
             tried = replace(variant, knobs=knobs)
-            tokens_per_s = experiment.run(tried.folder, tried.settings).figures.tokens_per_s
-            print_message(f"{tried.folder}: {tokens_per_s:,.0f} tokens/s")
-            return tokens_per_s
+            result = experiment.run(tried.folder, tried.settings)
+            print_message(f"{tried.folder}: {result.figures.tokens_per_s:,.0f} tokens/s, {load_of(result)}")
+            return result.figures.tokens_per_s if is_valid(result) else -math.inf
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
@@ -257,12 +263,18 @@ def table(results: Mapping[str, Result]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def is_valid(result: Result) -> bool:
+    """Whether the machine was not too busy and no process too late; always so in virtual time."""
+    if result.cpu is None:
+        return True
+    return result.cpu <= CPU_LIMIT and result.lag_s <= LAG_LIMIT * result.figures.step_s
+
+
 def load_of(result: Result) -> str:
     """The load of the machine during a run, the lateness of its processes, and whether these make its row invalid."""
     if result.cpu is None or result.own_cpu is None:
         return "virtual time"
-    is_valid = result.cpu <= CPU_LIMIT and result.lag_s <= LAG_LIMIT * result.figures.step_s
-    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if is_valid else ' INVALID'}"
+    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if is_valid(result) else ' INVALID'}"
 
 
 def spread(result: Result) -> str:

@@ -20,11 +20,11 @@ from headrace.comm.waits import waiting
 from headrace.launch import compare
 from headrace.launch.compare import Variant, middle, rows_of, table, variants
 from headrace.launch.config.load import read_recipe
-from headrace.launch.report.experiment import CpuMonitor, Result, busy_and_all
+from headrace.launch.report.experiment import CpuMonitor, Experiment, Result, busy_and_all
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
-from headrace.launch.report.tuning import Knobs
+from headrace.launch.report.tuning import Knobs, read_tuned
 from headrace.launch.run import prepare
 
 PATIENCE_S = 240.0
@@ -118,6 +118,23 @@ def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
     assert (chosen.figures.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))
     assert "| 1,100 (1,000 to 1,400) |" in table({"headrace": chosen})
     assert "| 1,000 |" in table({"headrace": middle([result(1000)])})
+
+
+def test_a_row_of_several_seeds_is_invalid_if_any_of_them_was_late():
+    slow = structs.replace(result(1000), lag_s=1.1)
+    assert "1.1 s INVALID" in table({"headrace": middle([slow, result(1100), result(1400)])})
+    assert "61% (20%), 0.0 s INVALID" in table({"headrace": middle([result(1000), result(1100, cpu=0.61)])})
+
+
+def test_knobs_of_a_late_run_are_not_the_best_of_a_climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def run(_: Experiment, folder: str, settings: dict[str, object]) -> Result:
+        is_late = settings["roles.rollout"] == 9
+        return structs.replace(result(1000.0 * int(str(settings["roles.rollout"]))), lag_s=2.0 if is_late else 0.0)
+
+    monkeypatch.setattr(Experiment, "run", run)
+    recipe = str(tmp_path / "devices.yaml")
+    compare.tune(Experiment(recipe, [], tmp_path), [Variant("stream_sync", 64, Knobs(7), 4)], budget=9)
+    assert read_tuned(recipe)["64"]["stream_sync"] == Knobs(8)
 
 
 def test_devices_are_split_and_the_batch_scaled_to_them():
