@@ -71,14 +71,18 @@ class Variant:
         return REPACK_GROUPS if self.name in REPACK else self.groups or GROUPS_PER_GPU * self.num_gpus
 
     @property
+    def train_gpus(self) -> int:
+        is_colocated = self.name == "sync-colocated"
+        return self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.knobs.rollouts
+
+    @property
     def settings(self) -> dict[str, object]:
         is_colocated, is_repack = self.name == "sync-colocated", self.name in REPACK
-        num_train = self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.knobs.rollouts
         return {
             "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
             **self.knobs.settings,
             "batch.prompts_per_step": self.num_groups,
-            "emulated.train_gpus": num_train,
+            "emulated.train_gpus": self.train_gpus,
             "emulated.colocated": str(is_colocated).lower(),
             "repack.enabled": str(self.name != "repack-off").lower(),
         }
@@ -134,9 +138,9 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     rows: list[Measurement] = []
     for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
 
-        def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> Iterator[Variant]:
+        def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> list[Variant]:
             sizes = (num_gpus, per_rollout, arguments.fixed_batch, arguments.repack_train_gpus)
-            return variants(arguments.recipe, names, *sizes)
+            return list(variants(arguments.recipe, names, *sizes))
 
         if arguments.tune:
             tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
@@ -193,7 +197,14 @@ def variants(
             yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
             continue
         share = 1 if name == "sync-colocated" else 2
-        yield Variant(name, num_gpus, tuned.get(name, Knobs(num_gpus // share // per_rollout)), per_rollout, groups)
+        knobs = tuned.get(name, Knobs(num_gpus // share // per_rollout))
+        variant = Variant(name, num_gpus, knobs, per_rollout, groups)
+        if knobs.rollouts < 1 or variant.train_gpus < 1:
+            raise SettingError(
+                f"--gpus: of {num_gpus} GPUs {name} would have {knobs.rollouts} rollouts of {per_rollout} GPUs,"
+                f" and {variant.train_gpus} GPUs that train; it needs both"
+            )
+        yield variant
 
 
 def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> None:

@@ -147,6 +147,16 @@ def test_devices_are_split_and_the_batch_scaled_to_them():
     assert (off.knobs.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
 
 
+@pytest.mark.parametrize("tuning", [(), ("--tune", "2")])
+def test_devices_that_cannot_be_divided_are_refused_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tuning: tuple[str, ...]
+):
+    words = [str(RECIPE), f"run.dir={tmp_path}", "--gpus", "4", "--only", "sync-colocated", "headrace", *tuning]
+    assert compare.main([*words, "--virtual"]) == 2
+    assert "--gpus: of 4 GPUs headrace would have 0 rollouts of 4 GPUs, and 4 GPUs" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/outcome.json"))
+
+
 def test_every_variant_is_a_valid_recipe(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     for variant in variants(str(RECIPE), [*compare.SCHEDULES, *compare.REPACK], 64, 4):
