@@ -66,7 +66,9 @@ class Prompts(Handler):
         taken = f" and that data.curriculum takes at step {self.state.step}" if self._curriculum else ""
         self.context.failure = f"data.path: no prompt is left that can be used{taken}"
         if num_dropped := len(self.state.passed_over):
-            self.context.failure += f"; {num_dropped} are dropped, the last one because {[*self.state.dropped.values()][-1]}"
+            self.context.failure += (
+                f"; {num_dropped} are dropped, the last one because {[*self.state.dropped.values()][-1]}"
+            )
         return None
 
     def row(self, group_id: GroupId) -> msgspec.Raw:

@@ -132,6 +132,10 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
     assert 0 < reasoning_gym("it is 118", task) < 1, "the rule of this task"
 
 
+def test_a_ground_truth_with_an_exponent_is_that_number():
+    assert [gsm8k(response, 1e-05) for response in ("0.00001", "1", "-5", "-05")] == [1, 0, 0, 0]
+
+
 @pytest.mark.extra
 def test_math_compares_values():
     pytest.importorskip("math_verify")
