@@ -22,7 +22,7 @@ from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
-from .adapter_checks import check_adapter
+from .adapter_checks import check_lora
 from .algorithm_checks import check_algorithm
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    warnings += check_adapter(recipe, policy.folder)
+    warnings += check_lora(recipe, policy.folder)
     warnings += check_lengths(recipe, data, policy)
     for settings, prompts in evaluation:
         warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
