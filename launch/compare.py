@@ -218,7 +218,7 @@ def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> No
             tried = replace(variant, knobs=knobs)
             result = experiment.run(tried.folder, tried.settings)
             print_message(f"{tried.folder}: {result.figures.tokens_per_s:,.0f} tokens/s, {load_of(result)}")
-            return result.figures.tokens_per_s if is_valid(result) else -math.inf
+            return result.figures.tokens_per_s if _is_valid(result) else -math.inf
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
@@ -274,7 +274,7 @@ def table(results: Mapping[str, Result]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def is_valid(result: Result) -> bool:
+def _is_valid(result: Result) -> bool:
     """Whether the machine was not too busy and no process too late; always so in virtual time."""
     if result.cpu is None:
         return True
@@ -285,7 +285,7 @@ def load_of(result: Result) -> str:
     """The load of the machine during a run, the lateness of its processes, and whether these make its row invalid."""
     if result.cpu is None or result.own_cpu is None:
         return "virtual time"
-    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if is_valid(result) else ' INVALID'}"
+    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if _is_valid(result) else ' INVALID'}"
 
 
 def spread(result: Result) -> str:
