@@ -71,8 +71,9 @@ def reasoning_gym(solution_str: str, task: dict[str, Any]) -> float:
     found = _ANSWER.findall(solution_str)
     answer = found[-1] if found else solution_str.rpartition("</think>")[2]
     tasks = _tasks(task["name"], task["seed"], task["size"])
+    made = _task(task["name"], task["seed"], task["size"], task["index"])
     try:
-        return float(tasks.score_answer(answer.strip(), _task(task["name"], task["seed"], task["size"], task["index"])))
+        return float(tasks.score_answer(answer.strip(), made))
     except Exception:  # noqa: BLE001 - not all rules expect that an answer may be anything
         return 0.0
 

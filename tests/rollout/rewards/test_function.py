@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +132,15 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
     ]
     assert [reasoning_gym(each, task) for each in responses] == [1.0, 1.0, 0.0, 0.0]
     assert 0 < reasoning_gym("it is 118", task) < 1, "the rule of this task"
+
+
+def test_a_task_that_cannot_be_made_is_an_error_and_a_rule_that_fails_scores_0(monkeypatch: pytest.MonkeyPatch):
+    package = SimpleNamespace(create_dataset=lambda name, **_: ["only one"])
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    task = {"name": "no such kind", "seed": 3, "size": 100, "index": 0}
+    assert reasoning_gym("118", task) == 0, "a list has no rule"
+    with pytest.raises(IndexError):
+        reasoning_gym("118", task | {"index": 5})
 
 
 def test_a_ground_truth_with_an_exponent_is_that_number():
