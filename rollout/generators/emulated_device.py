@@ -109,7 +109,11 @@ class EmulatedDevice:
         return num_steps * base + tokens * e.kv_ns * 1e-9
 
     def recompute(self) -> None:
-        """Drop the cache: the running trajectories are prefilled again, in their order."""
+        """Drop the cache: the running trajectories, and those whose keys and values were sent, are prefilled again, in their order."""
+        for sequence in self.waiting:
+            if sequence.arrives_at and not sequence.num_missing:
+                sequence.num_missing, sequence.arrives_at = sequence.num_tokens, 0.0
+                self.num_recomputed += sequence.num_missing
         prompts: set[int] = set()
         running = [self._leave(number) for number in list(self.running)]
         for sequence in running:

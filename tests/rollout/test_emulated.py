@@ -79,6 +79,16 @@ def test_weights_that_change_midway_cost_a_prefill_of_all_running_trajectories()
     assert device.seconds - before == pytest.approx(tokens * SETTINGS.prefill_us * 1e-6 + device.steps_s(4, 4 * 110, 1))
 
 
+def test_weights_that_change_make_keys_and_values_that_were_sent_worthless():
+    device = EmulatedDevice(SETTINGS, 512)
+    device.receive(EmulatedSequence(1, 4000, 9000, num_new=500))
+    device.recompute()
+    (sent,) = device.waiting
+    assert (sent.num_missing, sent.arrives_at, device.num_recomputed) == (4500, 0, 4500)
+    device.advance(1)
+    assert device.seconds == pytest.approx(4500 * SETTINGS.prefill_us * 1e-6 + device.steps_s(1, 4500, 1))
+
+
 def test_keys_and_values_that_are_sent_arrive_beside_decoding_one_sequence_after_another():
     device = EmulatedDevice(SETTINGS, 512)
     device.add([EmulatedSequence(0, 100, 1000)])
