@@ -14,8 +14,8 @@ import pytest
 class PowerCuts:
     """While it is entered, copies a folder before each system call that writes, and once more at the end: `left`.
 
-    Each state is there twice: with all bytes, and without those that were not synced. Names may be on the disk at any time. Calls
-    of extensions, such as those of safetensors, count as one.
+    Each state is there twice: with all bytes, and without those that were not synced. Names are on the disk at
+    once, so a missing sync of a folder is not seen. Calls of extensions, such as those of safetensors, count as one.
     """
 
     def __init__(self, folder: Path, copies: Path) -> None:
