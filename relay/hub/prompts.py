@@ -4,6 +4,7 @@ A prompt is dropped once, with its reason in the journal: its row cannot be read
 for a response or the template refuses it. Every later turn of a dropped prompt passes it over. The curriculum is asked in each turn.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
 
 _LONGEST_SEARCH = 1 << 16
-"""Most prompts in a row that are passed over, since the hub does nothing else meanwhile."""
+_LONGEST_SEARCH_S = 60.0
+"""Most prompts in a row that are passed over, and seconds for it, since the hub does nothing else meanwhile."""
 
 
 class Curriculum:
@@ -28,12 +30,15 @@ class Curriculum:
     def __init__(self, chance: Callable[[int, dict[str, Any]], float], seed: int) -> None:
         self._chance = chance
         self._seed = seed
+        self.had_chance = False
+        """Whether a row had a chance above 0 since this was last set to false."""
 
     def takes(self, step: int, group_id: GroupId, row: dict[str, Any]) -> bool:
         """Whether a row is taken: the same answer to the same question. Raises the function's errors, and `ValueError`."""
         chance = float(self._chance(step, row))
         if not 0 <= chance <= 1:
             raise ValueError(f"the chance of a row is {chance:g}; it is from 0 to 1")
+        self.had_chance |= chance > 0
         drawn = np.random.default_rng([self._seed, group_id.epoch, group_id.prompt]).random()
         return drawn < chance
 
@@ -57,7 +62,15 @@ class Prompts(Handler):
 
     def next(self) -> tuple[GroupId, int] | None:
         """The next group of the data, and the number of prompts passed over before it. Without any the run ends: None."""
-        for passed_over in range(min(self.pool.whole_turn, _LONGEST_SEARCH)):
+        until = time.monotonic() + _LONGEST_SEARCH_S
+        if self._curriculum:
+            self._curriculum.had_chance = False
+        for passed_over in range(_LONGEST_SEARCH):
+            if passed_over >= self.pool.whole_turn and not (self._curriculum and self._curriculum.had_chance):
+                break
+            if time.monotonic() >= until:
+                self.context.failure = f"data.path: no prompt that can be used was found in {_LONGEST_SEARCH_S:g} s"
+                return None
             group_id = self.pool.group_at(self.state.cursor + passed_over)
             if self.is_offered(group_id):
                 return group_id, passed_over

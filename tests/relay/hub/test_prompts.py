@@ -20,6 +20,7 @@ from headrace.comm.messages import (
 )
 from headrace.comm.messages.base import GroupId
 from headrace.relay.dataset import JsonLines, MixedPrompts, PromptPool
+from headrace.relay.hub import prompts
 from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
@@ -146,6 +147,18 @@ def test_a_chance_is_drawn_for_each_turn_of_a_row_and_is_the_same_when_it_is_ask
     taken = leased(scene, 1, 64)
     assert 0.15 < len(taken) / scene.hub.state.cursor < 0.35
     assert all(map(scene.hub.prompts.is_offered, taken)) and len({group.prompt for group in taken}) > 4
+
+
+def test_small_chances_on_few_rows_do_not_end_the_run(scene: Scene, tmp_path: Path):
+    with_curriculum(scene, tmp_path, lambda step, row: 0.001 * (row["level"] == 5))
+    assert [group.prompt for group in leased(scene, 1, 2)] == [5, 5]
+
+
+def test_a_search_that_takes_too_long_ends_the_run(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "_LONGEST_SEARCH_S", 0.0)
+    with_curriculum(scene, tmp_path, lambda step, row: 0.001)
+    scene.say("rollout-0", LeaseRequest(1, 0, 1))
+    assert "no prompt that can be used was found in 0 s" in scene.hub.context.failure
 
 
 @pytest.mark.parametrize(
