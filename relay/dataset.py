@@ -12,6 +12,7 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ CHECKED_ROWS = 1 << 16
 REASONING_GYM = "reasoning-gym/"
 """The beginning of the names of its tasks in `data.path`."""
 _NUM_TASKS, _CHECKED_TASKS = 1 << 20, 256
+_KEPT_TASKS = 64
+"""Tasks that are kept once they are made: a lease reads its row several times, and some kinds take a second to make."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
 _BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
@@ -112,11 +115,15 @@ class ReasoningGymRows:
             self._tasks = create_dataset(**self._made_by, size=_NUM_TASKS)
         except (ValueError, TypeError, AssertionError) as error:
             raise SettingError(f"data.path: {REASONING_GYM}{name}: {error}") from error
+        self._read = lru_cache(_KEPT_TASKS)(self._make)
 
     def __len__(self) -> int:
         return _NUM_TASKS
 
     def __getitem__(self, index: int, /) -> bytes:
+        return self._read(index)
+
+    def _make(self, index: int) -> bytes:
         made = self._tasks[index]
         task = {**self._made_by, "size": _NUM_TASKS, "index": index}
         return _as_json(
@@ -256,9 +263,10 @@ def checked_prompts(
     """
     limit = _CHECKED_TASKS if path.startswith(REASONING_GYM) else CHECKED_ROWS
     for index in range(min(len(rows), most or limit, limit)):
-        if problem := row_problem(rows[index], column):
+        row = rows[index]
+        if problem := row_problem(row, column):
             raise SettingError(f"data.path: {path}:{index + 1} {problem}")
-        yield msgspec.json.decode(rows[index])["prompt"]
+        yield msgspec.json.decode(row)["prompt"]
 
 
 def row_problem(raw: bytes, column: str = "prompt") -> str:

@@ -5,6 +5,7 @@ import os
 import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -159,6 +160,22 @@ def test_tasks_of_reasoning_gym_are_the_same_for_a_split_and_others_for_another_
     assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"].isdigit()
     with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/no: .*no"):
         open_rows(DataSettings(path="reasoning-gym/no"))
+
+
+def test_a_task_that_is_read_again_is_not_made_again(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+
+    class Tasks:
+        def __getitem__(self, index: int) -> dict[str, object]:
+            made.append(index)
+            return {"question": f"q{index}", "answer": "a", "metadata": {}}
+
+    package = SimpleNamespace(create_dataset=lambda **_: Tasks())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    path = "reasoning-gym/slow"
+    rows = open_rows(DataSettings(path=path))
+    assert rows[3] == rows[3] and made == [3]
+    assert list(checked_prompts(rows, path, most=3)) == ["q0", "q1", "q2"] and made == [3, 0, 1, 2]
 
 
 def test_the_error_for_tasks_without_their_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
