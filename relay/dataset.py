@@ -44,23 +44,27 @@ class DatasetRows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file, of which the places of its lines are in memory: 8 bytes a row. The file stays open and must not change."""
+    """A JSONL file, of which the places of its lines are in memory: 8 bytes a row. The file stays open and must not change.
+
+    A row of a file that has changed since, or that cannot be read, is a `SettingError`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._starts = array("q")
+        self._path, self._starts = path, array("q")
         place = 0
         try:
-            with path.open("rb") as file:
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self._stamp = _stamp(self._file)
+            with os.fdopen(os.dup(self._file), "rb") as file:
                 for line in file:
                     if line.strip(_BLANK if place else _BLANK + _BYTE_ORDER_MARK):
                         self._starts.append(place)
                     place += len(line)
-            self._file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise SettingError(f"data.path: {path} does not exist") from None
         except OSError as error:
             raise SettingError(f"data.path: cannot read {path}: {error.strerror}") from error
-        weakref.finalize(self, os.close, self._file)
         self._starts.append(place)
 
     def __len__(self) -> int:
@@ -68,7 +72,15 @@ class JsonLines:
 
     def __getitem__(self, index: int, /) -> bytes:
         start, end = self._starts[index], self._starts[index + 1]
-        return os.pread(self._file, end - start, start).removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
+        try:
+            line, stamp = os.pread(self._file, end - start, start), _stamp(self._file)
+        except OSError as error:
+            raise SettingError(f"data.path: cannot read {self._path}: {error.strerror}") from error
+        if stamp != self._stamp:
+            raise SettingError(
+                f"data.path: {self._path} has changed since the run began; put other rows into another file"
+            )
+        return line.removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
 
 
 class TableRows:
@@ -127,7 +139,7 @@ class PromptRows:
         raw, settings = self._rows[index], self._settings
         try:
             row = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return raw
         if not isinstance(row, dict):
             return raw
@@ -149,6 +161,10 @@ class PromptPool:
         self._shuffle = shuffle
         self._seed = seed
         self._order: tuple[int, np.ndarray] = (-1, np.arange(len(rows)))
+        self.sizes: tuple[int, ...] = (len(rows),)
+        """Rows of each set; the order of the data follows from them."""
+        self.whole_turn = 2 * len(rows)
+        """Positions in a row among which, wherever they begin, each prompt has its turn."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -179,6 +195,9 @@ class MixedPrompts:
         exact = np.cumsum(np.array(weights, float) / sum(weights)) * len(self)
         self._shares = np.diff(np.rint(exact).astype(int), prepend=0)
         self._order: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
+        self.sizes = tuple(map(len, pools))
+        rounds = (math.ceil(pool.whole_turn / share) for pool, share in zip(pools, self._shares, strict=True) if share)
+        self.whole_turn = (max(rounds) + 1) * len(self)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -251,6 +270,8 @@ def row_problem(raw: bytes, column: str = "prompt") -> str:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(raw) else ""
         return f"is not JSON ({error}){hint}"
+    except RecursionError:
+        return "has too many lists or objects one inside the other"
     if not isinstance(row, dict) or "prompt" not in row:
         has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
         return f"has no `{column}` column; {has}; see data.prompt_column"
@@ -259,6 +280,12 @@ def row_problem(raw: bytes, column: str = "prompt") -> str:
         if isinstance(row["prompt"], str | list)
         else f"has a `{column}` that is neither text nor a list of chat messages"
     )
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    """Size and time of the last change of an open file."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def _in_form(rows: DatasetRows, settings: DataSettings) -> DatasetRows:

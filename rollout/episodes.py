@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from ..comm.errors import SettingError
+from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
 from .environments.base import Episode, Messages, with_observation
-from .environments.pool import EnvironmentCall, EnvironmentPool
+from .environments.pool import PATIENCE, EnvironmentCall, EnvironmentPool
 from .leases import HeldLeases, LeasedRow
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Episodes:
         """Of each trajectory whose environment is reset."""
         self._known: set[int] = set()
         """Trajectories that have an environment in the pool."""
+        self._num_refused = 0
+        """Observations that the template refused."""
         self.num_begun = 0
         """Turns so far that began after an observation."""
 
@@ -166,7 +168,13 @@ class Episodes:
         episode.reward += call.step.reward
         if call.step.done or len(episode.completions) >= self._max_turns:
             return EndedEpisode(held, self._end(held, "stop"))
-        tokens = self._generator.observation_ids(episode, call.step.observation)
+        try:
+            tokens = self._generator.observation_ids(episode, call.step.observation)
+        except UnusablePrompt as error:
+            self._num_refused += 1
+            if self._num_refused >= PATIENCE and not self.num_begun:
+                raise  # it refuses every observation
+            return EndedEpisode(held, self._end(held, "stop"), str(error))
         if not self._generator.resume(call.number, tokens):
             return EndedEpisode(held, self._end(held, "length"))
         episode.insert(call.step.observation, len(tokens))

@@ -5,6 +5,7 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
+from .environments.pool import PATIENCE
 from .episodes import Episodes, open_episodes
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
@@ -78,6 +80,8 @@ class Rollout:
         self.migration = Migration(
             fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
         )
+        self._refusals_left: float = PATIENCE
+        """Prompts of environments that the template may refuse before it has accepted one; any number from then on."""
         self._is_stopped = False
         self._totals = LoadTotals()
 
@@ -224,7 +228,14 @@ class Rollout:
         try:
             tokens = self.generator.prompt_ids(data)
         except UnusablePrompt as error:
+            self._refusals_left -= self.episodes is not None
+            if not self._refusals_left:
+                raise  # the fault is the template's: these prompts are not dropped, so the run would not end
             self._refuse(rows, str(error))
+            return
+        self._refusals_left = math.inf
+        if not tokens:
+            self._refuse(rows, f"prompt {group.prompt} has no tokens")
             return
         if len(tokens) < context:
             params = self._evaluation_params if group.is_evaluation else self._params

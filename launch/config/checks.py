@@ -279,7 +279,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     context, wanted = policy.context, recipe.sampling.max_new_tokens
     if not context:
         return []
-    lengths = _long_lengths(prompts, policy, recipe.data, room=context - wanted)
+    lengths = _long_lengths(prompts, policy, recipe, room=context - wanted)
     too_long = [number for number, length in lengths.items() if length >= context]
     if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
         number = too_long[0]
@@ -299,7 +299,7 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     return warnings
 
 
-def _long_lengths(prompts: list[Any], policy: ModelFiles, settings: DataSettings, room: int) -> dict[int, int]:
+def _long_lengths(prompts: list[Any], policy: ModelFiles, recipe: Recipe, room: int) -> dict[int, int]:
     """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
     doubtful = [
         number
@@ -309,10 +309,11 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, settings: DataSettings
     if not doubtful:
         return {}
     from ...rollout.engine.chat_template import prompt_tokens
+    from ...rollout.environments.tools import tool_schemas
     from ...trainer.policy.model import load_tokenizer
 
-    tokenizer = load_tokenizer(policy.folder)
-    return {number: len(prompt_tokens({"prompt": prompts[number]}, tokenizer, settings)) for number in doubtful}
+    form = load_tokenizer(policy.folder), recipe.data, tool_schemas(recipe.environment)
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, *form)) for number in doubtful}
 
 
 def _given(name: str, value: str, meaning: str) -> str:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseRequest, SampleScored
-from ..dataset import MAX_ROW_BYTES
+from ..dataset import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
@@ -113,6 +113,10 @@ class Evaluations(Handler):
         num_bytes = 0
         for group in wanted[: min(room, math.ceil(len(wanted) / prompts.num_shares))]:
             samples, attempt, row = group.samples(RowStatus.WANTED), group.next_attempt, prompts.row(group.id)
+            if problem := row_problem(row):
+                for row_id in group.row_ids(RowStatus.WANTED):
+                    self._end(ev.Evaluated(row=row_id, failure=f"its row {problem}"))
+                continue
             partials = self._partials.wanted(group) if request.can_continue else {}
             answered = {"version": version, "holder": holder, "request_id": request.request_id}
             self.context.commit(ev.Leased(group=group.id, samples=samples, attempt=attempt, **answered))

@@ -12,7 +12,7 @@ from .context import Handler, HubContext
 if TYPE_CHECKING:
     from ..queue.admission import Admission
     from .evaluations import Evaluations
-    from .partial_pool import PartialPool, PartialRow
+    from .partial_pool import PartialPool
     from .prompts import Prompts
 
 
@@ -107,8 +107,6 @@ class Leases(Handler):
         Another process, such as a relay, has no leases and stops at once.
         """
         self._drained.add(message.member)
-        self._empty: dict[str, int] = {}
-        """The last request of each holder that was answered without leases; the journal has none for it."""
         if self._requests.pop(message.member, None) is not None or not message.member.startswith("rollout-"):
             self._stop_if_empty(message.member)
 
@@ -186,14 +184,12 @@ class Leases(Handler):
         A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
         """
         state, passed_over = self.state, 0
-        partials: dict[int, PartialRow] = {}
         allowed = (None, version) if version == request.version else (version,)
-        for group_id in state.unassigned:
-            group = state.groups[group_id]
+        while (group := self._returned(request, version, allowed)) and not self.prompts.is_usable(group.id):
+            pass  # its prompt is dropped now
+        if group is not None:
+            group_id, samples, attempt = group.id, group.samples(RowStatus.WANTED), group.next_attempt
             partials = self.partials.wanted(group) if request.can_continue else {}
-            if self.partials.version_of(partials) in allowed and self.admission.may_lease(state, version, group):
-                samples, attempt = group.samples(RowStatus.WANTED), group.next_attempt
-                break
         else:
             if not may_be_new or None not in allowed or not self.admission.may_lease(state, version):
                 return None
@@ -206,3 +202,12 @@ class Leases(Handler):
             ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
         )
         return Lease(group_id, attempt, samples, self.prompts.row(group_id), self.partials.refs(group_id, partials))
+
+    def _returned(self, request: LeaseRequest, version: int, allowed: tuple[int | None, ...]) -> Group | None:
+        """The first group that came back and may be leased on this version; `allowed` are those by which it may have begun."""
+        for group_id in self.state.unassigned:
+            group = self.state.groups[group_id]
+            begun = self.partials.version_of(self.partials.wanted(group)) if request.can_continue else None
+            if begun in allowed and self.admission.may_lease(self.state, version, group):
+                return group
+        return None

@@ -40,7 +40,7 @@ from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
 from ..dataset import open_prompts
 from ..journal import events as ev
-from ..journal.journal import Journal, account_dict, cut_at_checkpoint, opened_by, read_events, replay
+from ..journal.journal import Journal, account_dict, cut_at_checkpoint, last_opened, replay
 from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
@@ -82,8 +82,8 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     """The hub of a recipe, with its inbox, and its journal in the run folder."""
     queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
-    state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock)
     pool = open_prompts(recipe.data, recipe.run.seed)
+    state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
@@ -241,19 +241,23 @@ class HubLoop:
 
 
 def open_journal(
-    run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str, clock: Clock
+    run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str, clock: Clock, num_rows: tuple[int, ...] = ()
 ) -> tuple[HubState, Journal]:
     """The journal of a run folder, and the state after its last event.
 
     It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run. That
     one writes a new file, which then replaces the old one: a power cut leaves one of them.
-    needs: the columns that training needs besides those of the rollout.
+    needs: the columns that training needs besides those of the rollout. num_rows: those of each set of the data.
     """
     path = run_dir / "journal.jsonl"
     deadline_s = recipe.comm.deadline_s / 2  # the other processes wait for the hub while it waits for room
     samples = recipe.batch.samples_per_prompt
-    opened = ev.Opened(epoch=1, samples_per_prompt=samples, run_id=run_id, needs=tuple(sorted(needs)))
-    if opened_by(path) == run_id:
+    opened = ev.Opened(
+        epoch=1, samples_per_prompt=samples, run_id=run_id, needs=tuple(sorted(needs)), num_rows=num_rows
+    )
+    before = last_opened(path)
+    if before is not None and before.run_id == run_id:
+        _check_same_data(before, opened, recipe)
         journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), replay(path)
         _commit(ev.HubRestarted(), state, journal, clock)
         return state, journal
@@ -264,7 +268,8 @@ def open_journal(
             )
         with closing(Journal(path)):  # locked: no hub of the run before writes any more
             if (latest := CheckpointFolder(run_dir).latest()) is not None:
-                _check_same_groups(path, recipe)
+                if before is not None:
+                    _check_same_data(before, opened, recipe)
                 new = path.with_name(f"{path.name}.new")
                 kept = cut_at_checkpoint(path, latest, new)
                 state = replay(new)
@@ -279,11 +284,20 @@ def open_journal(
     return state, journal
 
 
-def _check_same_groups(path: Path, recipe: Recipe) -> None:
-    """Raise `SettingError` if the run of a journal began with groups of another size."""
-    opened = next((event for _, event in read_events(path) if isinstance(event, ev.Opened)), None)
-    if opened is not None and opened.samples_per_prompt != recipe.batch.samples_per_prompt:
-        raise SettingError(f"batch.samples_per_prompt: the run in {path.parent} began with {opened.samples_per_prompt}")
+def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> None:
+    """Raise `SettingError` for groups of another size, or a set of data with more or fewer rows: its order follows from them."""
+    if before.samples_per_prompt != opened.samples_per_prompt:
+        raise SettingError(
+            f"batch.samples_per_prompt: the run in {recipe.run.dir} began with {before.samples_per_prompt}"
+        )
+    if before.num_rows and len(before.num_rows) != len(opened.num_rows):
+        raise SettingError(f"data.path: the run in {recipe.run.dir} began with {len(before.num_rows)} sets")
+    for path, had, has in zip(recipe.data.paths, before.num_rows, opened.num_rows, strict=False):
+        if had != has:
+            raise SettingError(
+                f"data.path: {path} has {has} rows, and the run in {recipe.run.dir} began with {had}; mend rows in their"
+                " places, or set another run.dir"
+            )
 
 
 def _commit(event: ev.Event, state: HubState, journal: Journal, clock: Clock) -> None:

@@ -57,7 +57,7 @@ class Prompts(Handler):
 
     def next(self) -> tuple[GroupId, int] | None:
         """The next group of the data, and the number of prompts passed over before it. Without any the run ends: None."""
-        for passed_over in range(min(2 * len(self.pool), _LONGEST_SEARCH)):  # a whole epoch is among two
+        for passed_over in range(min(self.pool.whole_turn, _LONGEST_SEARCH)):
             group_id = self.pool.group_at(self.state.cursor + passed_over)
             if self.is_offered(group_id):
                 return group_id, passed_over
@@ -65,6 +65,8 @@ class Prompts(Handler):
                 return None
         taken = f" and that data.curriculum takes at step {self.state.step}" if self._curriculum else ""
         self.context.failure = f"data.path: no prompt is left that can be used{taken}"
+        if dropped := list(self.state.dropped.values()):
+            self.context.failure += f"; {len(dropped)} are dropped, the last one because {dropped[-1]}"
         return None
 
     def row(self, group_id: GroupId) -> msgspec.Raw:
@@ -77,13 +79,15 @@ class Prompts(Handler):
 
     def is_offered(self, group_id: GroupId) -> bool:
         """Whether a prompt is given to rollouts; one whose row cannot be used is dropped here."""
-        if group_id.prompt in self.state.dropped:
+        if group_id.prompt in self.state.dropped or not self.is_usable(group_id):
             return False
-        row = bytes(self.pool.row(group_id))
-        if problem := row_problem(row):
+        return self._curriculum is None or self._is_taken(self._curriculum, group_id, bytes(self.pool.row(group_id)))
+
+    def is_usable(self, group_id: GroupId) -> bool:
+        """Whether the row of a group can be read; else its prompt is dropped."""
+        if problem := row_problem(bytes(self.pool.row(group_id))):
             self._drop(group_id, f"row {group_id.prompt + 1} {problem}")
-            return False
-        return self._curriculum is None or self._is_taken(self._curriculum, group_id, row)
+        return not problem
 
     def _is_taken(self, curriculum: Curriculum, group_id: GroupId, row: bytes) -> bool:
         try:
@@ -101,6 +105,8 @@ class Prompts(Handler):
 
     def _drop(self, group_id: GroupId, reason: str) -> None:
         """Print a reason the first time and whenever the count is 10, 100, ..."""
+        if (group := self.state.groups.get(group_id)) is not None:
+            self.context.drop_rows(group.row_ids(RowStatus.READY))
         self.context.commit(ev.PromptDropped(group=group_id, reason=reason))
         if is_power_of_ten(count := len(self.state.dropped)):
             print(f"dropped prompts: {count}, the last one because {reason}", flush=True)

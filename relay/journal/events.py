@@ -22,13 +22,15 @@ class Opened(Event, frozen=True, kw_only=True):
     """Hub number `epoch` took over: rows that were leased or ready before have lost their holder and are wanted again.
 
     `run_id` is that of the fleet: a hub that finds its own is the next process of the same run.
-    `needs` are the columns that training needs besides those of the rollout.
+    `needs` are the columns that training needs besides those of the rollout. `num_rows` are those of each set of `data.path`; none in
+    journals of earlier versions.
     """
 
     epoch: int
     samples_per_prompt: int
     run_id: str = ""
     needs: tuple[str, ...] = ()
+    num_rows: tuple[int, ...] = ()
 
 
 class HubRestarted(Event, frozen=True, kw_only=True):
@@ -102,7 +104,10 @@ class GroupRestored(Event, frozen=True, kw_only=True):
 
 
 class PromptDropped(Event, frozen=True, kw_only=True):
-    """No rollout can use the prompt of this group: it is passed over from now on. The group's rows, if it has any, have failed."""
+    """No rollout can use the prompt of this group: it is passed over from now on.
+
+    The group's rows, if it has any, have failed; those that were ready already are evicted.
+    """
 
     group: GroupId
     reason: str

@@ -133,15 +133,15 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
     return state
 
 
-def opened_by(path: Path) -> str:
-    """The `run_id` of the run that opened a journal last, or an empty text. Only lines of that kind are decoded."""
+def last_opened(path: Path) -> Opened | None:
+    """The event of the run that opened a journal last. Only lines of that kind are decoded."""
     found = b""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
                 if line.startswith(_OPENED) and line.endswith(b"\n"):
                     found = line
-    return msgspec.json.decode(found, type=Opened).run_id if found else ""
+    return msgspec.json.decode(found, type=Opened) if found else None
 
 
 def checkpoints_in(path: Path) -> dict[int, int]:

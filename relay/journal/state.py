@@ -163,10 +163,12 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     state.dropped[event.group.prompt] = event.reason
     if (group := state.groups.pop(event.group, None)) is None:
         return
-    assert not group.samples(RowStatus.READY), f"group {event.group} has rows that are ready"
-    rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
+    assert group.step is None, f"group {event.group} is handed out"
+    rows, ready = group.samples(RowStatus.WANTED, RowStatus.LEASED), group.row_ids(RowStatus.READY)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
+    state.account.evicted += len(ready)
+    state.release(ready)
     state.unassigned.pop(event.group, None)
     state.queue.remove(event.group)
 

@@ -1,6 +1,7 @@
 """A user's data comes in several formats; all give the same rows."""
 
 import json
+import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -21,6 +22,7 @@ from headrace.relay.dataset import (
     checked_prompts,
     open_prompts,
     open_rows,
+    row_problem,
 )
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
@@ -80,6 +82,7 @@ def test_the_error_for_a_row_without_a_prompt_names_the_row(tmp_path: Path):
         ('{"prompt": "x", "score": -Infinity}', r"JSON has no NaN"),
         ('{"prompt": "\\ud800"}', r"is not JSON"),
         (json.dumps({"prompt": "x" * MAX_ROW_BYTES}), r"bytes; at most"),
+        ('{"prompt": "x", "tree": ' + "[" * 100_000 + "]" * 100_000 + "}", r"one inside the other"),
     ],
 )
 def test_a_row_that_could_not_travel_in_a_message_is_named_before_the_run(row: str, reason: str, tmp_path: Path):
@@ -105,6 +108,37 @@ def test_a_file_is_read_row_by_row_and_never_whole(tmp_path: Path):
     tracemalloc.stop()
     assert prompts == [f"{i}{i}"[:2] for i in range(64)]
     assert peak < path.stat().st_size / 4
+
+
+def test_a_deeply_nested_row_and_a_file_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    rows = open_rows(DataSettings(path=str(path), prompt_column="question"))
+    assert row_problem(rows[0]) == "has too many lists or objects one inside the other"
+    monkeypatch.setattr(os, "pread", lambda *_: os.read(-1, 1))
+    with pytest.raises(SettingError, match=r"data\.path: cannot read .*data\.jsonl: Bad file descriptor"):
+        rows[0]
+
+
+@pytest.mark.parametrize("change", ["in place", "longer", "shorter"])
+def test_a_file_that_has_changed_is_named_in_place_of_a_row(tmp_path: Path, change: str):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    os.utime(path, ns=(1, 1))
+    rows = open_rows(DataSettings(path=str(path)))
+    assert rows[1] == b'{"prompt": "b"}'
+    path.write_text({"in place": '{"prompt": "cc"}\n{"prompt": ""}\n', "longer": "\n" * 99, "shorter": ""}[change])
+    with pytest.raises(SettingError, match=r"data\.path: .*data\.jsonl has changed since the run began"):
+        rows[1]
+
+
+def test_a_file_that_takes_the_name_of_the_one_in_use_does_not_change_its_rows(tmp_path: Path):
+    path, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    other.write_text('{"prompt": "longer"}\n')
+    rows = open_rows(DataSettings(path=str(path)))
+    other.replace(path)
+    assert rows[0] == b'{"prompt": "a"}'
 
 
 def test_of_a_large_set_the_first_rows_are_checked_before_the_run(tmp_path: Path):

@@ -8,6 +8,7 @@ import pytest
 from support.hub_scene import Scene
 
 from headrace.comm.messages import (
+    DrainRequested,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
@@ -238,3 +239,29 @@ def test_after_the_last_step_the_trainer_waits_for_the_last_evaluation(scene: Ma
     s.say("actor-0", RequestRows(2, ["train"], step=10, evaluated=10))
     (last,) = s.heard("actor-0")
     assert isinstance(last, TrainBatch) and (last.total, last.evaluation) == (0, {})
+
+
+def test_a_rollout_that_is_drained_does_not_take_the_answers_of_others(scene: MakeScene):
+    s = scene()
+    s.publish(0)
+    while (grant := s.ask("rollout-0", only_evaluation=True)) and grant.leases:
+        pass
+    nothing = s.ask("rollout-1", only_evaluation=True)
+    assert nothing is not None and not nothing.leases
+    s.say("ctl-1", DrainRequested("rollout-2"))
+    s.hub.on_process_death("rollout-0", "dead")
+    s.say("rollout-1", LeaseRequest(nothing.request_id, 0, 99, only_evaluation=True))
+    assert s.heard("rollout-1") == [nothing], "prompts under a number that is answered would never be taken"
+
+
+def test_a_row_of_an_evaluation_that_cannot_be_used_has_no_score(scene: MakeScene):
+    s = scene()
+    assert s.hub.evaluations.prompts is not None
+    rows, _ = s.hub.evaluations.prompts._rows[2]
+    rows[2] = b"not JSON"  # pyright: ignore[reportIndexIssue]
+    s.publish(0)
+    while (grant := s.ask(only_evaluation=True)) and grant.leases:
+        assert all(bytes(lease.row) != b"not JSON" for lease in grant.leases)
+        s.score(grant)
+    assert (s.hub.state.evaluations.evaluated, s.hub.state.evaluations.failed) == (2 * (PROMPTS - 1), 2)
+    s.check()

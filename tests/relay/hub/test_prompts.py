@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.messages import LeaseGrant, LeaseRequest, PromptRefused, QueueRestored, SavedRow
+from headrace.comm.messages import (
+    DropRows,
+    LeaseGrant,
+    LeaseRequest,
+    PromptRefused,
+    QueueRestored,
+    RowDone,
+    SavedRow,
+)
 from headrace.comm.messages.base import GroupId
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset import JsonLines, MixedPrompts, PromptPool
 from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
@@ -69,11 +77,44 @@ def test_a_prompt_that_a_rollout_refuses_is_not_leased_again_and_its_rows_have_f
     assert state.is_balanced and replay(scene.path) == state
 
 
+def test_a_refused_prompt_evicts_those_rows_of_its_group_that_are_ready(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, GOOD, GOOD)
+    lease, other = scene.lease(num_groups=2).leases
+    scene.say("rollout-0", RowDone(lease.group.row(0), lease.attempt, 0, ["relay-0#1"], 5, 0.5))
+    scene.say("rollout-0", PromptRefused(lease.group, lease.attempt, "it is too long"))
+    state = scene.hub.state
+    assert list(state.groups) == [other.group] and (state.account.failed, state.account.evicted) == (1, 1)
+    assert [DropRows([lease.group.row(0).key(1)])] == [m for m in scene.heard("relay-0") if isinstance(m, DropRows)]
+    assert state.is_balanced and replay(scene.path) == state
+
+
+def test_a_group_that_comes_back_is_leased_again_only_if_its_row_can_still_be_used(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, GOOD, GOOD, GOOD)
+    first, second, _ = leased(scene, 1, 3)
+    scene.hub.on_process_death("rollout-0", "dead")
+    give(scene, tmp_path, "not JSON", GOOD, GOOD)
+    lease = scene.lease("rollout-1").leases[0]
+    assert lease.group == second and lease.attempt == 2 and first not in scene.hub.state.groups
+    assert [prompt for prompt, _ in drops(scene)] == [0]
+    assert scene.hub.state.is_balanced and replay(scene.path) == scene.hub.state
+
+
 def test_a_run_whose_prompts_are_all_dropped_ends_with_the_reason(scene: Scene, tmp_path: Path):
     give(scene, tmp_path, "1", "2")
     scene.say("rollout-0", LeaseRequest(1, 0, 1))
     assert not [message for message in scene.heard("rollout-0") if isinstance(message, LeaseGrant)]
-    assert scene.hub.context.failure == "data.path: no prompt is left that can be used"
+    assert scene.hub.context.failure == (
+        "data.path: no prompt is left that can be used; 2 are dropped, the last one because row 2 has no `prompt` column;"
+        " it is not an object with columns; see data.prompt_column"
+    )
+
+
+def test_the_good_prompts_of_a_set_with_a_small_weight_are_found_among_dropped_ones(scene: Scene, tmp_path: Path):
+    for name, rows in (("large", ["1"] * 9), ("small", [*["1"] * 8, GOOD])):
+        (tmp_path / name).write_text("".join(f"{row}\n" for row in rows))
+    pools = [PromptPool(JsonLines(tmp_path / name), shuffle=False, seed=0) for name in ("large", "small")]
+    scene.hub.prompts.pool = MixedPrompts(pools, (17, 1), seed=0)
+    assert leased(scene, 1, 1) == [GroupId(0, 17)] and not scene.hub.context.failure
 
 
 def with_curriculum(scene: Scene, folder: Path, chance: Callable[[int, dict[str, Any]], float]) -> None:

@@ -23,7 +23,7 @@ from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, opened_by, read_events, replay
+from headrace.relay.journal.journal import Journal, last_opened, read_events, replay
 from headrace.relay.journal.records import RowStatus
 
 FIRST = 1 << 32
@@ -160,9 +160,10 @@ def test_an_end_that_had_begun_goes_on(scene: Restart):
 
 
 def test_the_run_that_opened_a_journal_is_found_again(scene: Restart):
-    assert opened_by(scene.path) == ""
+    assert last_opened(scene.path.with_name("none")) is None
     scene.hub.context.commit(ev.Opened(epoch=2, samples_per_prompt=2, run_id="a run"))
     scene.lease(request=FIRST + 1)
     with scene.path.open("ab") as file:
         file.write(b'{"event":"Opened","epoch":3,"run_id":"torn')
-    assert opened_by(scene.path) == "a run"
+    opened = last_opened(scene.path)
+    assert opened is not None and (opened.epoch, opened.run_id) == (2, "a run")

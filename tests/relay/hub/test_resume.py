@@ -8,7 +8,7 @@ from support.power_cut import PowerCuts
 from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId
-from headrace.comm.recipe import BatchSettings, Recipe, RunSettings
+from headrace.comm.recipe import BatchSettings, DataSettings, Recipe, RunSettings
 from headrace.launch.resume import choose_checkpoint
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.hub.loop import open_journal
@@ -38,10 +38,12 @@ def interrupted_run(run_dir: Path) -> Path:
     return run_dir
 
 
-def resume(run_dir: Path, run_id: str = "second", mode: str = "auto") -> tuple[HubState, Journal]:
+def resume(
+    run_dir: Path, run_id: str = "second", mode: str = "auto", num_rows: tuple[int, ...] = ()
+) -> tuple[HubState, Journal]:
     settings = RunSettings(dir=str(run_dir), resume=mode)  # pyright: ignore[reportArgumentType]
-    recipe = Recipe(run=settings, batch=BatchSettings(samples_per_prompt=1))
-    return open_journal(run_dir, recipe, (), run_id, Clock())
+    recipe = Recipe(run=settings, batch=BatchSettings(samples_per_prompt=1), data=DataSettings(path=("a", "b")))
+    return open_journal(run_dir, recipe, (), run_id, Clock(), num_rows)
 
 
 def resumed_at(run_dir: Path, run_id: str = "second") -> tuple[int, int, int]:
@@ -95,3 +97,15 @@ def test_the_next_process_of_a_resumed_runs_hub_continues_at_the_end_of_its_jour
 def test_a_folder_with_a_run_is_only_used_to_resume_it(tmp_path: Path):
     with pytest.raises(SettingError, match="holds a run; set run.resume=auto"):
         resume(interrupted_run(tmp_path / "run"), mode="never")
+
+
+@pytest.mark.parametrize("num_rows", [(5, 8), (5,)])
+def test_a_run_is_not_continued_with_another_number_of_rows(tmp_path: Path, num_rows: tuple[int, ...]):
+    run_dir = interrupted_run(tmp_path / "run")
+    resume(run_dir, num_rows=(5, 7))[1].close()  # the journal before does not say how many
+    files = sorted(run_dir.iterdir())
+    for run_id in ("second", "third"):  # started again within the run, and resumed
+        with pytest.raises(SettingError, match=r"data\.path: (b has 8 rows, and .* began with 7|.* began with 2 sets)"):
+            resume(run_dir, run_id, num_rows=num_rows)
+    assert sorted(run_dir.iterdir()) == files
+    resume(run_dir, "third", num_rows=(5, 7))[1].close()
