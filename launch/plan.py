@@ -26,9 +26,8 @@ from .config.checks import is_emulated
 from .config.load import CONFIG_FILE, read_recipe, recipe_yaml
 from .processes.child import print_message
 from .report.experiment import Experiment
-from .report.figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of, window_of
-from .report.profile import emulated_recipe, profile_of
-from .report.timeline import Timeline
+from .report.figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
+from .report.profile import emulated_recipe, measured_part, profile_of
 from .report.tuning import Knobs, Ladder, climb
 
 WARM_UP = 20
@@ -160,14 +159,13 @@ def plan(recipe: Recipe, arguments: argparse.Namespace, steps: int) -> None:
         if is_emulated(measured) != is_emulated(recipe):
             raise SettingError("--from: of recipe and run only one emulates its devices")
         simulation = Simulation.of(Devices.of(own), home)
-        print_lines(
-            comparison(simulation.figures(simulation.devices.own), measured_figures(run, own), simulation.devices)
-        )
+        predicted = simulation.figures(simulation.devices.own)
+        print("\n".join(comparison(predicted, measured_figures(run, own), simulation.devices)), flush=True)
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
     simulation = Simulation.of(Devices.of(recipe, arguments.gpus), home)
-    print_lines(proposal(simulation, simulation.best(arguments.runs), is_real=is_real))
+    print("\n".join(proposal(simulation, simulation.best(arguments.runs), is_real=is_real)))
 
 
 def _recipe_of(run: Path) -> Recipe:
@@ -178,17 +176,19 @@ def _recipe_of(run: Path) -> Recipe:
 
 
 def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe:
-    """A recipe on the devices that `run` measured; the devices of an emulated recipe are known."""
-    if not is_emulated(measured):
+    """A recipe on the devices that `run` measured; those of an emulated run are known."""
+    if is_emulated(measured):
+        devices = structs.replace(measured.emulated, train_gpus=recipe.emulated.train_gpus)
+        recipe = structs.replace(recipe, emulated=devices)
+    else:
         recipe = emulated_recipe(recipe, profile_of(run, measured))
     return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
 
 
 def measured_figures(run: Path, own: Recipe) -> Figures:
     """The figures of a finished run."""
-    timeline = Timeline.read(run)
-    num_steps = len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return figures_of(run, timeline, window_of(timeline, num_steps), own.emulated.prefill_us * 1e-6)
+    timeline, window = measured_part(run)
+    return figures_of(run, timeline, window, own.emulated.prefill_us * 1e-6)
 
 
 def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Iterator[str]:
@@ -246,11 +246,6 @@ def _cells(figures: Figures) -> dict[str, str]:
 def _table(rows: Mapping[str, Sequence[str]], heads: Sequence[str]) -> Iterator[str]:
     for name, cells in {"": heads, **rows}.items():
         yield f"{name:14}" + "".join(f"{cell:>12}" for cell in cells)
-
-
-def print_lines(lines: Iterator[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -28,21 +28,24 @@ _STEPS_PER_CHECK = 64
 _LEAST_S = 1e-6
 
 
-def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
-    """The devices of the run in `run_dir`, whose recipe is given. Raises `SettingError` if its files do not tell them."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    timeline = Timeline.read(run_dir)
+def measured_part(run_dir: Path) -> tuple[Timeline, Window]:
+    """The timeline of a finished run, and the part of it that is measured. Raises `SettingError` for a run without."""
+    timeline, num_steps = Timeline.read(run_dir), len(_steps(run_dir))
     if not timeline.spans.get("actor-0") or "rollout-0" not in timeline.spans:
         raise SettingError(
             f"--from: {run_dir} has no trace of a trainer and a rollout; name the folder of a finished run"
         )
-    if len(lines) <= WARM_UP_STEPS + LAST_STEPS:
+    if num_steps <= WARM_UP_STEPS + LAST_STEPS:
         raise SettingError(
-            f"--from: {run_dir} has {len(lines)} steps; more than {WARM_UP_STEPS + LAST_STEPS} are needed"
+            f"--from: {run_dir} has {num_steps} steps; more than {WARM_UP_STEPS + LAST_STEPS} are needed"
         )
-    window = window_of(timeline, len(lines))
-    steps = [json.loads(line) for line in lines[window.first : window.last]]
+    return timeline, window_of(timeline, num_steps)
+
+
+def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
+    """The devices of the run in `run_dir`, whose recipe is given. Raises `SettingError` if its files do not tell them."""
+    timeline, window = measured_part(run_dir)
+    steps = _steps(run_dir)[window.first : window.last]
     events = [event for _, event in read_events(run_dir / "journal.jsonl")]
     inside = [event for event in events if window.start <= event.t * timeline.speed < window.end]
     num_rows = sum(sum(step["staleness/hist"].values()) for step in steps)
@@ -100,6 +103,12 @@ def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
     slope = min(slope, mean_y / mean_x) if slope > 0 else 0.0
     return mean_y - slope * mean_x, slope
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of each step."""
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _fetch_s(step: dict[str, Any]) -> float:
