@@ -8,6 +8,7 @@ RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its o
 """
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,14 +71,18 @@ class Variant:
         return REPACK_GROUPS if self.name in REPACK else self.groups or GROUPS_PER_GPU * self.num_gpus
 
     @property
+    def train_gpus(self) -> int:
+        is_colocated = self.name == "sync-colocated"
+        return self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.knobs.rollouts
+
+    @property
     def settings(self) -> dict[str, object]:
         is_colocated, is_repack = self.name == "sync-colocated", self.name in REPACK
-        num_train = self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.knobs.rollouts
         return {
             "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
             **self.knobs.settings,
             "batch.prompts_per_step": self.num_groups,
-            "emulated.train_gpus": num_train,
+            "emulated.train_gpus": self.train_gpus,
             "emulated.colocated": str(is_colocated).lower(),
             "repack.enabled": str(self.name != "repack-off").lower(),
         }
@@ -133,9 +138,9 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     rows: list[Measurement] = []
     for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
 
-        def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> Iterator[Variant]:
+        def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> list[Variant]:
             sizes = (num_gpus, per_rollout, arguments.fixed_batch, arguments.repack_train_gpus)
-            return variants(arguments.recipe, names, *sizes)
+            return list(variants(arguments.recipe, names, *sizes))
 
         if arguments.tune:
             tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
@@ -168,10 +173,12 @@ def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence
 
 
 def middle(runs: Sequence[Result]) -> Result:
-    """The run with the median of the tokens per second, with the tokens per second of all."""
+    """The run with the median of the tokens per second, with the tokens per second of all and the latest one's lateness."""
     in_order = sorted(runs, key=lambda run: run.figures.tokens_per_s)
     speeds = tuple(run.figures.tokens_per_s for run in in_order)
-    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
+    cpu = max((run.cpu for run in runs if run.cpu is not None), default=None)
+    lag_s = max(run.lag_s for run in runs)
+    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds, cpu=cpu, lag_s=lag_s)
 
 
 def variants(
@@ -190,18 +197,28 @@ def variants(
             yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
             continue
         share = 1 if name == "sync-colocated" else 2
-        yield Variant(name, num_gpus, tuned.get(name, Knobs(num_gpus // share // per_rollout)), per_rollout, groups)
+        knobs = tuned.get(name, Knobs(num_gpus // share // per_rollout))
+        variant = Variant(name, num_gpus, knobs, per_rollout, groups)
+        if knobs.rollouts < 1 or variant.train_gpus < 1:
+            raise SettingError(
+                f"--gpus: of {num_gpus} GPUs {name} would have {knobs.rollouts} rollouts of {per_rollout} GPUs,"
+                f" and {variant.train_gpus} GPUs that train; it needs both"
+            )
+        yield variant
 
 
 def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> None:
-    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe."""
+    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe.
+
+    A run that was late says nothing of its knobs: it is never the best one.
+    """
     for variant in entrants:
 
         def speed(knobs: Knobs, variant: Variant = variant) -> float:
             tried = replace(variant, knobs=knobs)
-            tokens_per_s = experiment.run(tried.folder, tried.settings).figures.tokens_per_s
-            print_message(f"{tried.folder}: {tokens_per_s:,.0f} tokens/s")
-            return tokens_per_s
+            result = experiment.run(tried.folder, tried.settings)
+            print_message(f"{tried.folder}: {result.figures.tokens_per_s:,.0f} tokens/s, {load_of(result)}")
+            return result.figures.tokens_per_s if is_valid(result) else -math.inf
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
@@ -257,12 +274,18 @@ def table(results: Mapping[str, Result]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def is_valid(result: Result) -> bool:
+    """Whether the machine was not too busy and no process too late; always so in virtual time."""
+    if result.cpu is None:
+        return True
+    return result.cpu <= CPU_LIMIT and result.lag_s <= LAG_LIMIT * result.figures.step_s
+
+
 def load_of(result: Result) -> str:
     """The load of the machine during a run, the lateness of its processes, and whether these make its row invalid."""
     if result.cpu is None or result.own_cpu is None:
         return "virtual time"
-    is_valid = result.cpu <= CPU_LIMIT and result.lag_s <= LAG_LIMIT * result.figures.step_s
-    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if is_valid else ' INVALID'}"
+    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if is_valid(result) else ' INVALID'}"
 
 
 def spread(result: Result) -> str:

@@ -26,7 +26,7 @@ from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.store import connect_store
 from ..comm.waits import waiting
 from .memory import PolicySizes, wants_checkpointing
-from .policy.adapter_files import start_adapter
+from .policy.adapter_files import AdapterBase, start_adapter, start_folder
 from .policy.lora import adapter_shapes, add_adapter, target_layers
 
 if TYPE_CHECKING:
@@ -105,7 +105,12 @@ class ActorGroup:
         """Whether this is rank 0, which talks to the hub and writes the run folder."""
         return self.rank == 0
 
-    def prepare(self, policy: "Policy", recipe: Recipe) -> None:
+    def adapter_base(self, recipe: Recipe) -> AdapterBase:
+        """The weights below the adapter, which are about to be loaded; rank 0 checks and names them."""
+        path = recipe.model.path
+        return AdapterBase.read(path) if self.is_lead and recipe.lora.rank else AdapterBase(path)
+
+    def prepare(self, policy: "Policy", recipe: Recipe, adapter_base: AdapterBase) -> None:
         """Give a policy without weights its adapter, if `lora` asks for one, and shard it."""
         if recipe.lora.rank:
             # The weights below are rounded as those of the rollouts.
@@ -113,7 +118,7 @@ class ActorGroup:
             start = None
             if recipe.lora.path:
                 shapes = adapter_shapes(target_layers(policy.model, recipe.lora.targets), recipe.lora.rank)
-                start = start_adapter(shapes, recipe.lora, recipe.model.path)
+                start = start_adapter(shapes, recipe.lora, start_folder(recipe), adapter_base)
             add_adapter(policy.model, recipe.lora, recipe.run.seed, base, start)
         self.shard(policy)
 

@@ -6,7 +6,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import LoraSettings, Recipe
 
 
-def check_adapter(recipe: Recipe, folder: Path) -> list[str]:
+def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     """Refuse what an adapter cannot do; `folder` is the policy's. Returns warnings of settings without effect."""
     lora = recipe.lora
     if not lora.rank:
@@ -18,7 +18,7 @@ def check_adapter(recipe: Recipe, folder: Path) -> list[str]:
             f"lora.rank: only with trainer.engine=builtin and rollout.engine=builtin or transformers, not with"
             f" {recipe.trainer.engine} and {recipe.rollout.engine}"
         )
-    from ...trainer.policy.adapter_files import start_adapter
+    from ...trainer.policy.adapter_files import AdapterBase, start_adapter, start_folder
     from ...trainer.policy.families import FAMILIES
     from ...trainer.policy.lora import adapter_shapes, target_layers
     from ...trainer.policy.model import load_policy
@@ -26,7 +26,8 @@ def check_adapter(recipe: Recipe, folder: Path) -> list[str]:
     policy = load_policy(folder, recipe.model.dtype, weights=False)
     layers = target_layers(policy.model, lora.targets)
     if lora.path:
-        start_adapter(adapter_shapes(layers, lora.rank), lora, recipe.model.path)
+        shapes = adapter_shapes(layers, lora.rank)
+        start_adapter(shapes, lora, start_folder(recipe), AdapterBase.read(recipe.model.path))
     if FAMILIES[policy.config.model_type].has_experts:
         return [f"lora.targets: the experts of model type '{policy.config.model_type}' are fused and take no adapter"]
     return []

@@ -22,7 +22,7 @@ from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
-from .adapter_checks import check_adapter
+from .adapter_checks import check_lora
 from .algorithm_checks import check_algorithm
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    warnings += check_adapter(recipe, policy.folder)
+    warnings += check_lora(recipe, policy.folder)
     warnings += check_lengths(recipe, data, policy)
     for settings, prompts in evaluation:
         warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
@@ -63,9 +63,7 @@ def is_emulated(recipe: Recipe) -> bool:
 
 def check_combinations(recipe: Recipe) -> None:
     """Refuse settings that exclude each other."""
-    exact, tp, roles, queue, schedule = (
-        recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue, recipe.run.schedule,
-    )  # fmt: skip
+    exact, tp, roles, queue = recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue
     if 0 < recipe.sampling.temperature < LEAST_TEMPERATURE:
         raise SettingError(f"sampling.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
     if "" in recipe.sampling.stop:
@@ -82,8 +80,7 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if recipe.comm.tls:
         _check_tls(recipe)
-    if SCHEDULES[schedule].staleness is not None and queue.max_staleness is not None:
-        raise SettingError(f"queue.max_staleness: run.schedule={schedule} has its own bound; leave this at null")
+    _check_schedule(recipe)
     if queue.on_stale == "evict" and queue.max_staleness is None:
         raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
     if bool(queue.tasks) != bool(roles.task):
@@ -98,6 +95,19 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError(
             f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
         )
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    """Nothing is set that the schedule would ignore, or that would keep it from completing a step."""
+    rules, queue, prompts = SCHEDULES[recipe.run.schedule], recipe.queue, recipe.batch.prompts_per_step
+    schedule = f"run.schedule={rules.name}"
+    if rules.staleness is not None and queue.max_staleness is not None:
+        raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
+    if rules.takes_share_at_once and recipe.rollout.batch_groups is not None:
+        raise SettingError(f"rollout.batch_groups: {schedule} gives each rollout an equal share; leave this at null")
+    for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
+        if rules.whole_batches and isinstance(most, int) and most < prompts:
+            raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")
 
 
 def _check_tls(recipe: Recipe) -> None:

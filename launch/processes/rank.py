@@ -64,6 +64,10 @@ def prepare(recipe: Recipe) -> None:
 
     for warning in check_recipe(recipe):
         print_message(f"warning: {warning}")
+    if recipe.lora.rank and recipe.lora.path:
+        from ...trainer.policy.adapter_files import keep_start
+
+        keep_start(recipe)
     run_dir = Path(recipe.run.dir)
     save_recipe(recipe)
     create_secret(run_dir)

@@ -17,7 +17,10 @@ SPARED = frozenset({"hub", "relay"})
 """The roles that have spares."""
 SPARE_AFTER_S = 10.0
 """Age of a process at which its spare starts: the start of a run is not slower for it."""
-_THREAD_NAME = "spare"
+_OPTION = b"--spare"
+"""The word of its command line that makes a process a spare."""
+_TAKEN = "spare-taken"
+"""The name of a spare's main thread from when it is needed."""
 
 
 class Spares:
@@ -69,16 +72,16 @@ def wait_until_needed(modules: Iterable[str]) -> bool:
 
     The supervisor owns the wait; the kernel ends this process if the supervisor dies.
     """
-    name = Path("/proc/self/comm")
-    before = name.read_text()
-    name.write_text(_THREAD_NAME)
     for module in modules:
         importlib.import_module(module)
     is_needed = bool(sys.stdin.buffer.read(1))
-    name.write_text(before)
+    if is_needed:
+        Path("/proc/self/comm").write_text(_TAKEN)
     return is_needed
 
 
 def is_spare(process: Path) -> bool:
-    """Whether a process, by its folder in /proc, is a spare that waits. Raises OSError if it has ended."""
-    return (process / "comm").read_text().strip() == _THREAD_NAME
+    """Whether a process, by its folder in /proc, is a spare that is not needed yet: from its first moment. Raises OSError if it has ended."""
+    if _OPTION not in (process / "cmdline").read_bytes().split(b"\0"):
+        return False
+    return (process / "comm").read_text().strip() != _TAKEN

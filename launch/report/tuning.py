@@ -62,7 +62,18 @@ def ladders(entrant: str, start: Knobs, most_rollouts: int, groups: int) -> dict
         found["capacity"] = (None, *(batches * groups for batches in BATCHES_QUEUED))
         found["quota"] = (None, *(shares * share for shares in SHARES_TAKEN))
     begun = {name: getattr(start, name) for name in found}
-    return {name: ladder if begun[name] in ladder else (begun[name], *ladder) for name, ladder in found.items()}
+    return {name: _with_value(ladder, begun[name]) for name, ladder in found.items()}
+
+
+def _with_value(ladder: Ladder, value: int | None) -> Ladder:
+    """A ladder with a value in its place, so that a climb that begins there has both neighbours; None is first."""
+    if value in ladder:
+        return ladder
+    if value is None:
+        return (None, *ladder)
+    numbers = [number for number in ladder if number is not None]
+    is_descending = numbers == sorted(numbers, reverse=True)
+    return (*ladder[: len(ladder) - len(numbers)], *sorted([*numbers, value], reverse=is_descending))
 
 
 def climb(start: Knobs, ladders: Mapping[str, Ladder], speed: Callable[[Knobs], float], budget: int) -> Knobs:

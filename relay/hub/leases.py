@@ -171,7 +171,8 @@ class Leases(Handler):
             leases.append(lease)
             num_bytes += len(lease.row)
         if leases:
-            self._answer(holder, LeaseGrant(request.request_id, version, leases, self.state.window.num_groups))
+            window = min(self.state.window.num_groups, self.admission.lead(self.state))
+            self._answer(holder, LeaseGrant(request.request_id, version, leases, window))
         return not is_refused
 
     def _answer(self, holder: str, grant: LeaseGrant) -> None:

@@ -65,8 +65,10 @@ class Prompts(Handler):
                 return None
         taken = f" and that data.curriculum takes at step {self.state.step}" if self._curriculum else ""
         self.context.failure = f"data.path: no prompt is left that can be used{taken}"
-        if dropped := list(self.state.dropped.values()):
-            self.context.failure += f"; {len(dropped)} are dropped, the last one because {dropped[-1]}"
+        if num_dropped := len(self.state.passed_over):
+            self.context.failure += (
+                f"; {num_dropped} are dropped, the last one because {[*self.state.dropped.values()][-1]}"
+            )
         return None
 
     def row(self, group_id: GroupId) -> msgspec.Raw:
@@ -79,7 +81,7 @@ class Prompts(Handler):
 
     def is_offered(self, group_id: GroupId) -> bool:
         """Whether a prompt is given to rollouts; one whose row cannot be used is dropped here."""
-        if group_id.prompt in self.state.dropped or not self.is_usable(group_id):
+        if group_id.prompt in self.state.passed_over or not self.is_usable(group_id):
             return False
         return self._curriculum is None or self._is_taken(self._curriculum, group_id, bytes(self.pool.row(group_id)))
 
@@ -108,5 +110,5 @@ class Prompts(Handler):
         if (group := self.state.groups.get(group_id)) is not None:
             self.context.drop_rows(group.row_ids(RowStatus.READY))
         self.context.commit(ev.PromptDropped(group=group_id, reason=reason))
-        if is_power_of_ten(count := len(self.state.dropped)):
+        if is_power_of_ten(count := len(self.state.passed_over)):
             print(f"dropped prompts: {count}, the last one because {reason}", flush=True)

@@ -14,7 +14,8 @@ from .window import Window
 class HubState:
     """Everything the hub knows. `cursor` counts first leases, and prompts passed over: with the seed, it is the position in the data.
 
-    `dropped` are the prompts that no rollout can use, with the reason of each.
+    `dropped` are the prompts that no rollout could use, with the newest reason of each; those in `passed_over` have not been tried
+    again since by a resumed run.
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
     `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
     `num_restored` counts those that were read from the disk when the run was resumed.
@@ -55,6 +56,7 @@ class HubState:
     incarnations: dict[str, int] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
+    passed_over: set[int] = field(default_factory=set)
     failures: Counter[str] = field(default_factory=Counter)
     account: Account = field(default_factory=Account)
     staleness: Counter[int] = field(default_factory=Counter)

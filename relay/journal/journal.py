@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...comm.disk import AppendFile, DiskReserve
+from ...comm.disk import AppendFile, DiskReserve, describe_full, is_full
 from ...comm.errors import DiskFull, HeadraceError
 from ...comm.messages.base import RowId
 from ..checkpoints import sync_folder
@@ -174,21 +174,30 @@ def cut_at_checkpoint(path: Path, step: int, into: Path) -> list[Event]:
     kept = [checkpoint, *_evaluations_beyond(path, step, last_line)]
     with path.open("rb") as file:
         kept_bytes = sum(len(line) for line in islice(file, last_line))
+    spare = 1 + len(list(path.parent.glob(f"{path.name}.discarded-*")))
     _copy_bytes(path, 0, kept_bytes, into)
-    if (num_bytes := path.stat().st_size) > kept_bytes:
-        spare = 1 + len(list(path.parent.glob(f"{path.name}.discarded-*")))
-        _copy_bytes(path, kept_bytes, num_bytes, path.with_name(f"{path.name}.discarded-{spare}"))
+    try:
+        _copy_bytes(path, kept_bytes, path.stat().st_size, path.with_name(f"{path.name}.discarded-{spare}"))
+    except DiskFull:
+        into.unlink()
+        raise
     return kept
 
 
 def _copy_bytes(path: Path, start: int, end: int, into: Path) -> None:
-    """Copy a part of a file and sync the copy."""
-    with path.open("rb") as source, into.open("wb") as copy:
-        source.seek(start)
-        while block := source.read(min(_BLOCK_BYTES, end - source.tell())):
-            copy.write(block)
-        copy.flush()
-        os.fsync(copy.fileno())
+    """Copy a part of a file and sync the copy. On a full disk nothing is left of it, and `DiskFull` is raised."""
+    try:
+        with path.open("rb") as source, into.open("wb") as copy:
+            source.seek(start)
+            while block := source.read(min(_BLOCK_BYTES, end - source.tell())):
+                copy.write(block)
+            copy.flush()
+            os.fsync(copy.fileno())
+    except OSError as error:
+        into.unlink(missing_ok=True)
+        if not is_full(error):
+            raise
+        raise DiskFull(f"{describe_full(into)}; make room there, the run can be resumed as before") from error
 
 
 def _evaluations_beyond(path: Path, step: int, last_line: int) -> list[Event]:

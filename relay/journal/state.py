@@ -51,7 +51,7 @@ def _(event: ev.Opened, state: HubState) -> None:
         state.unassigned[group.id] = None
     state.window.open()
     state.evaluations.reopen()
-    state.dropped.clear()  # the data may have been mended
+    state.passed_over.clear()  # the data may have been mended
     state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
 
 
@@ -160,7 +160,9 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.PromptDropped, state: HubState) -> None:
+    state.dropped.pop(event.group.prompt, None)  # the last one is the newest
     state.dropped[event.group.prompt] = event.reason
+    state.passed_over.add(event.group.prompt)
     if (group := state.groups.pop(event.group, None)) is None:
         return
     assert group.step is None, f"group {event.group} is handed out"

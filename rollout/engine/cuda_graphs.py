@@ -33,13 +33,13 @@ class DecodeGraphs:
         forward: "Callable[[Tensor, Tensor, Attention], Tensor]",
         head: "Head",
         attention: "TableAttention",
-        space: tuple[Tensor, Tensor],
+        logits: Tensor,
         max_pages: int,
         max_running: int,
     ) -> None:
         self._forward, self._head, self._attention = forward, head, attention
-        self._logits, self._scratch = space
-        device = self._logits.device
+        self._logits = logits
+        device = logits.device
         self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
         """Numbers of rows with a graph of their own."""
         page_size = attention.cache.page_size
@@ -99,7 +99,7 @@ class DecodeGraphs:
         self._attention.use(self._table[:size, :width], (positions + 1).int())
         hidden = self._forward(self._tokens[:size], positions, self._attention)
         rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
-        drawn = sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size], self._scratch[:size])
+        drawn = sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
         self._tokens[:size].copy_(drawn.tokens)
         self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)

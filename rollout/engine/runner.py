@@ -15,7 +15,7 @@ from .attention.backends import DecodeAttention, choose
 from .attention.cuda import TableAttention
 from .attention.prefill import ExactPrefillAttention, PrefillAttention
 from .cuda_graphs import DecodeGraphs
-from .sampling import Sample, sample
+from .sampling import Sample, has_kernels, sample
 from .to_device import to_device
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Runner:
             self.forward = LeanDecoder(policy) if LeanDecoder.supports(policy) else policy
         self.head = Head(policy, exact)
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
-        self._logits, self._scratch = (torch.empty(shape, device=policy.device) for _ in range(2))
+        self._logits = torch.empty(shape, device=policy.device)
+        self._scratch = None if has_kernels(self._logits) else torch.empty_like(self._logits)
         self._graphs: DecodeGraphs | None = None
 
     def use(self, cache: "KVCache", attention: str) -> None:
@@ -58,10 +59,9 @@ class Runner:
         self.attention = choose(attention, policy, cache, self.exact)
         # Sums over ranks are not captured.
         if tp == 1 and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
-            space = (self._logits, self._scratch)
             max_pages = -(-policy.context // cache.page_size)
             self._graphs = DecodeGraphs(
-                self._forward_newest, self.head, self.attention, space, max_pages, self._max_running
+                self._forward_newest, self.head, self.attention, self._logits, max_pages, self._max_running
             )
         forward = "exact" if self.exact else "module" if self.forward is policy else "lean"
         dtype, ranks = str(policy.dtype).removeprefix("torch."), f", tp {tp}" if tp > 1 else ""
@@ -107,7 +107,8 @@ class Runner:
         positions = to_device(batch.positions, self.policy.device)
         hidden = self._forward_newest(batch.tokens, positions, self.attention)
         logits = self.head(hidden, out=self._logits)
-        drawn = sample(logits, batch.sampling, batch.num_drawn, self._scratch[: len(batch)])
+        scratch = None if self._scratch is None else self._scratch[: len(batch)]
+        drawn = sample(logits, batch.sampling, batch.num_drawn, scratch)
         self.policy.tensor_parallel.broadcast_tokens(drawn.tokens)
         return drawn
 

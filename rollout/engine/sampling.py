@@ -152,9 +152,9 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
 
     The log-probability is the one that the trainer computes for the token: before the repetition penalty and before filters.
     Greedy rows report it at temperature 1. A row whose logits are not finite gets the log-probability NaN. logits: fp32 [B, vocab], may be overwritten; positions: int64 [B], index in the response
-    of the token to draw; scratch: a tensor of the logits' shape.
+    of the token to draw; scratch: a tensor of the logits' shape, which saves an allocation where `has_kernels` is false.
     """
-    if _has_kernels(logits) and rows.is_plain and rows.seen is None:
+    if has_kernels(logits) and rows.is_plain and rows.seen is None:
         from .triton_draw import draw  # Triton is installed only where there is a GPU
 
         scale = logits.new_ones(len(logits), 1) if rows.scale is None else rows.scale
@@ -180,7 +180,8 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     return Sample(tokens, logprobs.gather(1, at)[:, 0])
 
 
-def _has_kernels(logits: Tensor) -> bool:
+def has_kernels(logits: Tensor) -> bool:
+    """Whether plain sampling of these logits is kernels, which take no `scratch`."""
     return logits.is_cuda and _HAS_TRITON
 
 

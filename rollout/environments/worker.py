@@ -91,7 +91,7 @@ class Worker:
         if hosted is not None and hosted.num_steps != num_turns - 1:
             self._close(hosted.environment)
             hosted = None
-        environment = await self._limited(self._make) if hosted is None else hosted.environment
+        environment = await self._made() if hosted is None else hosted.environment
         is_whole = False
         try:
             answer = await self._answered(environment, question, is_new=hosted is None)
@@ -102,6 +102,28 @@ class Worker:
                 self._hosted[key] = _Hosted(environment, num_turns)
             else:
                 self._close(environment)
+
+    async def _made(self) -> Any:
+        """A new environment. One whose constructor ends behind its deadline is closed then."""
+        loop, made, is_late = asyncio.get_running_loop(), list[Any](), False
+
+        def note(environment: Any) -> None:
+            made.append(environment)
+            if is_late:
+                self._close(environment)
+
+        def make() -> Any:
+            environment = self._make()
+            loop.call_soon_threadsafe(note, environment)
+            return environment
+
+        try:
+            return await self._limited(make)
+        except (TimeoutError, asyncio.CancelledError):
+            is_late = True
+            for environment in made:
+                self._close(environment)
+            raise
 
     async def _answered(self, environment: Any, question: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
         """The answer of an environment, which is `is_new` or stands before the newest turn."""

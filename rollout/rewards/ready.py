@@ -14,6 +14,11 @@ NEEDS = {"math": "math_verify", "reasoning-gym": "reasoning_gym"}
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Signs around LaTeX in a text."""
+_EXPONENT = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_SPACE = re.compile(r"(?<=\d) (?=\d{3}\b)")
+_QUANTITY = re.compile(r"[-+]?[\d.,]+ ?(?!(?:pi|sqrt|sin|cos|tan|log|ln|exp)\b)[A-Za-z]{2,}(?:[ /][A-Za-z]+)*")
+"""A number with spaces between its thousands, and one with a unit in words: LaTeX reads both as products."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*\S.*", re.DOTALL)
 
@@ -24,7 +29,7 @@ def gsm8k(solution_str: str, ground_truth: str | float) -> float:
     The ground truth is a number, or GSM8K's published answer, a worked solution that ends in `#### 72`. Equal values count, so
     `72.0` and `1,000` are `72` and `1000`.
     """
-    wanted, given = _last_number(str(ground_truth)), _last_number(solution_str)
+    wanted, given = _last_number(_text(ground_truth)), _last_number(solution_str)
     if wanted is None:
         raise ValueError(f"the ground truth {str(ground_truth)[-60:]!r} has no number")
     return float(given == wanted)
@@ -38,10 +43,14 @@ def math(solution_str: str, ground_truth: str | float) -> float | None:
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    wanted = str(ground_truth).rpartition("####")[2].strip()
+    wanted = _text(ground_truth).rpartition("####")[2].strip()
+    if _SPACED.fullmatch(wanted):
+        wanted, solution_str = wanted.replace(" ", ""), _SPACE.sub("", solution_str)
     # Without signs around it LaTeX is read as its first number: `2\sqrt{3}` as 2.
-    gold = parse(wanted if _LATEX.search(wanted) else f"${wanted}$") or parse(wanted)
-    return float(verify(gold, parse(solution_str))) if gold else None
+    forms = [wanted] if _LATEX.search(wanted) else [f"${wanted}$", wanted]
+    golds = [gold for form in forms if (gold := parse(form))]
+    golds, given = golds if _QUANTITY.fullmatch(wanted) else golds[:1], parse(solution_str)
+    return float(any(verify(gold, given) for gold in golds)) if golds else None
 
 
 def format(solution_str: str) -> float:
@@ -82,6 +91,12 @@ def _task(name: str, seed: int, size: int, index: int) -> Any:
 
 
 READY = {function.__name__.replace("_", "-"): function for function in (math, gsm8k, format, length, reasoning_gym)}
+
+
+def _text(ground_truth: str | float) -> str:
+    """A ground truth as text; a number has no exponent, which would be read as another number."""
+    text = str(ground_truth).strip()
+    return f"{Decimal(text):f}" if _EXPONENT.fullmatch(text) else text
 
 
 def _last_number(text: str) -> Decimal | None:

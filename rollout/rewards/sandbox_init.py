@@ -70,12 +70,18 @@ def run_program(limits: dict[str, Any], code: str, uid: int) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _check(_libc.prctl(38, 1, 0, 0, 0), "no new privileges")
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits["max_processes"], limits["max_processes"]))
-    for kind, bound in bounds.items():
-        resource.setrlimit(kind, (bound, bound))
+    set_limits({resource.RLIMIT_NPROC: limits["max_processes"]} | bounds)
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     os.execve(sys.executable, [sys.executable, "-I", "-B", f"{home}/main.py"], environment)
+
+
+def set_limits(bounds: dict[int, int]) -> None:
+    """Bound this process's resources, by the host's own bounds where they are lower: they cannot be raised."""
+    for kind, bound in bounds.items():
+        hard = resource.getrlimit(kind)[1]
+        allowed = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(kind, (allowed, allowed))
 
 
 def main() -> None:
@@ -96,7 +102,7 @@ def main() -> None:
         os.close(status)
         try:
             run_program(limits, code, uid)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             os.write(problem, f"cannot run {sys.executable}: {error}".encode())
         os._exit(126)
     os.close(problem)

@@ -6,7 +6,7 @@ import pytest
 from support.policies import tiny_policy
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.adapter_checks import check_adapter
+from headrace.launch.config.adapter_checks import check_lora
 from headrace.launch.config.checks import check_combinations
 from headrace.launch.config.load import read_recipe
 
@@ -22,7 +22,7 @@ from headrace.launch.config.load import read_recipe
 )
 def test_what_an_adapter_cannot_do_is_refused(tmp_path: Path, words: list[str], message: str):
     with pytest.raises(SettingError, match=message):
-        check_adapter(read_recipe(None, ["lora.rank=4", *words]), tiny_policy(tmp_path))
+        check_lora(read_recipe(None, ["lora.rank=4", *words]), tiny_policy(tmp_path))
 
 
 def test_emulated_devices_have_no_adapter():
@@ -32,9 +32,9 @@ def test_emulated_devices_have_no_adapter():
 
 
 def test_experts_without_an_adapter_and_settings_without_a_rank_are_warnings(tmp_path: Path):
-    (warning,) = check_adapter(read_recipe(None, ["lora.rank=4"]), tiny_policy(tmp_path, "mixtral"))
+    (warning,) = check_lora(read_recipe(None, ["lora.rank=4"]), tiny_policy(tmp_path, "mixtral"))
     assert "experts" in warning
-    (warning,) = check_adapter(read_recipe(None, ["lora.alpha=4"]), tmp_path)
+    (warning,) = check_lora(read_recipe(None, ["lora.alpha=4"]), tmp_path)
     assert "lora.rank=0" in warning
-    assert check_adapter(read_recipe(None), tmp_path) == []
-    assert check_adapter(read_recipe(None, ["lora.rank=4"]), tiny_policy(tmp_path)) == []
+    assert check_lora(read_recipe(None), tmp_path) == []
+    assert check_lora(read_recipe(None, ["lora.rank=4"]), tiny_policy(tmp_path)) == []

@@ -20,11 +20,11 @@ from headrace.comm.waits import waiting
 from headrace.launch import compare
 from headrace.launch.compare import Variant, middle, rows_of, table, variants
 from headrace.launch.config.load import read_recipe
-from headrace.launch.report.experiment import CpuMonitor, Result, busy_and_all
+from headrace.launch.report.experiment import CpuMonitor, Experiment, Result, busy_and_all
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
-from headrace.launch.report.tuning import Knobs
+from headrace.launch.report.tuning import Knobs, read_tuned
 from headrace.launch.run import prepare
 
 PATIENCE_S = 240.0
@@ -120,6 +120,23 @@ def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
     assert "| 1,000 |" in table({"headrace": middle([result(1000)])})
 
 
+def test_a_row_of_several_seeds_is_invalid_if_any_of_them_was_late():
+    slow = structs.replace(result(1000), lag_s=1.1)
+    assert "1.1 s INVALID" in table({"headrace": middle([slow, result(1100), result(1400)])})
+    assert "61% (20%), 0.0 s INVALID" in table({"headrace": middle([result(1000), result(1100, cpu=0.61)])})
+
+
+def test_knobs_of_a_late_run_are_not_the_best_of_a_climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def run(_: Experiment, folder: str, settings: dict[str, object]) -> Result:
+        is_late = settings["roles.rollout"] == 9
+        return structs.replace(result(1000.0 * int(str(settings["roles.rollout"]))), lag_s=2.0 if is_late else 0.0)
+
+    monkeypatch.setattr(Experiment, "run", run)
+    recipe = str(tmp_path / "devices.yaml")
+    compare.tune(Experiment(recipe, [], tmp_path), [Variant("stream_sync", 64, Knobs(7), 4)], budget=9)
+    assert read_tuned(recipe)["64"]["stream_sync"] == Knobs(8)
+
+
 def test_devices_are_split_and_the_batch_scaled_to_them():
     (colocated,) = variants(str(RECIPE), ["sync-colocated"], 64, 4)
     assert (colocated.knobs.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
@@ -128,6 +145,16 @@ def test_devices_are_split_and_the_batch_scaled_to_them():
     off, on = variants(str(RECIPE), ["repack-off", "repack-on"], 64, 4)
     assert off.settings | {"repack.enabled": "true"} == on.settings
     assert (off.knobs.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
+
+
+@pytest.mark.parametrize("tuning", [(), ("--tune", "2")])
+def test_devices_that_cannot_be_divided_are_refused_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tuning: tuple[str, ...]
+):
+    words = [str(RECIPE), f"run.dir={tmp_path}", "--gpus", "4", "--only", "sync-colocated", "headrace", *tuning]
+    assert compare.main([*words, "--virtual"]) == 2
+    assert "--gpus: of 4 GPUs headrace would have 0 rollouts of 4 GPUs, and 4 GPUs" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/outcome.json"))
 
 
 def test_every_variant_is_a_valid_recipe(tmp_path: Path):

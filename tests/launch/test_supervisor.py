@@ -185,11 +185,11 @@ is_needed = wait_until_needed(["wave"])
 print(is_needed, "wave" in sys.modules, flush=True)
 sys.stdin.read()
 """
-    words = [sys.executable, "-c", script]
+    words = [sys.executable, "-c", script, "--spare"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         folder = Path(f"/proc/{process.pid}")
-        until(lambda: True if is_spare(folder) else None)
+        assert is_spare(folder), "before its modules are imported"
         process.stdin.write(told)
         process.stdin.flush()
         if not told:

@@ -48,7 +48,15 @@ def test_an_entrant_is_tuned_in_the_knobs_that_it_has():
     }
     found = ladders("headrace", start, 4, 10)
     assert found["rollouts"] == [1, 2, 3], "both sides of the split have devices"
-    assert found["max_running"][0] == 160 and found["quota"] == (None, 5, 10, 20)
+    assert found["max_running"] == (None, 384, 256, 192, 160, 128, 96) and found["quota"] == (None, 5, 10, 20)
+
+
+def test_a_climb_that_begins_beside_the_ladders_finds_the_best_of_them():
+    start = Knobs(rollouts=9, max_running=160, quota=40)
+    found = ladders("headrace", start, 16, 256)
+    assert found["quota"] == (None, 29, 40, 58, 116), "a quota that was saved for another split"
+    assert found["capacity"] == (None, 2048, 1024, 512)
+    assert climb(start, found, speed_of, budget=60) == Knobs(9, max_running=192, quota=40)
 
 
 def test_the_chosen_knobs_of_each_entrant_are_kept_beside_the_recipe(tmp_path: Path):

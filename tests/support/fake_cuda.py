@@ -65,9 +65,8 @@ def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
     runner, pool = engine.runner, engine.pool
     runner.attention = TorchTableAttention(engine.cache)
     max_pages = -(-engine.policy.context // pool.page_size)
-    space = (runner._logits, runner._scratch)
     graphs = runner._graphs = DecodeGraphs(
-        runner._forward_newest, runner.head, runner.attention, space, max_pages, engine.scheduler.max_running
+        runner._forward_newest, runner.head, runner.attention, runner._logits, max_pages, engine.scheduler.max_running
     )
     return graphs, cuda
 
@@ -141,15 +140,15 @@ def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
 
     def draw(logits, scale, is_greedy, keys, positions):
         """`triton_draw` by its formula."""
-        monkeypatch.setattr(sampling, "_has_kernels", lambda logits: False)
+        monkeypatch.setattr(sampling, "has_kernels", lambda logits: False)
         drawn = plain(logits.clone(), sampling.SamplingBatch.fixed(keys, scale, is_greedy), positions)
-        monkeypatch.setattr(sampling, "_has_kernels", lambda logits: True)
+        monkeypatch.setattr(sampling, "has_kernels", lambda logits: True)
         return drawn
 
     monkeypatch.setitem(
         sys.modules, "headrace.rollout.engine.triton_draw", SimpleNamespace(draw=count.one(draw, "sums", "draw"))
     )
-    monkeypatch.setattr(sampling, "_has_kernels", lambda logits: True)
+    monkeypatch.setattr(sampling, "has_kernels", lambda logits: True)
     attention = engine.runner.attention
     assert isinstance(attention, TableAttention)
     monkeypatch.setattr(attention, "attend", count.one(attention.attend, "split", "merge"))

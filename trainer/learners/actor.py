@@ -36,16 +36,17 @@ class Actor:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
+        self.adapter_base = group.adapter_base(recipe)
         self.policy: Policy = load_policy(
             recipe.model.path,
             "float32",
             group.device,
             exact=recipe.generator.exact,
-            shard=lambda policy: group.prepare(policy, recipe),
+            shard=lambda policy: group.prepare(policy, recipe, self.adapter_base),
         )
         group.checkpoint_activations(self.policy, recipe)
         self.updater = Updater(self.policy, recipe.optimizer)
-        self.critic = Critic(recipe, group) if recipe.algorithm.advantage == "gae" else None
+        self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer, critic)
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step

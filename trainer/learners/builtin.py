@@ -81,7 +81,7 @@ class ActorLearner(Actor):
 
     def restore(self, folder: Path) -> None:
         if self.recipe.lora.rank:
-            check_adapter(folder / "adapter", self._published(), self.recipe.lora, self.recipe.model.path)
+            check_adapter(folder / "adapter", self._published(), self.recipe.lora, self.adapter_base)
         load_state(self.state, folder, is_alone=self.group.size == 1)
 
     def _published(self) -> dict[str, torch.Tensor]:
@@ -107,7 +107,7 @@ class ActorLearner(Actor):
         (folder / "hf").mkdir(parents=True, exist_ok=True)
         try:
             if adapter:
-                write_adapter(folder / "adapter", adapter, self.recipe.lora, self.recipe.model.path)
+                write_adapter(folder / "adapter", adapter, self.recipe.lora, self.adapter_base)
             save_policy(self.policy, folder / "hf", self.tokenizer, policy)
         except SafetensorError:
             raise_if_full(folder)

@@ -12,6 +12,7 @@ from ..actor_group import ActorGroup
 from ..algorithms.gae import value_loss
 from ..batch import PackedBatch
 from ..logprobs import by_row, packed_hidden
+from ..policy.adapter_files import AdapterBase
 from ..policy.model import Policy, load_policy
 from .optimizer import Update, Updater, learning_rate
 
@@ -42,11 +43,11 @@ class ValueModel(nn.Module):
 class Critic:
     """Values before the updates of a step, gradients of the value loss, and updates with a learning rate of their own."""
 
-    def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
+    def __init__(self, recipe: Recipe, group: ActorGroup, adapter_base: AdapterBase) -> None:
         self._recipe = recipe
         self._group = group
         path, device = recipe.model.path, group.device
-        policy = load_policy(path, "float32", device, shard=lambda policy: group.prepare(policy, recipe))
+        policy = load_policy(path, "float32", device, shard=lambda policy: group.prepare(policy, recipe, adapter_base))
         group.checkpoint_activations(policy, recipe)
         self.model = ValueModel(policy)
         group.shard_modules(self.model.head)

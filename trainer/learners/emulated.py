@@ -57,7 +57,7 @@ class EmulatedLearner:
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Return when the devices would be done with the batch, and with the update that follows it."""
-        self._until = max(self._until, self._clock.now())
+        self._begin()
         stats.add(batch)
         self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s)
         self._num_groups += len(batch.row_batch.groups)
@@ -66,6 +66,7 @@ class EmulatedLearner:
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Zeros, after the time of a forward pass, which is a third of a step's."""
+        self._begin()
         self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s / 3)
         return [np.zeros(len(ids), np.float32) for ids in batch["response_ids"]]
 
@@ -81,7 +82,7 @@ class EmulatedLearner:
 
     def publish(self) -> None:
         """Publish the small buffer; return when a real version would be copied."""
-        self._until = max(self._until, self._clock.now())
+        self._begin()
         self._publisher.publish(self.version, self._weights)
         if self.version:
             self._sleep_for(self._transfer.push_s)
@@ -103,6 +104,10 @@ class EmulatedLearner:
     def close(self) -> None:
         write_lag(self._run_dir, self._name, self.lag_s)
         self._publisher.close()
+
+    def _begin(self) -> None:
+        """New work begins now, not at the end of the work before it."""
+        self._until = max(self._until, self._clock.now())
 
     def _sleep_for(self, seconds: float) -> None:
         self._until += seconds

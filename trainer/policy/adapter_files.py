@@ -6,30 +6,44 @@ A checkpoint has one beside the merged policy, and `lora.path` names one to begi
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...comm.errors import SettingError
-from ...comm.recipe import LoraSettings
+from ...comm.recipe import LoraSettings, Recipe
+from ...relay.checkpoints import write_durably
 from .checkpoint_files import weights_digest
 from .lora import ALL_LINEAR, A, B, merged
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 """Around the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
-_BASE_DIGEST = "base_digest"
+_BASE_DIGEST = "base_xxh3"
 """In the metadata of the weights, which other programs pass over."""
 _SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _OTHER_FORMULAS = (
     "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
     "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
 """Settings of `peft` by which an adapter makes other weights than W0 + alpha / r * B A, or more of them."""
-_OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""Initialisations (`init_lora_weights`) that change the weights below the adapter."""
+_SAME_BASE = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations (`init_lora_weights`, in any case) that leave the weights below the adapter as they are; others change them."""
+
+
+class AdapterBase(NamedTuple):
+    """The weights below an adapter: `model.path`, and their digest when they were loaded ("" on a rank that does not check)."""
+
+    path: str
+    digest: str = ""
+
+    @staticmethod
+    def read(path: str) -> "AdapterBase":
+        """Of the weights in the checkpoint now; every byte is read."""
+        return AdapterBase(path, weights_digest(path))
 
 
 def merged_weight(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scaling: float) -> Tensor:
@@ -40,13 +54,13 @@ def merged_weight(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scal
     return merged(weight.float(), adapter[f"{layer}.{A}"], adapter[f"{layer}.{B}"], scaling)
 
 
-def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSettings, base: str) -> None:
-    """Write the matrices of an adapter, by `lora.adapter_weights`'s names; `base` is `model.path`."""
+def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSettings, base: AdapterBase) -> None:
+    """Write the matrices of an adapter, by `lora.adapter_weights`'s names."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base.path,
         **_identity(weights, settings),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -55,7 +69,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSet
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": weight.contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE_DIGEST: weights_digest(base)})
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE_DIGEST: base.digest})
 
 
 def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]:
@@ -66,24 +80,49 @@ def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]
     return {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": targets}
 
 
-def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, base: str) -> None:
+def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, base: AdapterBase) -> None:
     """Raise `SettingError` if the adapter of a checkpoint has other settings or another base: it would make other weights."""
     if not (folder / _CONFIG).exists():
         return  # the checkpoint is of a run without an adapter, and does not load
-    saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    saved = _read_config(folder, "run.resume")
     for key, value in _identity(names, settings).items():
-        if saved[key] != value:
-            raise SettingError(f"lora.{_SETTINGS[key]}: the checkpoint {folder.parent} has {saved[key]}, not {value}")
-    _check_base(folder, base)
+        if (found := saved.get(key)) != value:
+            raise SettingError(f"lora.{_SETTINGS[key]}: the checkpoint {folder.parent} has {found}, not {value}")
+    try:
+        _check_base(folder, base)
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
 
 
-def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: str) -> dict[str, Tensor]:
-    """The matrices of `lora.path`, by the names of `shapes` (`lora.adapter_shapes`); `base` is `model.path`.
+def start_folder(recipe: Recipe) -> Path:
+    """The folder of the adapter that a run begins with: `lora.path`, or the copy of one that has begun, which the run keeps."""
+    copy = _start_copy(recipe)
+    has_begun = (copy.parent / "journal.jsonl").exists()
+    return copy if has_begun and (copy / _CONFIG).exists() else Path(recipe.lora.path)
+
+
+def keep_start(recipe: Recipe) -> None:
+    """Copy the adapter of `lora.path` into the run's folder, unless the run has begun and has it."""
+    source, copy = start_folder(recipe), _start_copy(recipe)
+    if source != copy:
+        copy.mkdir(exist_ok=True)
+        for name in (_WEIGHTS, _CONFIG):
+            write_durably(copy / name, (source / name).read_bytes())
+
+
+def _start_copy(recipe: Recipe) -> Path:
+    return Path(recipe.run.dir) / "start_adapter"
+
+
+def start_adapter(
+    shapes: Mapping[str, Tensor], settings: LoraSettings, folder: Path, base: AdapterBase
+) -> dict[str, Tensor]:
+    """The matrices of the adapter that a run begins with, by the names of `shapes` (`lora.adapter_shapes`).
 
     Raises `SettingError` for an adapter of another formula, rank, alpha or base, or of other layers.
     """
-    folder = Path(settings.path)
-    saved = _read_config(folder)
+    saved = _read_config(folder, "lora.path")
+    _check_formula(folder, saved)
     for key in ("r", "lora_alpha"):
         name = _SETTINGS[key]
         if saved.get(key) != (value := getattr(settings, name)):
@@ -106,31 +145,37 @@ def start_adapter(shapes: Mapping[str, Tensor], settings: LoraSettings, base: st
     return {name: tensor.float() for name, tensor in found.items()}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of an adapter to begin with; SettingError for one of another formula."""
+def _read_config(folder: Path, setting: str) -> dict[str, Any]:
+    """The configuration of an adapter; SettingError, which names the setting, for a damaged one."""
     try:
         saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingError(f"lora.path: {folder} has no {_CONFIG} of an adapter ({error})") from error
+        raise SettingError(f"{setting}: {folder} has no {_CONFIG} of an adapter ({error})") from error
+    if not isinstance(saved, dict):
+        raise SettingError(f"{setting}: {folder / _CONFIG} is not the configuration of an adapter: it has no settings")
+    return saved
+
+
+def _check_formula(folder: Path, saved: Mapping[str, Any]) -> None:
+    """Raise `SettingError` for the configuration of an adapter of another formula."""
     changes = {key: value for key in _OTHER_FORMULAS if (value := saved.get(key))}
     if saved.get("peft_type") != "LORA":
         changes["peft_type"] = saved.get("peft_type")
     if saved.get("bias", "none") != "none":
         changes["bias"] = saved["bias"]
-    if str(saved.get("init_lora_weights")).startswith(_OTHER_BASES):
+    if str(saved.get("init_lora_weights", True)).lower() not in _SAME_BASE:
         changes["init_lora_weights"] = saved["init_lora_weights"]
     if changes:
         words = ", ".join(f"{key}={value}" for key, value in changes.items())
         raise SettingError(f"lora.path: {folder} has {words}; only W0 + alpha / r * B A of linear layers is supported")
-    return saved
 
 
-def _check_base(folder: Path, base: str) -> None:
+def _check_base(folder: Path, base: AdapterBase) -> None:
     """Raise `SettingError` for other weights below the adapter. Files of other programs do not name theirs."""
     with safe_open(folder / _WEIGHTS, framework="pt") as file:
         digest = (file.metadata() or {}).get(_BASE_DIGEST)
-    if digest is not None and digest != weights_digest(base):
-        raise SettingError(f"model.path: {base} has other weights than those below the adapter in {folder}")
+    if digest and base.digest and digest != base.digest:
+        raise SettingError(f"model.path: {base.path} has other weights than those below the adapter in {folder}")
 
 
 def _layers(names: Iterable[str]) -> str:

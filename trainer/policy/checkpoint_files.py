@@ -1,7 +1,6 @@
 """The files of a Hugging Face checkpoint: the folder that `model.path` names, and its weights. Imports no torch."""
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,8 +12,7 @@ from ...comm.errors import SettingError
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
 """A tensor of the language model of a multimodal checkpoint."""
-_SAMPLES, _SAMPLE_BYTES = 16, 256
-"""Of each tensor, for the digest of a checkpoint."""
+_BLOCK_BYTES = 1 << 22
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -58,11 +56,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_digest(path: str | Path) -> str:
-    """An xxh3 of the names, types, shapes and a sample of the bytes of a checkpoint's weights, however they are divided over files.
+    """An xxh3 of the names, types, shapes and bytes of a checkpoint's weights, however they are divided over files.
 
-    The sample is 16 pieces of 256 bytes from all over each tensor: weights that were trained further differ in it.
+    It reads every byte, so a process computes it once.
     """
-    pieces: dict[str, bytes] = {}
+    tensors: dict[str, str] = {}
     for file in weight_files(find_checkpoint(path)):
         with file.open("rb") as opened:  # the format: the header's length (8 bytes), the header as JSON, the tensors
             start = 8 + int.from_bytes(opened.read(8), "little")
@@ -70,13 +68,12 @@ def weights_digest(path: str | Path) -> str:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 low, high = entry["data_offsets"]
-                places = {low + (high - low) * index // _SAMPLES for index in range(_SAMPLES)}
-                sample = (
-                    os.pread(opened.fileno(), min(_SAMPLE_BYTES, high - place), start + place)
-                    for place in sorted(places)
-                )
-                pieces[name] = b"".join([f"{name} {entry['dtype']} {entry['shape']} ".encode(), *sample])
-    return xxhash.xxh3_64_hexdigest(b"".join(pieces[name] for name in sorted(pieces)))
+                state = xxhash.xxh3_64(f"{name} {entry['dtype']} {entry['shape']} ".encode())
+                opened.seek(start + low)
+                for place in range(low, high, _BLOCK_BYTES):
+                    state.update(opened.read(min(_BLOCK_BYTES, high - place)))
+                tensors[name] = state.hexdigest()
+    return xxhash.xxh3_64_hexdigest("".join(tensors[name] for name in sorted(tensors)).encode())
 
 
 def language_model(names: Iterable[str]) -> dict[str, str]:

@@ -99,6 +99,15 @@ def test_a_group_that_comes_back_is_leased_again_only_if_its_row_can_still_be_us
     assert scene.hub.state.is_balanced and replay(scene.path) == scene.hub.state
 
 
+def test_a_resumed_run_tries_dropped_prompts_again_and_still_counts_them(scene: Scene, tmp_path: Path):
+    give(scene, tmp_path, "not JSON", GOOD)
+    assert leased(scene, 1, 1) == [GroupId(0, 1)]
+    scene.hub.context.commit(ev.Opened(epoch=2, samples_per_prompt=2))
+    give(scene, tmp_path, GOOD, GOOD)
+    assert leased(scene, 2, 2) == [GroupId(0, 1), GroupId(1, 0)]
+    assert list(scene.hub.state.dropped) == [0] and replay(scene.path) == scene.hub.state
+
+
 def test_a_run_whose_prompts_are_all_dropped_ends_with_the_reason(scene: Scene, tmp_path: Path):
     give(scene, tmp_path, "1", "2")
     scene.say("rollout-0", LeaseRequest(1, 0, 1))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.small_disk import fill, small_disk
 
 from headrace.comm.disk import DiskReserve
+from headrace.comm.errors import DiskFull
 from headrace.comm.messages import GroupId
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import (
@@ -207,3 +208,17 @@ def test_the_rules_of_the_journal_are_never_optimized_away():
     code = "import headrace.relay.journal.state"
     result = subprocess.run([sys.executable, "-O", "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "PYTHONOPTIMIZE" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this host has no /dev/full")
+@pytest.mark.parametrize("is_rest", [False, True])
+def test_a_full_disk_stops_the_resumption_by_name_and_leaves_no_part_of_a_copy(recorder: Recorder, is_rest: bool):
+    recorder.train_step()
+    recorder.commit(ev.Checkpointed(step=1, path="checkpoints/step_1"))
+    recorder.train_step()
+    folder, before = recorder.path.parent, recorder.path.read_bytes()
+    new, rest = folder / "journal.jsonl.new", folder / "journal.jsonl.discarded-2"  # one is counted
+    (rest if is_rest else new).symlink_to("/dev/full")
+    with pytest.raises(DiskFull, match=r"run\.dir is full"):
+        cut_at_checkpoint(recorder.path, 1, new)
+    assert sorted(folder.iterdir()) == [recorder.path] and recorder.path.read_bytes() == before

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
-from headrace.launch.config.checks import check_recipe
+from headrace.launch.config.checks import check_combinations, check_recipe
 from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
@@ -141,7 +141,7 @@ def test_every_schedule_of_the_recipe_has_its_rules():
 
 
 def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
-    cycle = RolloutPacing.of("one_step", batch_groups=3, prompts_per_step=10, num_rollouts=4)
+    cycle = RolloutPacing.of("one_step", batch_groups=None, prompts_per_step=10, num_rollouts=4)
     assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
     assert (RolloutPacing.of("headrace", 5, 10, 4).share, RolloutPacing.of("headrace", None, 10, 4).share) == (5, 3)
     assert [RolloutPacing.of("headrace", given, 10, 4).share_of(window=50) for given in (5, None)] == [5, 13]
@@ -155,3 +155,19 @@ def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
     recipe = read_recipe(None, ["run.schedule=stream", "queue.max_staleness=2"])
     with pytest.raises(SettingError, match=r"queue\.max_staleness: run\.schedule=stream"):
         check_recipe(recipe)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "stream_sync", "one_step", "stream"])
+def test_a_share_is_refused_with_a_schedule_that_gives_equal_ones(schedule: str):
+    assert RolloutPacing.of(schedule, 5, 10, 4).share == 3
+    with pytest.raises(SettingError, match=rf"rollout\.batch_groups: run\.schedule={schedule} gives"):
+        check_combinations(read_recipe(None, [f"run.schedule={schedule}", "rollout.batch_groups=5"]))
+
+
+@pytest.mark.parametrize(("schedule", "setting"), [("one_step", "queue.capacity"), ("sync", "queue.lead")])
+def test_a_queue_without_room_for_the_batch_that_a_schedule_waits_for_is_refused(schedule: str, setting: str):
+    words = [f"run.schedule={schedule}", "batch.prompts_per_step=4"]
+    with pytest.raises(SettingError, match=rf"{setting}: run\.schedule={schedule} needs room .*=4, not 3"):
+        check_combinations(read_recipe(None, [*words, f"{setting}=3"]))
+    check_combinations(read_recipe(None, [*words, f"{setting}=4"]))
+    check_combinations(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", f"{setting}=3"]))

@@ -10,7 +10,7 @@ from support.fake_cuda import CapturedGraph, use_graphs, use_kernels
 from support.policies import LONGROPE, random_prompts, tiny_policy
 
 from headrace.rollout import Engine, SamplingParams
-from headrace.rollout.engine import batch, cuda_graphs
+from headrace.rollout.engine import batch, cuda_graphs, runner
 from headrace.rollout.engine import to_device as to_device_module
 from headrace.rollout.engine.to_device import to_device
 
@@ -139,3 +139,12 @@ def test_a_layer_that_decodes_is_ten_launches_and_the_rest_of_a_step_thirteen(tm
         "rms_norm": 2, "mm": 2, "addmm_": 2, "store_heads": 1, "split": 1, "merge": 1, "silu_mul": 1
     }  # fmt: skip
     assert (two - layer - layer).total() <= 13
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_runner_keeps_space_for_sampling_only_without_kernels(tmp_path, monkeypatch, has_kernels):
+    monkeypatch.setattr(runner, "has_kernels", lambda logits: has_kernels)
+    engine = Engine(tiny_policy(tmp_path), max_running=2)
+    assert (engine.runner._scratch is None) == has_kernels
+    params = SamplingParams(max_new_tokens=4, top_p=0.9)
+    assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4

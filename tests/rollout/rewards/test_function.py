@@ -132,6 +132,10 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
     assert 0 < reasoning_gym("it is 118", task) < 1, "the rule of this task"
 
 
+def test_a_ground_truth_with_an_exponent_is_that_number():
+    assert [gsm8k(response, 1e-05) for response in ("0.00001", "1", "-5", "-05")] == [1, 0, 0, 0]
+
+
 @pytest.mark.extra
 def test_math_compares_values():
     pytest.importorskip("math_verify")
@@ -151,9 +155,14 @@ def test_a_ground_truth_in_latex_is_read_whole(gold: str):
 
 @pytest.mark.extra
 @pytest.mark.parametrize(
-    ("gold", "right", "wrong"), [("1,000", "1000", "1"), ("A", r"\boxed{A}", r"\boxed{B}"), (7, "7", "8")]
-)
-def test_a_ground_truth_may_be_a_plain_answer(gold: str | int, right: str, wrong: str):
+    ("gold", "right", "wrong"),
+    [
+        ("1,000", "1000", "1"), ("A", r"\boxed{A}", r"\boxed{B}"), (7, "7", "8"), ("5 dollars", r"\boxed{5}", "6"),
+        ("5 dollars", r"\boxed{5 dollars}", r"\boxed{6 dollars}"), ("1 000", "1000", "0"), ("1 000", r"\boxed{1 000}", "1"),
+        (1e-05, r"\boxed{0.00001}", "1"), ("2x", "$2x$", "2"), ("2 pi", "$2 pi$", "2"), ("10 km/h", "10", "9"),
+    ],
+)  # fmt: skip
+def test_a_ground_truth_may_be_a_plain_answer(gold: str | float, right: str, wrong: str):
     pytest.importorskip("math_verify")
     assert (math(right, gold), math(wrong, gold)) == (1.0, 0.0)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import LoraSettings
+from headrace.comm.recipe import LoraSettings, Recipe, RunSettings
 from headrace.comm.tensor_split import TensorSplit
 from headrace.trainer.policy.adapter_files import (
+    AdapterBase,
     check_adapter,
+    keep_start,
     merged_weight,
     read_adapter,
     start_adapter,
+    start_folder,
     write_adapter,
 )
 from headrace.trainer.policy.checkpoint_files import weights_digest
@@ -160,14 +164,14 @@ def written(folder: Path, settings: LoraSettings = LORA, family: str = "llama") 
     base = tiny_policy(folder, family)
     policy = adapted(base, settings)
     weights = {name: weight.detach() for name, weight in adapter_weights(policy.model).items()}
-    write_adapter(folder / "adapter", weights, settings, str(base))
+    write_adapter(folder / "adapter", weights, settings, AdapterBase.read(str(base)))
     return policy, folder / "adapter"
 
 
 def started(path: Path, base: Path, settings: LoraSettings = LORA) -> dict[str, torch.Tensor]:
     """The matrices that a run with these settings begins with."""
     shapes = adapter_shapes(target_layers(load_policy(base, weights=False).model, settings.targets), settings.rank)
-    return start_adapter(shapes, structs.replace(settings, path=str(path)), str(base))
+    return start_adapter(shapes, settings, path, AdapterBase.read(str(base)))
 
 
 def test_an_adapter_is_written_as_peft_reads_it(tmp_path: Path):
@@ -188,16 +192,32 @@ def test_a_policy_begins_with_the_adapter_of_a_folder(tmp_path: Path):
     assert all(weight.requires_grad for weight in adapter_weights(again.model).values())
 
 
+def test_a_run_that_has_begun_keeps_a_copy_of_its_first_adapter(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    run, weights = tmp_path / "run", adapter_weights(policy.model)
+    run.mkdir()
+    recipe = Recipe(run=RunSettings(dir=str(run)), lora=structs.replace(LORA, path=str(folder)))
+    (run / "start_adapter").mkdir()
+    (run / "start_adapter" / "adapter_config.json").write_text("of a start that failed")
+    assert start_folder(recipe) == folder
+    keep_start(recipe)
+    (run / "journal.jsonl").touch()
+    shutil.rmtree(folder)
+    copy = started(start_folder(recipe), tmp_path / "llama")
+    assert copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
+    keep_start(recipe)  # of a run that is resumed
+
+
 def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_path: Path):
     policy, folder = written(tmp_path)
-    weights, base = adapter_weights(policy.model), str(tmp_path / "llama")
+    weights, base = adapter_weights(policy.model), AdapterBase.read(str(tmp_path / "llama"))
     check_adapter(folder, weights, LORA, base)
     for name, value in (("rank", 5), ("alpha", 64.0), ("targets", ("q_proj",))):
         with pytest.raises(SettingError, match=f"lora.{name}"):
             check_adapter(folder, weights, structs.replace(LORA, **{name: value}), base)
     other = tiny_policy(tmp_path / "other", seed=1)
     with pytest.raises(SettingError, match=r"model\.path: .*other.* has other weights"):
-        check_adapter(folder, weights, LORA, str(other))
+        check_adapter(folder, weights, LORA, AdapterBase.read(str(other)))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +234,13 @@ def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_
         ({"use_dora": True, "bias": "all"}, {}, r"lora\.path: .* use_dora=True, bias=all"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, {}, r"lora\.path: .* target_parameters=.*experts"),
         ({"init_lora_weights": "pissa_niter_4"}, {}, r"lora\.path: .* init_lora_weights=pissa_niter_4"),
+        ({"init_lora_weights": "lora_ga"}, {}, r"lora\.path: .* init_lora_weights=lora_ga"),
+        ({"init_lora_weights": "OLoRA"}, {}, r"lora\.path: .* init_lora_weights=OLoRA"),
+        (
+            {"kasa_config": {"beta": 1e-4}, "arrow_config": {"top_k": 3}},
+            {},
+            r"lora\.path: .* kasa_config=.*, arrow_config=",
+        ),
         ({"peft_type": "LOHA"}, {}, r"lora\.path: .* peft_type=LOHA"),
     ],
 )
@@ -225,6 +252,14 @@ def test_an_adapter_that_a_run_cannot_continue_is_refused(
     (folder / "adapter_config.json").write_text(json.dumps(saved | config))
     with pytest.raises(SettingError, match=message):
         started(folder, tmp_path / "llama", structs.replace(LORA, **changes))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "Gaussian", "eva", "orthogonal"])
+def test_an_adapter_whose_initialisation_leaves_the_base_is_continued(tmp_path: Path, init: bool | str):
+    _, folder = written(tmp_path)
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(saved | {"init_lora_weights": init}))
+    assert started(folder, tmp_path / "llama")
 
 
 def test_an_adapter_of_another_base_or_without_its_files_is_refused(tmp_path: Path):
@@ -240,12 +275,33 @@ def test_an_adapter_of_another_base_or_without_its_files_is_refused(tmp_path: Pa
         started(tmp_path / "llama", tmp_path / "llama")
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "{"])
+def test_a_damaged_configuration_of_an_adapter_is_refused(tmp_path: Path, text: str):
+    policy, folder = written(tmp_path)
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(SettingError, match=r"lora\.path: .*adapter_config\.json"):
+        started(folder, tmp_path / "llama")
+    with pytest.raises(SettingError, match=r"run\.resume: .*adapter_config\.json"):
+        check_adapter(folder, adapter_weights(policy.model), LORA, AdapterBase(str(tmp_path / "llama")))
+
+
+def test_a_checkpoints_adapter_without_settings_or_weights_is_refused(tmp_path: Path):
+    policy, folder = written(tmp_path)
+    weights, base = adapter_weights(policy.model), AdapterBase.read(str(tmp_path / "llama"))
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(SettingError, match=r"run\.resume: .*adapter_model\.safetensors is not a whole"):
+        check_adapter(folder, weights, LORA, base)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(SettingError, match=r"lora\.rank: .* has None, not 4"):
+        check_adapter(folder, weights, LORA, base)
+
+
 def test_the_digest_of_weights_does_not_depend_on_their_division_over_files(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path))
     model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
     assert weights_digest(tmp_path / "parts") == weights_digest(tmp_path / "llama")
-    model.model.layers[1].mlp.up_proj.weight.data += 1e-6
+    model.model.layers[1].mlp.up_proj.weight.data[7, 9] += 1e-6  # a single weight
     model.save_pretrained(tmp_path / "changed")
     assert weights_digest(tmp_path / "changed") != weights_digest(tmp_path / "llama")
 

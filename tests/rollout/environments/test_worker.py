@@ -1,0 +1,37 @@
+"""Environments in their process, here in the test's own."""
+
+import asyncio
+import threading
+from typing import Any
+
+from headrace.rollout.environments.worker import Worker
+
+
+class Slow:
+    """An environment whose constructor waits until the test lets it end."""
+
+    begins, ends, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self) -> None:
+        self.begins.set()
+        assert self.ends.wait(60)
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def test_an_environment_whose_constructor_ends_after_its_deadline_is_closed():
+    question: dict[str, Any] = {"key": 1, "row": {"prompt": "p"}, "completions": []}
+
+    async def ask() -> dict[str, Any]:
+        worker = Worker(Slow, timeout_s=0.01)
+        answer = await worker.answer(question)
+        worker.drop(1)
+        Slow.ends.set()
+        while not Slow.is_closed.is_set():
+            await asyncio.sleep(0.001)
+        await worker.close()
+        return answer
+
+    answer = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert answer == {"error": "no answer within environment.timeout_s=0.01"} and Slow.begins.is_set()

@@ -1,0 +1,44 @@
+"""The built-in learner: its checkpoints name the base that was loaded, and a run that continues needs nothing else."""
+
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+from support.actors import recipe_of
+from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
+from support.policies import tiny_policy
+
+from headrace.trainer.learners.builtin import ActorLearner
+from headrace.trainer.policy.adapter_files import keep_start
+from headrace.trainer.policy.checkpoint_files import weights_digest
+
+
+def learner_of(base: Path, folder: Path, **settings: object) -> ActorLearner:
+    recipe = recipe_of(base, lora__rank=2, run__dir=folder, **settings)
+    learner = ActorLearner(MemoryFleet.join_network(MemoryNetwork(), "actor", 0, settings=recipe.comm), recipe)
+    at_end(learner.close)
+    return learner
+
+
+def test_a_checkpoint_names_the_base_that_was_loaded_though_its_files_changed_since(tmp_path: Path):
+    base, folder = tiny_policy(tmp_path), tmp_path / "step_1"
+    learner, digest = learner_of(base, tmp_path), weights_digest(base)
+    write = learner.stage()
+    (base / "model.safetensors").unlink()
+    write(folder)
+    learner.restore(folder)
+    with safe_open(folder / "adapter" / "adapter_model.safetensors", framework="pt") as file:
+        assert digest in file.metadata().values()
+
+
+def test_an_actor_starts_again_without_the_adapter_that_its_run_began_with(tmp_path: Path):
+    base, folder, run = tiny_policy(tmp_path), tmp_path / "step_1", tmp_path / "run"
+    learner_of(base, tmp_path).stage()(folder)
+    run.mkdir()
+    settings = {"lora__path": folder / "adapter"}
+    learner = learner_of(base, run, **settings)
+    keep_start(learner.recipe)
+    (run / "journal.jsonl").touch()
+    shutil.rmtree(folder)
+    learner_of(base, run, **settings)
