@@ -164,7 +164,7 @@ class PromptPool:
         self.sizes: tuple[int, ...] = (len(rows),)
         """Rows of each set; the order of the data follows from them."""
         self.whole_turn = 2 * len(rows)
-        """Positions in a row among which, wherever they begin, each prompt has its turn."""
+        """Any so many positions one after the other have each prompt among them."""
 
     def __len__(self) -> int:
         return len(self._rows)
