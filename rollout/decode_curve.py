@@ -1,9 +1,15 @@
 """The decode curve of a rollout: the time of a decode step by its trajectories and cached tokens, from its own steps."""
 
+from collections import deque
+from statistics import median
+
 import numpy as np
 
 MIN_STEPS = 50
 """Steps from which on the curve is used."""
+
+_NUM_RECENT, _OUTLIER = 9, 10.0
+"""A step is left out if it takes this many times the median of the latest ones: it was compiled or stopped, or its batch is new."""
 
 FREE_TOKENS = 1e9
 """`fixed_tokens` where cached tokens cost no time that can be measured, as on small policies: an answer beyond any cache."""
@@ -15,9 +21,14 @@ class DecodeCurve:
     def __init__(self) -> None:
         self._gram = np.zeros((3, 3))
         self._moments = np.zeros(3)
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
 
     def add(self, num_running: int, kv_load: int, seconds: float) -> None:
-        """Take in one step that only decodes."""
+        """Take in one step that only decodes. The first ones only tell what is usual."""
+        is_usual = len(self._recent) == _NUM_RECENT and seconds <= _OUTLIER * median(self._recent)
+        self._recent.append(seconds)
+        if not is_usual:
+            return
         terms = np.array([1.0, num_running, kv_load])
         self._gram += np.outer(terms, terms)
         self._moments += seconds * terms
@@ -41,6 +52,10 @@ class DecodeCurve:
 
     @property
     def fixed_tokens(self) -> int:
-        """Cached tokens that cost as much time as the fixed part of a step; 0 before `MIN_STEPS` steps."""
+        """Cached tokens that cost as much time as the fixed part of a step; the more, the laxer is the bound of a move.
+
+        0, the strictest bound, before `MIN_STEPS` steps and where no fixed part is found; `FREE_TOKENS`, none, where cached tokens
+        cost no time: then the batch bound alone holds. The time for each trajectory is left to that bound too.
+        """
         fixed, _, per_token = self.terms()
         return int(fixed / max(per_token, fixed / FREE_TOKENS)) if fixed > 0 else 0

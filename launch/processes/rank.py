@@ -13,6 +13,7 @@ from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
+from ...relay.hub.exits import clear_exits
 from ..config.dry_run import print_plan
 from ..config.load import read_recipe, save_recipe
 from ..config.run_folder import make_run_folder
@@ -72,6 +73,7 @@ def prepare(recipe: Recipe) -> None:
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    clear_exits(run_dir)
     if recipe.run.resume == "auto":
         step, lines = choose_checkpoint(run_dir)
         for line in lines:
@@ -93,5 +95,6 @@ def _prepare_host(run_dir: Path, *, is_first: bool) -> None:
     if not is_first and os.environ.get("LOCAL_RANK") == "0":
         try:
             (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier run
+            clear_exits(run_dir)
         except OSError as error:
             raise SettingError(f"run.dir: cannot write in {run_dir}: {error.strerror}") from error

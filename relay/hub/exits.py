@@ -4,6 +4,7 @@ A supervisor imports no torch, so it has no client of the fleet's store, and a p
 hosts share no files the end of a connection, or of the heartbeat, tells the hub later.
 """
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,12 +30,19 @@ def report_exit(run_dir: Path, exit_: ProcessExit) -> None:
         new.replace(path)
 
 
+def clear_exits(run_dir: Path) -> None:
+    """Remove the reports of the run before, while no supervisor of this one runs."""
+    shutil.rmtree(run_dir / "exits", ignore_errors=True)
+
+
 def take_exits(run_dir: Path) -> list[ProcessExit]:
     """The reports since the last call; a damaged one is dropped."""
     found: list[ProcessExit] = []
     for path in sorted((run_dir / "exits").glob("*.json")):
+        taken = path.with_suffix(".taken")
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            content = path.read_bytes()
-            path.unlink()
+            path.replace(taken)  # a report that comes now is another file
+            content = taken.read_bytes()
+            taken.unlink()
             found.append(msgspec.json.decode(content, type=ProcessExit))
     return found

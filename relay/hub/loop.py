@@ -66,10 +66,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     if hub.state.hub_restarts:
         loop.recover()
-    else:
-        take_exits(Path(recipe.run.dir))  # those of the run before
-        if hub.state.checkpointed >= 0:
-            hub.saved_queue.restore()
+    elif hub.state.checkpointed >= 0:
+        hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
@@ -124,8 +122,8 @@ class HubLoop:
         is_last = isinstance(message, TrainingDone | Failed | Interrupted)
         if is_last or time.monotonic() - self._checked_at >= WATCH_S:
             self._check_fleet()
-        if envelope is None:
-            return None
+        if envelope is None or (self._broken is not None and isinstance(message, Failed | Interrupted)):
+            return None  # a broken process is the cause of the message; the next step tells it
         match message:
             case TrainingDone():
                 return RunEnd("finished", done=message, gone=envelope.sender)

@@ -6,6 +6,7 @@ gives the row its next attempt, so that the other claim, and any later message a
 however often a message is repeated and whichever process dies: a move has no state that could be lost.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,15 +34,20 @@ class _History:
     kv_sum: int = 0
     kv_before: int = 0
     """At the last plan, with what it has received since."""
+    kv_cap: float = math.inf
+    """The least mean of the rollouts that it has received from: their trajectories may have had faster steps than its own."""
 
     @property
     def kv_mean(self) -> float:
-        return self.kv_sum / max(self.num_reports, 1)
+        return min(self.kv_sum / max(self.num_reports, 1), self.kv_cap)
 
 
 class _OpenMove(NamedTuple):
     rollouts: tuple[str, str]  # source and destination
     ordered_at: float
+    version: int
+    kv_mean: float
+    """The source's."""
 
 
 class Repacking(Handler):
@@ -99,7 +105,9 @@ class Repacking(Handler):
             self._histories[move.destination].kv_before += reports[move.source].kv_used
             self._last_request_id += 1
             rollouts = (move.source, move.destination)
-            self._open_moves[self._last_request_id] = _OpenMove(rollouts, now)
+            self._open_moves[self._last_request_id] = _OpenMove(
+                rollouts, now, move.version, reports[move.source].kv_mean
+            )
             for name in rollouts:
                 self._reports.pop(name, None)
             self.context.mailbox.send(move.source, MigrateOrder(self._last_request_id, move.version, move.destination))
@@ -125,6 +133,9 @@ class Repacking(Handler):
             self.refusals[result.refusal] += 1
             self.fleet_stats.count(f"repack/refused/{result.refusal}")
         elif move is not None:
+            history = self._histories.get(move.rollouts[1])
+            if history is not None and history.version == move.version:
+                history.kv_cap = min(history.kv_cap, move.kv_mean)
             self.fleet_stats.count("repack/count")
             self.fleet_stats.count("repack/seconds", self._clock() - move.ordered_at)
             self.fleet_stats.count("repack/bytes", result.num_bytes)

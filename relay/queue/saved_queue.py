@@ -99,8 +99,10 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
         _write(columns, file, SavedList(order.cursor, saved))
         folder.seal(order.step, pattern=file.name)
     except OSError as error:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
+        manifest = folder.whole().get(order.step)
+        if manifest is None or file.name not in manifest.files:  # else only the last sync failed
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
         return QueueSaved(order.number, 0, f"{file.parent}: {error.strerror or error}")
     _remove_others(file, CheckpointFolder(run_dir))
     return QueueSaved(order.number, len(saved))

@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+from support.emulated_run import EMULATED
 
 from headrace.comm.errors import SettingError
+from headrace.launch.config.load import read_recipe
+from headrace.launch.processes.rank import prepare
 from headrace.launch.resume import choose_checkpoint
 from headrace.relay.checkpoints import CheckpointFolder
+from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.journal.events import Checkpointed, Opened, Trained
 from headrace.relay.journal.journal import Journal
 
@@ -62,3 +66,11 @@ def test_no_usable_checkpoint_is_a_mistake_in_the_settings_with_every_reason(run
 def test_a_run_without_checkpoints_says_that_it_starts_at_step_1(tmp_path: Path):
     step, lines = choose_checkpoint(tmp_path)
     assert step is None and "no checkpoint; the run starts at step 1" in lines[0]
+
+
+def test_the_reports_of_the_run_before_are_removed_before_the_next_one_starts(tmp_path: Path):
+    report_exit(tmp_path, ProcessExit("rollout-7", 7, "rollout-7 was ended by SIGKILL", ends_run=True))
+    (data := tmp_path / "data.jsonl").write_text('{"prompt": "p"}\n')
+    words = [f"{name}={value}" for name, value in EMULATED.items()]
+    prepare(read_recipe(None, [*words, f"run.dir={tmp_path}", f"data.path={data}"]))
+    assert take_exits(tmp_path) == []

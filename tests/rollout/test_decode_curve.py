@@ -45,6 +45,26 @@ def test_where_cached_tokens_cost_no_time_any_number_of_them_is_free():
 
 def test_a_few_steps_are_not_enough():
     few = DecodeCurve()
-    for _ in range(MIN_STEPS - 1):
+    for _ in range(MIN_STEPS - 1 + 9):
         few.add(1, 100, 0.01)
     assert few.terms() == (0, 0, 0) and few.fixed_tokens == 0
+
+
+@pytest.mark.parametrize("slow", [0, 1, 9, 300])
+def test_one_step_of_seconds_changes_nothing(slow: int):
+    draw, found = random.Random(0), DecodeCurve()
+    for number in range(400):
+        num = draw.randint(1, 128)
+        load = num * draw.randint(100, 5000)
+        stopped = 5.0 if number == slow else 0.0
+        found.add(num, load, TRUTH[0] + TRUTH[1] * num + TRUTH[2] * load + stopped)
+    assert found.terms() == pytest.approx(TRUTH, rel=1e-6)
+
+
+def test_a_batch_that_grows_to_far_slower_steps_is_taken_in():
+    found = DecodeCurve()
+    for number in range(400):
+        num = 1 if number < 100 else 64
+        found.add(num, 1000 + number, 1e-4 + 5e-4 * num)
+    fixed, per_trajectory, per_token = found.terms()
+    assert fixed + per_trajectory * 64 + per_token * 1400 == pytest.approx(1e-4 + 5e-4 * 64, rel=1e-2)

@@ -15,9 +15,12 @@ from headrace.comm.messages import (
     ConnectionLost,
     DrainRequested,
     DropRows,
+    Failed,
+    Interrupted,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
+    Message,
     RequestRows,
     RowDone,
     RowsNotFound,
@@ -26,11 +29,12 @@ from headrace.comm.messages import (
     StepTrained,
     Stop,
     TrainBatch,
+    TrainingDone,
     VersionReady,
     encode,
 )
 from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
-from headrace.relay.hub.exits import ProcessExit, report_exit
+from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
@@ -296,6 +300,33 @@ def test_a_process_that_is_not_started_again_ends_the_run_with_its_supervisors_w
     (s.path.parent / "exits/relay-0.json").write_bytes(b"{half")
     ends = [loop.step() for _ in range(2)]
     assert ends == [None, RunEnd("failed", "rollout-3 was ended by SIGKILL, after 5 restarts", 1, gone="rollout-3")]
+
+
+@pytest.mark.parametrize("last", [Interrupted(15), Failed("relay-0 is gone", 1), TrainingDone(3, {})])
+def test_an_interruption_is_no_end_of_its_own_beside_a_broken_process(scene: MakeScene, last: Message):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    report_exit(s.path.parent, ProcessExit("actor-0", 7, "actor-0 was ended by SIGKILL", True))
+    s.boxes["relay-0"].send("hub", last)
+    end = loop.step() or loop.step()
+    assert end is not None and end.status == ("finished" if isinstance(last, TrainingDone) else "failed")
+    assert end.done == last or end.error == "actor-0 was ended by SIGKILL"
+
+
+def test_an_exit_reported_while_the_one_before_is_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, second = ProcessExit("rollout-0", 7, "first"), ProcessExit("rollout-0", 8, "second")
+    report_exit(tmp_path, first)
+    read = Path.read_bytes
+
+    def read_beside_a_report(path: Path) -> bytes:
+        content = read(path)
+        report_exit(tmp_path, second)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_beside_a_report)
+    assert take_exits(tmp_path) == [first]
+    monkeypatch.undo()
+    assert take_exits(tmp_path) == [second]
 
 
 def request(incarnation: int, number: int = 1) -> LeaseRequest:

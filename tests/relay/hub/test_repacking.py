@@ -103,6 +103,23 @@ def test_it_plans_right_after_a_new_version_and_else_when_the_period_is_over(tai
     assert isinstance(tail.heard("rollout-0")[0], MigrateOrder)
 
 
+def test_a_destination_keeps_the_bound_of_the_trajectories_that_it_has_received(tail: Tail):
+    def say(**used: int) -> list[Message]:
+        for rollout, kv_used in used.items():
+            tail.say(rollout.replace("_", "-"), load(kv_used, num_requests=2, kv_fixed=0))
+        tail.now += PERIOD_S
+        tail.hub.advance()
+        return [message for rollout in ("rollout-0", "rollout-1") for message in tail.heard(rollout)]
+
+    for rollout, kv_used in (("rollout-0", 200), ("rollout-1", 600), ("rollout-2", 600)):
+        for _ in range(20):
+            tail.say(rollout, load(kv_used, kv_fixed=0))
+    say()
+    assert say(rollout_0=20, rollout_1=170, rollout_2=580) == [MigrateOrder(1, 0, "rollout-1")]
+    tail.say("rollout-0", MigrateResult(1, num_rows=2))
+    assert say(rollout_1=189, rollout_2=300) == [], "489 tokens, where those of rollout-0 had steps of 200"
+
+
 def test_the_rollouts_of_a_move_get_no_other_until_it_has_ended_and_both_have_reported_again(tail: Tail):
     _, order = tail.winding_down()
     assert tail.plans({"rollout-0": 10, "rollout-1": 20}) == []

@@ -10,6 +10,7 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 from support.power_cut import PowerCuts
 
 from headrace.comm.messages import RowId, SavedRow, SaveQueue
+from headrace.relay import checkpoints
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.queue import saved_queue
 from headrace.relay.queue.replicated_rows import ReplicatedRows
@@ -138,6 +139,23 @@ def test_a_queue_that_cannot_be_written_again_leaves_the_one_before(
     assert "No space left on device" in save_queue(tmp_path, SaveQueue(2, STEP, 9, rows), run.storage).problem
     assert [row.key for row in restore_queue(tmp_path, STEP, later.storage).rows] == [rows[0].key]
     assert len(list((tmp_path / f"queue/step_{STEP}").iterdir())) == 2
+
+
+@pytest.mark.parametrize("left_out", ["queue", f"step_{STEP}"])
+def test_a_folder_that_cannot_be_synced_leaves_the_rows_that_its_manifest_names(
+    run: Run, later: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: str
+):
+    rows = [run.put(0), run.put(1)]
+    save(run, tmp_path, rows[0])
+
+    def fail(folder: Path) -> None:
+        if folder.name == left_out:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "sync_folder", fail)
+    assert "Input/output error" in save_queue(tmp_path, SaveQueue(2, STEP, 9, rows), run.storage).problem
+    restored = restore_queue(tmp_path, STEP, later.storage)
+    assert restored.problem == "" and len(restored.rows) == (2 if left_out == "queue" else 1)
 
 
 def test_an_old_file_that_cannot_be_removed_does_not_fail_the_save(
