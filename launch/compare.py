@@ -27,7 +27,7 @@ from .processes.child import print_message
 from .report.experiment import Experiment, Result
 from .report.paired_latency import paired_table
 from .report.plots import draw_comparison, pyplot
-from .report.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
+from .report.tuning import KNOBS, Knobs, climb, key_of, ladders, other_devices, read_tuned, save_tuned
 
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
 REPACK = ("repack-off", "repack-on")
@@ -132,6 +132,7 @@ def main(words: Sequence[str]) -> int:
 
 def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     """Run the variants of each number of GPUs, then write tables, plots and rows into `run.dir`."""
+    _check_overrides(arguments.overrides, arguments.tune)
     pyplot()  # where matplotlib is missing, say so before the first run
     per_rollout = recipe.emulated.gpus_per_rollout
     experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir), arguments.virtual)
@@ -140,7 +141,7 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
 
         def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> list[Variant]:
             sizes = (num_gpus, per_rollout, arguments.fixed_batch, arguments.repack_train_gpus)
-            return list(variants(arguments.recipe, names, *sizes))
+            return list(variants(arguments.recipe, names, *sizes, overrides=arguments.overrides))
 
         if arguments.tune:
             tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
@@ -149,6 +150,18 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
         rows += rows_of(results, num_gpus)
     if arguments.json is not None:
         write_json(rows, arguments.json)
+
+
+def _check_overrides(overrides: Sequence[str], budget: int) -> None:
+    """Saved knobs belong to the recipe without overrides that change what is tuned. Raises `SettingError` for tuning there."""
+    others = other_devices(overrides)
+    given = others + [key for key in KNOBS if any(word.startswith(f"{key}=") for word in overrides)]
+    if budget and given:
+        raise SettingError(
+            f"--tune: the knobs are saved beside the recipe; set {', '.join(given)} in the recipe itself"
+        )
+    if others:
+        print_message(f"the recipe's tuned knobs are not used: {', '.join(others)} changed")
 
 
 def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence[int], name: str) -> dict[str, Result]:
@@ -188,16 +201,21 @@ def variants(
     per_rollout: int,
     groups: int = 0,
     repack_train_gpus: int = REPACK_TRAIN_GPUS,
+    overrides: Sequence[str] = (),
 ) -> Iterator[Variant]:
-    """The variants of these names with their tuned knobs; where none were found, half of the GPUs generate."""
-    tuned = read_tuned(recipe).get(key_of(num_gpus, groups), {})
+    """The variants of these names with their tuned knobs; where there are none, half of the GPUs generate.
+
+    Tuned knobs are those of the recipe's own devices, batch and lengths. A knob among the overrides is the user's.
+    """
+    tuned = {} if other_devices(overrides) else read_tuned(recipe).get(key_of(num_gpus, groups), {})
     for name in names:
         if name in REPACK:
             num_repack = repack_train_gpus + REPACK_ROLLOUTS * per_rollout
             yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
             continue
-        share = 1 if name == "sync-colocated" else 2
-        knobs = tuned.get(name, Knobs(num_gpus // share // per_rollout))
+        is_colocated = name == "sync-colocated"
+        knobs = tuned.get(name, Knobs(num_gpus // (1 if is_colocated else 2) // per_rollout))
+        knobs = knobs.without([word for word in overrides if not (is_colocated and word.startswith("roles.rollout="))])
         variant = Variant(name, num_gpus, knobs, per_rollout, groups)
         if knobs.rollouts < 1 or variant.train_gpus < 1:
             raise SettingError(

@@ -20,8 +20,8 @@ from ..comm.disk import describe_full, is_full
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.dry_run import print_plan
+from .config.gpus import Gpus
 from .config.load import read_recipe
-from .gpus import Gpus
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import block_signals, print_message

@@ -27,20 +27,41 @@ class LoadTotals:
     """When the idle turn before this one began; infinite after another one."""
 
     curve: DecodeCurve = field(default_factory=DecodeCurve)
+    num_steps: int = 0
+    """Steps of the generator, as are the next three: those that prefill are among them."""
+    step_s: float = 0.0
+    step_tokens: int = 0
+    """Trajectories of each step, summed."""
+    step_kv: int = 0
+    """Cached tokens of each step, summed."""
 
     def step(self, generator: "Generator", clock: Clock) -> "list[Completion]":
         """A step of the generator; the curve takes it in if it only decodes."""
         only_decodes, started = not generator.num_waiting, clock.now()
         num_running, kv_load = generator.num_running, generator.kv_load
         completions = generator.step()
-        if only_decodes and generator.num_running:
-            self.curve.add(num_running, kv_load, clock.now() - started)
+        seconds = clock.now() - started
+        if not only_decodes:  # those that were prefilled have decoded too
+            num_running, kv_load = generator.num_running + len(completions), max(kv_load, generator.kv_load)
+        elif generator.num_running:
+            self.curve.add(num_running, kv_load, seconds)
+        self.num_steps, self.step_s = self.num_steps + 1, self.step_s + seconds
+        self.step_tokens, self.step_kv = self.step_tokens + num_running, self.step_kv + kv_load
         return completions
 
     def end_idle(self, now: float) -> None:
         """Count the idle turn before this one, which ends now."""
         self.idle_s += max(0.0, now - self.idle_since)
         self.idle_since = math.inf
+
+    def counters(self, generator: "Generator") -> dict[str, float]:
+        """The measured terms of a step, and what they are to explain: for the trace, from which `launch/plan` reads them."""
+        fixed_s, trajectory_s, token_s = self.curve.terms()
+        return {
+            "kv_tokens": generator.kv_capacity, "kv_token_bytes": generator.kv_token_bytes, "steps": self.num_steps,
+            "step_s": self.step_s, "step_tokens": self.step_tokens, "step_kv": self.step_kv, "fixed_s": fixed_s,
+            "trajectory_s": trajectory_s, "token_s": token_s,
+        }  # fmt: skip
 
     def report(self, generator: "Generator", migration: "Migration") -> LoadReport:
         return LoadReport(

@@ -322,7 +322,7 @@ class Rollout:
         load, recomputed = self._totals.report(self.generator, self.migration), self.generator.num_recomputed
         self._mailbox.send("hub", load)
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}
-        self._trace.counters(**counters, recomputed=recomputed)
+        self._trace.counters(**counters, recomputed=recomputed, **self._totals.counters(self.generator))
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

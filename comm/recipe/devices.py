@@ -25,6 +25,8 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """GPUs of the trainer."""
     colocated: bool = False
     """Trainer and rollouts take turns on the same GPUs (with run.schedule=sync)."""
+    step_ms: NotNegative = 0.0
+    """Milliseconds of a decode step beside its other terms, for an engine whose steps have a cost of their own."""
     weights_ms: NotNegative = 9.9
     """Milliseconds of a decode step to read the weights, for all trajectories together."""
     request_us: NotNegative = 41.0
@@ -47,6 +49,8 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Median length of a response in tokens. Lengths are log-normal, limited by `sampling.max_new_tokens`."""
     p99_over_median: AtLeastOne = 10.0
     """The 99th percentile of the lengths over their median, before the limit."""
+    lengths: tuple[Count, ...] = ()
+    """Measured lengths of responses, equally probable, in place of the log-normal ones."""
     train_us: NotNegative = 820.0
     """Microseconds of one GPU to train one token of prompt or response."""
     update_s: NotNegative = 0.0

@@ -10,8 +10,8 @@ from ...relay.dataset import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
-from ..gpus import Gpus
 from ..placement import Placement, count_ranks, place_ranks, visible_devices
+from .gpus import Gpus
 from .load import recipe_yaml
 from .memory_plan import MemoryPlan
 from .model_files import read_config

@@ -14,8 +14,8 @@ from ...trainer.memory import (
     rollout_memory,
     wants_checkpointing,
 )
-from ..gpus import Gpus
 from ..placement import Placement, visible_devices
+from .gpus import Gpus
 
 _GB = 1e9
 _VERSIONS_IN_RELAY = 3

@@ -21,8 +21,8 @@ from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ...relay.hub.exits import ProcessExit, report_exit
+from ..config.gpus import Gpus
 from ..config.load import CONFIG_FILE
-from ..gpus import Gpus
 from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, check_staging, is_restartable, place_ranks, processes_on, visible_devices
 from .child import Child, block_signals, describe_exit, print_message, wait_for_signal

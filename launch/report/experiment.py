@@ -24,7 +24,7 @@ from .timeline import Timeline
 RESULT_FILE = "outcome.json"
 POLL_S = 0.5
 MAX_GANTT = 64
-"""Processes of the largest run that a Gantt chart is drawn of."""
+"""Rollouts from which on a run gets no Gantt chart."""
 END_S = 120.0
 """Seconds that an interrupted run has to end, more than the launcher takes until it kills the run."""
 
@@ -56,6 +56,8 @@ class Experiment:
     home: Path
     is_virtual: bool = False
     """Runs are in virtual time, not of processes."""
+    draws: bool = True
+    """Each run gets a Gantt chart."""
 
     def run(self, folder: str, settings: Mapping[str, object]) -> Result:
         """Run with these settings, or read the result of an earlier run of the same recipe; raises `SettingError`."""
@@ -80,6 +82,8 @@ class Experiment:
             if code := monitor.watch([sys.executable, "-m", "headrace.launch.run", self.recipe, *words]):
                 raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
             result = _result(run_dir, recipe, monitor.share, own_cpu.share())
+        if self.draws and result.rollouts < MAX_GANTT:
+            draw_gantt(Timeline.read(run_dir), run_dir.name, run_dir / "gantt.png")
         (run_dir / RESULT_FILE).write_bytes(msgspec.json.encode(result))
         return result
 
@@ -139,11 +143,9 @@ def busy_and_all() -> tuple[float, float]:
 def _result(
     run_dir: Path, recipe: Recipe, cpu: Callable[[float, float], float | None], own_cpu: float | None
 ) -> Result:
-    """The figures of a finished run, and its Gantt chart."""
+    """The figures of a finished run."""
     timeline = Timeline.read(run_dir)
     window = window_of(timeline, recipe.run.steps)
-    if len(timeline.spans) <= MAX_GANTT:
-        draw_gantt(timeline, run_dir.name, run_dir / "gantt.png")
     return Result(
         folder=str(run_dir),
         rollouts=recipe.roles.rollout,

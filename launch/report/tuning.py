@@ -33,18 +33,25 @@ class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def settings(self) -> dict[str, int]:
-        named = {
-            "roles.rollout": self.rollouts,
-            "generator.max_running": self.max_running,
-            "queue.capacity": self.capacity,
-            "rollout.batch_groups": self.quota,
-        }
-        return {key: value for key, value in named.items() if value is not None}
+        return {key: value for key, value in zip(KNOBS, structs.astuple(self), strict=True) if value is not None}
+
+    def without(self, overrides: Sequence[str]) -> "Knobs":
+        """The knobs with those of a recipe's overrides (KEY=VALUE) left to it; `roles.rollout` has to be a number."""
+        given = dict(word.split("=", 1) for word in overrides)
+        left = {field: None for field, key in zip(self.__struct_fields__, KNOBS, strict=True) if key in given}
+        if "rollouts" in left:
+            return structs.replace(self, **{**left, "rollouts": int(given[KNOBS[0]])})
+        return structs.replace(self, **left)
 
     def __str__(self) -> str:
         """The knobs that are set beside the split."""
         return " ".join(f"{key}={value}" for key, value in list(self.settings.items())[1:])
 
+
+KNOBS = ("roles.rollout", "generator.max_running", "queue.capacity", "rollout.batch_groups")
+"""The settings of `Knobs`, in the order of its fields."""
+_SIZES = ("emulated.speed", "emulated.train_gpus", "batch.prompts_per_step")
+"""Settings that are in the key of tuned knobs, or change nothing of their runs."""
 
 Tuned = dict[str, dict[str, Knobs]]
 """Knobs by devices and batch (see `key_of`) and entrant."""
@@ -96,6 +103,12 @@ def climb(start: Knobs, ladders: Mapping[str, Ladder], speed: Callable[[Knobs], 
 def key_of(num_gpus: int, groups: int) -> str:
     """The place of some devices in a file of tuned knobs; with 0 groups a batch grows with the devices."""
     return f"{num_gpus}-{groups}groups" if groups else str(num_gpus)
+
+
+def other_devices(overrides: Sequence[str]) -> list[str]:
+    """The overrides (KEY=VALUE) that make a recipe one of other devices, batches or lengths than its tuned knobs are for."""
+    keys = [word.partition("=")[0] for word in overrides]
+    return [key for key in keys if key.startswith(("emulated.", "batch.", "sampling.")) and key not in _SIZES]
 
 
 def tuned_file(recipe: str) -> Path:

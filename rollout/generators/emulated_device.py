@@ -2,7 +2,7 @@
 
 A decode step of n trajectories over k cached tokens takes
 
-    max(weights_ms, n request_us) + k kv_ns
+    step_ms + max(weights_ms, n request_us) + k kv_ns
 
 (the roofline of decoding: the weights are read once for all trajectories, keys and values by each); a prefill takes
 `prefill_us` per token. A group prefills its prompt once. Trajectories enter as long as the cache has room for them and a
@@ -104,7 +104,7 @@ class EmulatedDevice:
     def steps_s(self, num_running: int, load: int, num_steps: int) -> float:
         """Seconds of consecutive decode steps, the cache growing by one token per trajectory and step."""
         e = self.settings
-        base = max(e.weights_ms * 1e-3, num_running * e.request_us * 1e-6)
+        base = e.step_ms * 1e-3 + max(e.weights_ms * 1e-3, num_running * e.request_us * 1e-6)
         tokens = load * num_steps + num_running * num_steps * (num_steps - 1) / 2
         return num_steps * base + tokens * e.kv_ns * 1e-9
 
@@ -186,7 +186,10 @@ class EmulatedDevice:
 
 
 def response_length(seed: int, trajectory_id: int, settings: EmulatedSettings, longest: int) -> int:
-    """The length of a trajectory's response: log-normal, a function of (seed, trajectory id) alone."""
+    """The length of a trajectory's response: log-normal or one of `lengths`, a function of (seed, trajectory id) alone."""
+    random = np.random.default_rng([seed, trajectory_id & (1 << 63) - 1])
+    if settings.lengths:
+        return min(longest, settings.lengths[random.integers(len(settings.lengths))])
     sigma = math.log(settings.p99_over_median) / 2.3263  # the normal distribution's 99th percentile
-    draw = np.random.default_rng([seed, trajectory_id & (1 << 63) - 1]).standard_normal()
+    draw = random.standard_normal()
     return max(1, min(longest, round(settings.median_tokens * math.exp(sigma * draw))))

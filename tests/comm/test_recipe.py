@@ -36,9 +36,9 @@ optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.m
 critic.lr critic.clip_value critic.warmup_steps
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
-emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.weights_ms
+emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.step_ms emulated.weights_ms
 emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s
-emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.train_us
+emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.lengths emulated.train_us
 emulated.update_s emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
 emulated.reshard_gb_s emulated.buffer_kb
 comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.delta comm.chunk_bytes comm.max_bytes_per_s

@@ -24,7 +24,7 @@ from headrace.launch.report.experiment import CpuMonitor, Experiment, Result, bu
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
 from headrace.launch.report.timeline import Span, Timeline
-from headrace.launch.report.tuning import Knobs, read_tuned
+from headrace.launch.report.tuning import Knobs, key_of, read_tuned, save_tuned
 from headrace.launch.run import prepare
 
 PATIENCE_S = 240.0
@@ -155,6 +155,31 @@ def test_devices_that_cannot_be_divided_are_refused_before_any_run(
     assert compare.main([*words, "--virtual"]) == 2
     assert "--gpus: of 4 GPUs headrace would have 0 rollouts of 4 GPUs, and 4 GPUs" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/outcome.json"))
+
+
+def test_tuned_knobs_are_those_of_the_recipes_own_devices_and_a_knob_that_is_given_wins(tmp_path: Path):
+    recipe = str(tmp_path / "devices.yaml")
+    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7, max_running=192, capacity=512))
+
+    def knobs(*overrides: str, name: str = "headrace") -> Knobs:
+        (variant,) = variants(recipe, [name], 64, 4, overrides=overrides)
+        return variant.knobs
+
+    assert knobs("run.steps=9", "emulated.speed=8") == Knobs(7, max_running=192, capacity=512)
+    for other in ("emulated.gpus_per_rollout=16", "batch.samples_per_prompt=4", "sampling.max_new_tokens=9"):
+        assert knobs(other) == Knobs(8)
+    assert knobs("generator.max_running=96") == Knobs(7, capacity=512)
+    assert knobs("roles.rollout=9", "queue.capacity=8") == Knobs(9, max_running=192)
+    assert knobs("roles.rollout=9", name="sync-colocated") == Knobs(16), "all GPUs generate"
+
+
+@pytest.mark.parametrize("given", ["generator.max_running=96", "emulated.train_us=99"])
+def test_tuning_beside_settings_that_the_recipe_lacks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+):
+    words = [str(RECIPE), f"run.dir={tmp_path}", given, "--tune", "2", "--virtual", "--only", "headrace"]
+    assert compare.main(words) == 2
+    assert f"set {given.partition('=')[0]} in the recipe itself" in capsys.readouterr().err
 
 
 def test_every_variant_is_a_valid_recipe(tmp_path: Path):

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from headrace.launch import gpus
-from headrace.launch.gpus import Gpus
+from headrace.launch.config import gpus
+from headrace.launch.config.gpus import Gpus
 from headrace.launch.run import main
 
 UUIDS = [f"GPU-{n}a7f0c11-0000-4000-8000-000000000000" for n in range(8)]

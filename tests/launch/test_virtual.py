@@ -177,9 +177,9 @@ def test_an_entrant_is_tuned_within_its_budget_and_then_compared_with_several_se
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     recipe = tmp_path / "devices.yaml"
-    recipe.write_text(RECIPE.read_text())
+    recipe.write_text(RECIPE.read_text().replace("samples_per_prompt: 16", "samples_per_prompt: 2"))
     words = [
-        str(recipe), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "batch.samples_per_prompt=2", "--gpus", "16",
+        str(recipe), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "--gpus", "16",
         "--fixed-batch", "16", "--only", "partial", "--tune", "3", "--seeds", "2", "--virtual",
     ]  # fmt: skip
     assert compare.main(words) == 0

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm.environment import VISIBLE_DEVICES
-from ..comm.errors import SettingError
+from ...comm.environment import VISIBLE_DEVICES
+from ...comm.errors import SettingError
 
 OPTION = "--gpus="
 _PLACES = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib")
