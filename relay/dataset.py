@@ -30,8 +30,6 @@ CHECKED_ROWS = 1 << 16
 REASONING_GYM = "reasoning-gym/"
 """The beginning of the names of its tasks in `data.path`."""
 _NUM_TASKS, _CHECKED_TASKS = 1 << 20, 256
-_KEPT_TASKS = 64
-"""Tasks that are kept once they are made: a lease reads its row several times, and some kinds take a second to make."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
 _BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
@@ -115,7 +113,8 @@ class ReasoningGymRows:
             self._tasks = create_dataset(**self._made_by, size=_NUM_TASKS)
         except (ValueError, TypeError, AssertionError) as error:
             raise SettingError(f"data.path: {REASONING_GYM}{name}: {error}") from error
-        self._read = lru_cache(_KEPT_TASKS)(self._make)
+        # A lease reads its row several times, and some kinds take a second to make.
+        self._read = lru_cache(64)(self._make)
 
     def __len__(self) -> int:
         return _NUM_TASKS
