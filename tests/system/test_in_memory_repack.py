@@ -133,6 +133,7 @@ def interrupted(system: System) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.slow  # rollouts as small as these wind down together only now and then: up to minutes
 def test_the_hub_repacks_rollouts_that_wind_down_and_the_account_holds(tmp_path: Path):
     system = endless(tmp_path)
     log = system.dir / "metrics.jsonl"
