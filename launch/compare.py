@@ -1,7 +1,7 @@
 """Compares the schedules: runs them in turn on the same prompts, seeds and devices, and tabulates their figures.
 
-    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--only NAME ...] [--tune RUNS]
-        [--seeds N] [--virtual] [--json FILE]
+    python -m headrace.launch.compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--repack-train-gpus N]
+        [--only NAME ...] [--tune RUNS] [--seeds N] [--virtual] [--json FILE]
 
 RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its own folder under `run.dir`, or one in virtual time
 (`launch/virtual`); a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
@@ -24,6 +24,7 @@ from .config.checks import is_emulated
 from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result
+from .report.paired_latency import paired_table
 from .report.plots import draw_comparison, pyplot
 from .report.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
 
@@ -93,6 +94,10 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--only", nargs="+", default=[*SCHEDULES, *REPACK], choices=[*SCHEDULES, *REPACK])
     parser.add_argument(
+        "--repack-train-gpus", type=int, default=REPACK_TRAIN_GPUS, metavar="N",
+        help="GPUs that train beside repack-off and repack-on",
+    )  # fmt: skip
+    parser.add_argument(
         "--tune",
         type=int,
         default=0,
@@ -109,6 +114,8 @@ def main(words: Sequence[str]) -> int:
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         if not is_emulated(recipe):
             raise SettingError("rollout.engine: a comparison of schedules needs emulated devices")
+        if arguments.seeds < 1 or arguments.tune < 0:
+            raise SettingError("--seeds: at least 1; --tune: at least 0")
         compare(recipe, arguments)
     except SettingError as error:
         print_message(f"error: {error}")
@@ -127,7 +134,8 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
 
         def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> Iterator[Variant]:
-            return variants(arguments.recipe, names, num_gpus, per_rollout, arguments.fixed_batch)
+            sizes = (num_gpus, per_rollout, arguments.fixed_batch, arguments.repack_train_gpus)
+            return variants(arguments.recipe, names, *sizes)
 
         if arguments.tune:
             tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
@@ -141,14 +149,18 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
 def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence[int], name: str) -> dict[str, Result]:
     """Run the variants, each with all seeds; writes their table and plot under a name."""
     results: dict[str, Result] = {}
+    firsts: dict[str, Result] = {}
     for variant in entrants:
         runs: list[Result] = []
         for seed in seeds:
             folder = variant.folder if seed == seeds[0] else f"{variant.folder}-seed{seed}"
             runs.append(experiment.run(folder, {**variant.settings, "run.seed": seed}))
+        firsts[variant.name] = runs[0]
         results[variant.name] = structs.replace(middle(runs), knobs=str(variant.knobs))
         print(table({variant.name: results[variant.name]}).splitlines()[-1], flush=True)
     text = table(results) + ablation(results)
+    if set(REPACK) <= firsts.keys():
+        text += paired_table(*(firsts[name] for name in REPACK))
     (experiment.home / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
     draw_comparison({name: result.figures for name, result in results.items()}, experiment.home / f"{name}.png")
@@ -162,12 +174,19 @@ def middle(runs: Sequence[Result]) -> Result:
     return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
 
 
-def variants(recipe: str, names: Sequence[str], num_gpus: int, per_rollout: int, groups: int = 0) -> Iterator[Variant]:
+def variants(
+    recipe: str,
+    names: Sequence[str],
+    num_gpus: int,
+    per_rollout: int,
+    groups: int = 0,
+    repack_train_gpus: int = REPACK_TRAIN_GPUS,
+) -> Iterator[Variant]:
     """The variants of these names with their tuned knobs; where none were found, half of the GPUs generate."""
     tuned = read_tuned(recipe).get(key_of(num_gpus, groups), {})
     for name in names:
         if name in REPACK:
-            num_repack = REPACK_TRAIN_GPUS + REPACK_ROLLOUTS * per_rollout
+            num_repack = repack_train_gpus + REPACK_ROLLOUTS * per_rollout
             yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
             continue
         share = 1 if name == "sync-colocated" else 2

@@ -1,7 +1,7 @@
 """Rows of a user's data as JSON objects, and the order in which groups take them.
 
 Rows come from a JSONL file, a parquet file or a Hugging Face data set, each when its turn comes: no set is held in memory. JSONL
-needs no extra package. For the other forms the `datasets` library reads, caches and memory-maps.
+needs no extra package. For the other forms the `datasets` library reads, caches and memory-maps. Tasks of reasoning-gym are made.
 """
 
 import json
@@ -9,6 +9,7 @@ import math
 import os
 import re
 import weakref
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
 CHECKED_ROWS = 1 << 16
 """Rows of a set that are checked before the run; a later row is checked when its turn comes."""
+REASONING_GYM = "reasoning-gym/"
+"""The beginning of the names of its tasks in `data.path`."""
+_NUM_TASKS, _CHECKED_TASKS = 1 << 20, 256
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
 _BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
@@ -77,11 +81,35 @@ class TableRows:
         return len(self._table)
 
     def __getitem__(self, index: int, /) -> bytes:
-        row = self._table[index]
+        return _as_json(self._table[index])
+
+
+class ReasoningGymRows:
+    """2**20 tasks of reasoning-gym, each made when it is read. Splits have different tasks; `task` tells the reward which one it is."""
+
+    def __init__(self, name: str, split: str) -> None:
         try:
-            return json.dumps(row, default=str, allow_nan=False).encode()
-        except ValueError:  # a table's missing numbers are NaN, which JSON lacks
-            return json.dumps(_without_nan(row), default=str).encode()
+            from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise SettingError(
+                f"data.path: {REASONING_GYM}{name} needs the package reasoning_gym: pip install 'headrace[reasoning-gym]'"
+            ) from None
+        # A task's seed is the sum of this and its index; those of two splits do not meet.
+        self._made_by = {"name": name, "seed": zlib.crc32(split.encode()) % (1 << 11) * _NUM_TASKS}
+        try:
+            self._tasks = create_dataset(**self._made_by, size=_NUM_TASKS)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise SettingError(f"data.path: {REASONING_GYM}{name}: {error}") from error
+
+    def __len__(self) -> int:
+        return _NUM_TASKS
+
+    def __getitem__(self, index: int, /) -> bytes:
+        made = self._tasks[index]
+        task = {**self._made_by, "size": _NUM_TASKS, "index": index}
+        return _as_json(
+            {"prompt": made["question"], "answer": made["answer"], "metadata": made["metadata"], "task": task}
+        )
 
 
 class PromptRows:
@@ -190,22 +218,25 @@ def open_rows(settings: DataSettings) -> DatasetRows:
     """The rows of one file or data set, as `data.*` describes them. Raises `SettingError` if they cannot be read or are empty."""
     (name,) = settings.paths
     path = Path(name)
+    if name.startswith(REASONING_GYM):
+        return _in_form(ReasoningGymRows(name.removeprefix(REASONING_GYM), settings.split), settings)
     is_table = path.suffix == ".parquet" or path.is_dir()
     is_hub_id = not path.exists() and path.suffix not in _FILES and not path.is_absolute() and name.count("/") <= 1
     rows: DatasetRows = TableRows(_load_table(settings, name)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
         raise SettingError(f"data.path: {name} has no rows")
-    return PromptRows(rows, settings) if settings.prompt_column != "prompt" or settings.is_chat else rows
+    return _in_form(rows, settings)
 
 
 def checked_prompts(
     rows: DatasetRows, path: str, column: str = "prompt", most: int | None = None
 ) -> Iterator[str | list[Any]]:
-    """The prompt of each of the first rows, at most `CHECKED_ROWS`: text, or a list of chat messages.
+    """The prompt of each of the first rows, at most `most` and `CHECKED_ROWS`: text, or a list of chat messages.
 
     Raises `SettingError` at the first row without one.
     """
-    for index in range(min(len(rows), most or CHECKED_ROWS, CHECKED_ROWS)):
+    limit = _CHECKED_TASKS if path.startswith(REASONING_GYM) else CHECKED_ROWS
+    for index in range(min(len(rows), most or limit, limit)):
         if problem := row_problem(rows[index], column):
             raise SettingError(f"data.path: {path}:{index + 1} {problem}")
         yield msgspec.json.decode(rows[index])["prompt"]
@@ -230,6 +261,10 @@ def row_problem(raw: bytes, column: str = "prompt") -> str:
     )
 
 
+def _in_form(rows: DatasetRows, settings: DataSettings) -> DatasetRows:
+    return PromptRows(rows, settings) if settings.prompt_column != "prompt" or settings.is_chat else rows
+
+
 def _as_chat(prompt: Any, system_prompt: str) -> Any:
     """A text as a message of the user; the system prompt comes before messages that have none."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -237,6 +272,13 @@ def _as_chat(prompt: Any, system_prompt: str) -> Any:
         return messages
     has_one = any(isinstance(message, dict) and message.get("role") == "system" for message in messages[:1])
     return messages if has_one else [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _as_json(row: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, default=str, allow_nan=False).encode()
+    except ValueError:  # a table's missing numbers are NaN, which JSON lacks
+        return json.dumps(_without_nan(row), default=str).encode()
 
 
 def _without_nan(value: Any) -> Any:

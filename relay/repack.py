@@ -2,6 +2,11 @@
 
 Towards the end of a version's work each rollout decodes few, long trajectories, and a decode step of few costs nearly as much
 as a step of many. So they are packed onto few rollouts; the others are free to take new weights and new prompts.
+
+A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
+a destination is bounded by its own past (not in the paper): its steps take at most 1 + `slowdown` times the mean step of its
+version so far. A step of k cached tokens takes c (K + k), where K tokens cost as much as the fixed part of a step, and mean
+steps are steps at the mean load; where the time is a convex function of k (the roofline) they take at least that (Jensen).
 """
 
 from collections import defaultdict
@@ -17,9 +22,13 @@ class Report(NamedTuple):
     kv_used: int
     """C_used: the tokens of its unfinished trajectories."""
     kv_before: int
-    """C_prev: the same at the previous observation; 0 at the first of a version, which makes no candidate."""
+    """C_prev: the same at the last plan; 0 before the first plan of a version, where none is a candidate."""
+    kv_mean: float
+    """Mean of C_used over its reports on this version: the load beside which its oldest trajectory was decoded."""
     kv_max: int
     """C_max: the tokens that its cache holds."""
+    kv_fixed: int
+    """K: cached tokens that cost as much time as the fixed part of a decode step; 0 if that is not known."""
     num_requests: int
     """N_reqs: its unfinished trajectories, queued ones included."""
     num_waiting: int
@@ -33,6 +42,19 @@ class Report(NamedTuple):
         is_winding_down = self.kv_used < min(self.kv_max, self.kv_before) and not self.num_waiting
         return is_winding_down and 0 < self.num_requests < self.batch_bound
 
+    def with_load_of(self, source: "Report") -> "Report":
+        """The load after all trajectories of `source` have moved here."""
+        return self._replace(
+            kv_used=self.kv_used + source.kv_used,
+            kv_mean=min(self.kv_mean, source.kv_mean),
+            num_requests=self.num_requests + source.num_requests,
+        )
+
+    def is_within_bounds(self, slowdown: float) -> bool:
+        """Whether its cache has room, its batch is within its bound, and its steps are slower than they were by this at most."""
+        is_slow = self.kv_fixed + self.kv_used > (1 + slowdown) * (self.kv_fixed + self.kv_mean)
+        return self.kv_used <= self.kv_max and self.num_requests <= self.batch_bound and not is_slow
+
 
 class Move(NamedTuple):
     """All trajectories of `source` on `version` move to `destination`, which frees the source."""
@@ -42,19 +64,20 @@ class Move(NamedTuple):
     version: int
 
 
-def plan_moves(reports: Iterable[Report]) -> list[Move]:
+def plan_moves(reports: Iterable[Report], slowdown: float) -> list[Move]:
     """Moves that free as many rollouts as best fit finds: within one version, the least loaded rollout first.
 
+    `slowdown` is the share by which a destination's steps may be slower than the mean steps so far of both rollouts of a move.
     A rollout gives all its trajectories or receives, never both; an empty one never receives. O(n^2) in rollouts of one version.
     """
     candidates: dict[int, list[Report]] = defaultdict(list)
     for report in reports:
         if report.is_candidate:
             candidates[report.version].append(report)
-    return [move for version in sorted(candidates) for move in _pack(candidates[version])]
+    return [move for version in sorted(candidates) for move in _pack(candidates[version], slowdown)]
 
 
-def _pack(candidates: list[Report]) -> list[Move]:
+def _pack(candidates: list[Report], slowdown: float) -> list[Move]:
     """Best fit within one version: each source moves to the rollout whose cache will then be fullest."""
     loads = {report.rollout: report for report in sorted(candidates, key=lambda r: (r.kv_used, r.rollout))}
     receivers: set[str] = set()
@@ -63,19 +86,16 @@ def _pack(candidates: list[Report]) -> list[Move]:
         if name in receivers:
             continue
         source = loads.pop(name)
-        fitting = [load for load in loads.values() if can_fit(load, source.kv_used, source.num_requests)]
-        if not fitting:
+        after = (load.with_load_of(source) for load in loads.values())
+        best = max(
+            (load for load in after if load.is_within_bounds(slowdown)),
+            key=lambda r: (r.kv_used, r.rollout),
+            default=None,
+        )
+        if best is None:
             loads[name] = source  # it is not moved, and may still receive
             continue
-        best = max(fitting, key=lambda load: (load.kv_used, load.rollout))
-        loads[best.rollout] = best._replace(
-            kv_used=best.kv_used + source.kv_used, num_requests=best.num_requests + source.num_requests
-        )
+        loads[best.rollout] = best
         receivers.add(best.rollout)
         moves.append(Move(name, best.rollout, source.version))
     return moves
-
-
-def can_fit(load: Report, kv_tokens: int, num_requests: int) -> bool:
-    """Whether a rollout can take this in addition to its load, within its cache and its batch bound."""
-    return load.kv_used + kv_tokens <= load.kv_max and load.num_requests + num_requests <= load.batch_bound

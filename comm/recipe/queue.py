@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..messages.base import MAX_SAMPLES
-from .fields import Count, OptionalCount
+from .fields import Count, NotNegative, OptionalCount
 
 
 class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,5 +69,7 @@ class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds between two plans; a new version also causes one."""
     batch_bound: Count | None = None
     """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
+    slowdown: NotNegative = 0.02
+    """Share by which a rollout's decode steps may be slower after a move than its mean step on the version so far."""
     transfer: Literal["auto", "pages", "prefill"] = "auto"
     """KV cache of a moved trajectory: `pages` sends it, `prefill` computes it again, `auto` measures which is cheaper."""

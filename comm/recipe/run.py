@@ -59,7 +59,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`data.*`: the prompts."""
 
     path: str | tuple[str, ...] = ""
-    """JSONL or parquet file, or Hugging Face data set, or a list of these, whose rows are mixed."""
+    """JSONL or parquet file, Hugging Face data set, `reasoning-gym/NAME`, or a list of these, whose rows are mixed."""
     weights: tuple[NotNegative, ...] = ()
     """Shares of the sets of `path` in the prompts; empty is each set's share of the rows."""
     subset: str = ""
@@ -76,6 +76,8 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
+    curriculum: str = ""
+    """`FILE.py:FUNCTION`: the chance from 0 to 1 that a row is taken, by the steps trained so far and the row (docs/data.md)."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
 
@@ -94,7 +96,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`reward.*`: the reward functions."""
 
     path: str | tuple[str, ...] = ""
-    """`FILE.py:FUNCTION` in TRL's or verl's form, math, gsm8k, format or length, or a list of these (docs/rewards.md)."""
+    """`FILE.py:FUNCTION` in TRL's or verl's form, a ready one such as math or gsm8k, or a list of these (docs/rewards.md)."""
     weights: tuple[float, ...] = ()
     """Weights of the functions' rewards in their sum; empty is 1 for each."""
     batch: Literal["sample", "group"] = "sample"

@@ -11,13 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from ..processes.child import print_message
 from ..recipes.tiny_policy import character_tokenizer
+from ..report.timeline import Timeline
 from .harness import BenchProcess, Measurement, Options, peer_environment
 from .policies import build, policy_folder
 
@@ -30,9 +30,8 @@ def reward(completions, **_):
     """Occurrences of the word `the`, at most 6."""
     return [float(min(6, text.count(" the "))) for text in completions]
 '''
-_ENVIRONMENTS, _TURNS, _LATENCY_S = 256, 8, 1.0
-_LEAST_BUSY = 0.8
-_TURN_STEPS = 8
+_ENVIRONMENTS, _TURNS, _LATENCY_S = 256, 4, 1.0
+_TURN_STEPS, _LEAST_BUSY = 5, 0.8
 _ROOMS = '''
 import asyncio
 
@@ -117,7 +116,7 @@ def slow_environments(name: str, options: Options) -> list[Measurement]:
 
 
 def _busy_share(folder: Path, environment: str) -> float:
-    """Of the one rollout of a run, after its first step. A turn has 16 tokens on average."""
+    """Of the one rollout of a run, between its second version and its last one. A turn has 16 tokens on average."""
     settings: dict[str, object] = {
         "run.dir": folder / environment, "run.steps": _TURN_STEPS, "model.path": folder / "policy",
         "run.schedule": "partial", "data.path": folder / "prompts.jsonl", "roles.rollout": 1,
@@ -127,11 +126,10 @@ def _busy_share(folder: Path, environment: str) -> float:
         "generator.max_running": _ENVIRONMENTS,
     }  # fmt: skip
     _run(folder, settings)
-    lines = (folder / environment / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    seconds = [after["time_s"] - before["time_s"] for before, after in pairwise(steps)]
-    idle = sum(step["idle/rollout"] * length for step, length in zip(steps[1:], seconds, strict=True))
-    return 1 - idle / sum(seconds)
+    spans = Timeline.read(folder / environment).spans["rollout-0"]
+    first, last = (next(span.start for span in spans if span.facts.get("version") == v) for v in (1, _TURN_STEPS - 1))
+    decoding = sum(span.end - span.start for span in spans if span.state == "generate" and first <= span.start < last)
+    return decoding / (last - first)
 
 
 @contextmanager

@@ -178,6 +178,8 @@ def _check_functions(recipe: Recipe) -> None:
     for name in ("advantage", "loss"):
         if ":" in (path := getattr(recipe.algorithm, name)):
             check_function(f"algorithm.{name}", path)
+    if recipe.data.curriculum:
+        check_function("data.curriculum", recipe.data.curriculum)
     if recipe.queue.sampler:
         check_function("queue.sampler", recipe.queue.sampler)
 

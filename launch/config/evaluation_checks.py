@@ -6,7 +6,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
-from ...relay.dataset import checked_prompts, open_rows
+from ...relay.dataset import REASONING_GYM, checked_prompts, open_rows
 from ...relay.journal.evaluations import pass_sizes
 from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
 
@@ -23,6 +23,8 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
         raise SettingError(
             f"eval.samples={settings.samples}: greedy responses to a prompt are equal; set eval.temperature above 0"
         )
+    if settings.max_prompts is None and any(path.startswith(REASONING_GYM) for path in settings.paths):
+        raise SettingError("eval.max_prompts: reasoning-gym makes tasks without end; set how many are evaluated")
     if recipe.comm.deadline_s < 2 * WAIT_S:
         raise SettingError(
             f"comm.deadline_s: with eval.path at least {2 * WAIT_S:g}, since the trainer may wait for an evaluation"

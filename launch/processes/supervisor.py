@@ -20,6 +20,7 @@ from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
+from ...relay.hub.exits import ProcessExit, report_exit
 from ..config.load import CONFIG_FILE
 from ..gpus import Gpus
 from ..hosts import JOINED_HOST, ranks_of_hosts
@@ -191,6 +192,7 @@ class Supervisor:
         kind = classify_exit(role, code, restarts, now, **state)
         if kind is ExitKind.RESTART:
             restarts.append(now)
+            self._report_exit(child, describe_exit(child.name, code))
             print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
             self._start_worker(child.name)
         elif kind is not ExitKind.DONE:
@@ -218,9 +220,15 @@ class Supervisor:
         if restarts := self.restarts.get(child.name):
             error += f", after {len(restarts)} restarts{child.last_line()}"
         print_message(f"{error}; the run ends{child.log_tail()}")
-        if not is_reported and child.name != "store" and self.placement.host != JOINED_HOST:
+        if is_reported or child.name == "store" or self.placement.host == JOINED_HOST:
+            return
+        self._report_exit(child, error, ends_run=True)
+        if child.name == "hub" or self.has_other_hosts:  # the others read no file of this host
             words = [*self._worker_command(child.name), "--failed", error]
             self.children["failure-report"] = self._child("failure-report", words)
+
+    def _report_exit(self, child: Child, how: str, *, ends_run: bool = False) -> None:
+        report_exit(Path(self.recipe.run.dir), ProcessExit(child.name, child.pid, how, ends_run))
 
     def _pass_on(self, number: int) -> None:
         """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""

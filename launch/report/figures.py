@@ -126,17 +126,23 @@ def _growth(samples: Sequence[Sequence[CounterSample]], name: str, window: Windo
     return grown / len(samples) / window.seconds
 
 
-def _latency(run_dir: Path, speed: float, window: Window) -> Latency:
-    """Latency of the trajectories that ended in the window, from the journal's times."""
+def latencies(run_dir: Path, speed: float, window: Window) -> dict[tuple[int, int, int], float]:
+    """Seconds from lease to end of the trajectories that ended in the window, by (epoch, prompt, sample), from the journal."""
     begun: dict[tuple[int, int, int], float] = {}
-    seconds: list[float] = []
+    seconds: dict[tuple[int, int, int], float] = {}
     for _, event in read_events(run_dir / "journal.jsonl"):
         match event:
             case Leased(group=group, samples=samples):
                 for sample in samples:
                     begun.setdefault((group.epoch, group.prompt, sample), event.t * speed)
             case RowReady(row=row) if window.start <= event.t * speed < window.end:
-                seconds.append(event.t * speed - begun[row.epoch, row.prompt, row.sample])
+                key = (row.epoch, row.prompt, row.sample)
+                seconds[key] = event.t * speed - begun[key]
             case _:
                 pass
+    return seconds
+
+
+def _latency(run_dir: Path, speed: float, window: Window) -> Latency:
+    seconds = latencies(run_dir, speed, window).values()
     return Latency(sum(seconds) / max(len(seconds), 1), max(seconds, default=0.0))

@@ -35,7 +35,7 @@ from .dispatch import Dispatcher
 from .evaluations import Evaluations
 from .leases import Leases
 from .partial_pool import PartialPool
-from .prompts import Prompts
+from .prompts import Curriculum, Prompts
 from .repacking import Repacking
 from .results import Results
 from .saved_queue import SavedQueue
@@ -61,6 +61,7 @@ class Hub:
         tasks: Mapping[str, Task] | None = None,
         wall_clock: Callable[[], float] = time.time,
         evaluation: EvaluationPrompts | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox, self.state = mailbox, state
@@ -70,7 +71,7 @@ class Hub:
         mixes_versions = admission.schedule.updates_mid_trajectory
         self.partials = PartialPool(self.context, clock, mixes_versions=mixes_versions)
         self.evaluations = Evaluations(self.context, evaluation, self.partials, mixes_versions=mixes_versions)
-        self.prompts = Prompts(self.context, pool)
+        self.prompts = Prompts(self.context, pool, curriculum)
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, self.prompts, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)

@@ -3,9 +3,9 @@
 A hub whose process was started again continues where the journal ends: leases and batches stay with their holders, and the
 other processes send again what the hub before did not handle.
 
-Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any process may wake it. A process is dead when a relay
-reports that its connection ended or, at the latest, when its heartbeat stops or another incarnation has joined: its leases
-come back, and the rows that it stored are read elsewhere or generated again.
+Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any process may wake it. A process is dead when its supervisor
+reports its exit, when a relay reports that its connection ended or, at the latest, when its heartbeat stops or another incarnation
+has joined: its leases come back, and the rows that it stored are read elsewhere or generated again.
 """
 
 import logging
@@ -48,7 +48,9 @@ from ..queue.batch import TRAIN
 from ..queue.evaluation_prompts import open_evaluation
 from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
+from .exits import ProcessExit, take_exits
 from .hub import Hub
+from .prompts import open_curriculum
 from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
@@ -64,8 +66,10 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     loop = HubLoop(hub, fleet)
     if hub.state.hub_restarts:
         loop.recover()
-    elif hub.state.checkpointed >= 0:
-        hub.saved_queue.restore()
+    else:
+        take_exits(Path(recipe.run.dir))  # those of the run before
+        if hub.state.checkpointed >= 0:
+            hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
@@ -85,7 +89,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
-        evaluation=open_evaluation(recipe),
+        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe),
     )  # fmt: skip
 
 
@@ -95,12 +99,15 @@ class HubLoop:
     def __init__(self, hub: Hub, fleet: Fleet) -> None:
         self.hub = hub
         self.fleet = fleet
+        self._run_dir = hub.context.journal.path.parent
         self._known: dict[str, Member] = {}
         self.seen: dict[str, Member] = {}
         """The last member that was seen under each name."""
         self._lost: dict[str, int] = {}
         self._replaced: set[str] = set()
         self._printed = {""}
+        self._broken: ProcessExit | None = None
+        """The exit of a process that is not started again."""
         self._checked_at = 0.0
 
     def step(self) -> RunEnd | None:
@@ -109,6 +116,8 @@ class HubLoop:
             return RunEnd("failed", failure, 1)
         if (ending := self.hub.state.ending) is not None:  # the hub before began to end the run
             return RunEnd.of(ending)
+        if self._broken is not None:
+            return RunEnd("failed", self._broken.how, 1, gone=self._broken.name)
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.
@@ -184,6 +193,8 @@ class HubLoop:
         self._known |= living
         for relay in self.fleet.alive_members("relay"):
             self._replace_if_lost(relay)
+        for exit_ in take_exits(self._run_dir):
+            self._on_exit(exit_)
         self._print_generators()
 
     def _replace_if_lost(self, relay: Member) -> None:
@@ -208,10 +219,20 @@ class HubLoop:
         heartbeat stops: the report may be in error, and then the process continues to work.
         """
         self._check_fleet()
-        known = self._known.get(name)
-        if known is not None and known.incarnation == incarnation and self._lost.get(name) != incarnation:
-            self._lost[name] = incarnation
-            self._on_death(known, f"the connection of incarnation {incarnation} ended")
+        if (known := self._known.get(name)) is not None and known.incarnation == incarnation:
+            self._on_early_death(known, f"the connection of incarnation {incarnation} ended")
+
+    def _on_exit(self, exit_: ProcessExit) -> None:
+        """Act on a supervisor's report, of a process that is still in the fleet or that ends the run."""
+        if exit_.ends_run:
+            self._broken = exit_
+        if (known := self._known.get(exit_.name)) is not None and known.pid == exit_.pid:
+            self._on_early_death(known, exit_.how)
+
+    def _on_early_death(self, dead: Member, reason: str) -> None:
+        if self._lost.get(dead.name) != dead.incarnation:
+            self._lost[dead.name] = dead.incarnation
+            self._on_death(dead, reason)
 
     def _on_death(self, dead: Member, reason: str) -> None:
         if dead.role == "relay":

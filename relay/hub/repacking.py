@@ -8,6 +8,7 @@ however often a message is repeated and whichever process dies: a move has no st
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...comm.messages import LoadReport, RowId
@@ -21,6 +22,21 @@ from .telemetry import FleetStats
 
 MOVE_TIMEOUT_S = 30.0
 """A move without a result after this time no longer keeps its rollouts out of the next plan."""
+
+
+@dataclass(slots=True)
+class _History:
+    """The loads that a rollout has reported on its present version; tokens."""
+
+    version: int
+    num_reports: int = 0
+    kv_sum: int = 0
+    kv_before: int = 0
+    """At the last plan, with what it has received since."""
+
+    @property
+    def kv_mean(self) -> float:
+        return self.kv_sum / max(self.num_reports, 1)
 
 
 class _OpenMove(NamedTuple):
@@ -44,13 +60,19 @@ class Repacking(Handler):
         self._clock = clock
         self._planned_at = clock()
         self._reports: dict[str, LoadReport] = {}
-        self._before: dict[str, tuple[int, int]] = {}
+        self._histories: dict[str, _History] = {}
         self._open_moves: dict[int, _OpenMove] = {}
         # The orders of each process of the hub have ids of their own: a result may be that of an earlier order.
         self._last_request_id = self.state.hub_restarts << 32
 
     def observe(self, sender: str, load: LoadReport) -> None:
-        """Take in a report; reports of a rollout with an open move are out of date and are dropped."""
+        """Take in a report. For a plan, those of a rollout with an open move are out of date and are dropped."""
+        history = self._histories.get(sender)
+        if history is None or history.version != load.version:
+            history = self._histories[sender] = _History(load.version)
+        if load.num_running:
+            history.num_reports += 1
+            history.kv_sum += load.kv_used
         if load.batch_bound and not any(sender in move.rollouts for move in self._open_moves.values()):
             self._reports[sender] = load
 
@@ -65,16 +87,16 @@ class Repacking(Handler):
     def on_process_death(self, process: str, reason: str) -> None:
         """Forget the moves of a dead process; `Leases` takes back its rows."""
         self._reports.pop(process, None)
-        self._before.pop(process, None)
+        self._histories.pop(process, None)
         self._open_moves = {n: move for n, move in self._open_moves.items() if process not in move.rollouts}
 
     def _plan(self, now: float) -> None:
         reports = {name: self._report(name, load) for name, load in self._reports.items()}
-        self._before |= {name: (report.version, report.kv_used) for name, report in reports.items()}
-        for move in plan_moves(reports.values()):
+        for name, report in reports.items():
+            self._histories[name].kv_before = report.kv_used
+        for move in plan_moves(reports.values(), self.settings.slowdown):
             # The load that the destination is about to receive must not look like a cache that fills up.
-            version, kv_used = self._before[move.destination]
-            self._before[move.destination] = (version, kv_used + reports[move.source].kv_used)
+            self._histories[move.destination].kv_before += reports[move.source].kv_used
             self._last_request_id += 1
             rollouts = (move.source, move.destination)
             self._open_moves[self._last_request_id] = _OpenMove(rollouts, now)
@@ -83,12 +105,14 @@ class Repacking(Handler):
             self.context.mailbox.send(move.source, MigrateOrder(self._last_request_id, move.version, move.destination))
 
     def _report(self, name: str, load: LoadReport) -> Report:
-        version, kv_before = self._before.get(name, (load.version, 0))
+        history = self._histories[name]
         return Report(
             rollout=name,
             version=load.version,
             kv_used=load.kv_used,
-            kv_before=kv_before if version == load.version else 0,
+            kv_before=history.kv_before,
+            kv_mean=history.kv_mean,
+            kv_fixed=load.kv_fixed,
             kv_max=load.kv_max,
             num_requests=load.num_running + load.num_waiting,
             num_waiting=load.num_waiting,

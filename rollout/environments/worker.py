@@ -64,9 +64,8 @@ class Worker:
         try:
             answer = await self._advance(question)
             json.dumps(answer)
-            msgspec.msgpack.encode(
-                answer
-            )  # refuses what JSON alone takes: half a surrogate pair, numbers above 64 bits
+            # This refuses what JSON alone takes: half a surrogate pair, numbers above 64 bits.
+            msgspec.msgpack.encode(answer)
             return answer
         except TimeoutError:
             return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}

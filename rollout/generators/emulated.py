@@ -158,16 +158,16 @@ class EmulatedGenerator:
         return states
 
     def import_sequences(self, states: Sequence[SequenceState]) -> None:
-        """The device waits for the keys and values of a sequence, or computes them again."""
+        """The keys and values of a sequence arrive beside decoding, or are computed again."""
         self._start_if_idle()
         for state in states:
             sequence = self._sequence(state.trajectory_id, len(state.prompt_ids), state.params)
             sequence.num_new = len(state.token_ids)
-            if state.cache is None:
-                sequence.num_missing = sequence.num_tokens
+            if state.cache is not None:
+                self.device.receive(sequence)
             else:
-                sequence.wait_s = sequence.num_tokens * self.settings.kv_token_bytes / self.settings.kv_gb_s / 1e9
-            self.device.add([sequence])
+                sequence.num_missing = sequence.num_tokens
+                self.device.add([sequence])
 
     def close(self) -> None:
         write_lag(self._run_dir, self._name, self.lag_s)

@@ -36,8 +36,8 @@ class EmulatedSequence:
     """Tokens of the response; while it runs, those that it had when it entered (see `EmulatedDevice.num_tokens`)."""
     num_missing: int = 0
     """Tokens to prefill before it runs."""
-    wait_s: float = 0.0
-    """Seconds until its keys and values arrive, where they are not computed."""
+    arrives_at: float = 0.0
+    """Seconds of the device's work after which its keys and values are there, if they are sent."""
     entered_at: int = 0
     """Decode steps of the device when it entered."""
 
@@ -60,12 +60,23 @@ class EmulatedDevice:
         self._ends: list[tuple[int, int]] = []
         """A heap of (decode step at which it is finished, trajectory), with some that have left the batch."""
         self.seconds = 0.0
+        self._arrived_at = 0.0
+        """When the keys and values of the last sequence that was sent are there; its link carries one at a time."""
         self.num_recomputed = 0
         """Tokens dropped from the cache and prefilled again."""
         self.num_preempted = 0
 
     def add(self, sequences: Iterable[EmulatedSequence]) -> None:
         self.waiting.extend(sequences)
+
+    def receive(self, sequence: EmulatedSequence) -> None:
+        """Add a sequence whose keys and values are sent; the running ones are decoded meanwhile."""
+        e = self.settings
+        self._arrived_at = (
+            max(self._arrived_at, self.seconds) + sequence.num_tokens * e.kv_token_bytes / e.kv_gb_s / 1e9
+        )
+        sequence.arrives_at = self._arrived_at
+        self.add([sequence])
 
     def advance(self, num_steps: int) -> list[EmulatedSequence]:
         """Up to `num_steps` decode steps, with the trajectories that enter meanwhile; returns those that finished."""
@@ -124,6 +135,10 @@ class EmulatedDevice:
         """Let waiting trajectories run, oldest first, and prefill their missing tokens."""
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
+            if sequence.arrives_at > self.seconds:
+                if self.running:
+                    break  # its keys and values arrive beside the decoding of the others
+                self.seconds = sequence.arrives_at
             margin = MARGIN_TOKENS * (len(self.running) + 1)
             if self.running and self.load + sequence.num_tokens + margin > self.settings.kv_tokens:
                 break
@@ -132,8 +147,8 @@ class EmulatedDevice:
             ends_at = self._num_steps + sequence.limit - sequence.num_new
             heapq.heappush(self._ends, (ends_at, sequence.trajectory_id))
             self.load += sequence.num_tokens
-            self.seconds += sequence.num_missing * self.settings.prefill_us * 1e-6 + sequence.wait_s
-            sequence.num_missing, sequence.wait_s = 0, 0.0
+            self.seconds += sequence.num_missing * self.settings.prefill_us * 1e-6
+            sequence.num_missing = 0
 
     def _preempt(self) -> None:
         sequence = self._leave(next(reversed(self.running)))

@@ -27,7 +27,6 @@ from ...comm.messages.migration import (
 )
 from ...comm.recipe import Recipe
 from ...comm.trace import Trace, failpoint
-from ...relay.repack import Report, can_fit
 from ..leases import HeldLeases, LeasedRow
 from .calibration import GeneratorProfile, TransferCostModel, calibrate
 from .codec import MovedRow
@@ -269,12 +268,9 @@ class Migration:
             return "unable"
         if offer.version != generator.weights.version:
             return "version"
-        load = Report(
-            rollout=self._fleet.name, version=offer.version, kv_used=self.kv_used, kv_before=0, kv_max=generator.kv_capacity,
-            num_requests=generator.num_running + generator.num_waiting, num_waiting=generator.num_waiting,
-            batch_bound=self.batch_bound,
-        )  # fmt: skip
-        return "" if can_fit(load, offer.num_tokens, offer.num_rows) else "full"
+        num_requests = generator.num_running + generator.num_waiting + offer.num_rows
+        has_room = self.kv_used + offer.num_tokens <= generator.kv_capacity and num_requests <= self.batch_bound
+        return "" if has_room else "full"
 
     def _import(self, sender: str, offer: TransferOffered, incoming: Incoming) -> None:
         reason = self._reason_against(offer)

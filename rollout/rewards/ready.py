@@ -6,12 +6,15 @@ is the column `ground_truth`, `reward_model.ground_truth`, `answer` or `solution
 
 import re
 from decimal import Decimal, InvalidOperation
+from functools import cache, lru_cache
+from typing import Any
 
-NEEDS = {"math": "math_verify"}
+NEEDS = {"math": "math_verify", "reasoning-gym": "reasoning_gym"}
 """The package that a function needs, from an extra of the function's name."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Signs around LaTeX in a text."""
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*\S.*", re.DOTALL)
 
 
@@ -51,7 +54,34 @@ def length(completion_ids: list[list[int]]) -> list[float]:
     return [-len(ids) / 1000 for ids in completion_ids]
 
 
-READY = {function.__name__: function for function in (math, gsm8k, format, length)}
+def reasoning_gym(solution_str: str, task: dict[str, Any]) -> float:
+    """The score of a task of reasoning-gym by its own rule, from 0 to 1.
+
+    The answer is in the last `<answer>...</answer>` of the response; without one it is all of the response behind `</think>`.
+    """
+    found = _ANSWER.findall(solution_str)
+    answer = found[-1] if found else solution_str.rpartition("</think>")[2]
+    tasks = _tasks(task["name"], task["seed"], task["size"])
+    try:
+        return float(tasks.score_answer(answer.strip(), _task(task["name"], task["seed"], task["size"], task["index"])))
+    except Exception:  # noqa: BLE001 - not all rules expect that an answer may be anything
+        return 0.0
+
+
+@cache
+def _tasks(name: str, seed: int, size: int) -> Any:
+    from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]
+
+    return create_dataset(name, seed=seed, size=size)
+
+
+@lru_cache(1 << 10)
+def _task(name: str, seed: int, size: int, index: int) -> Any:
+    """The task itself: JSON would have changed the types in its metadata."""
+    return _tasks(name, seed, size)[index]
+
+
+READY = {function.__name__.replace("_", "-"): function for function in (math, gsm8k, format, length, reasoning_gym)}
 
 
 def _last_number(text: str) -> Decimal | None:

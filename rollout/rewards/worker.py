@@ -89,7 +89,7 @@ def _failed(error: BaseException) -> dict[str, Any]:
 def _load(settings: dict[str, Any]) -> RewardSum:
     functions: list[RewardFunction] = []
     for name, path in settings["functions"].items():
-        path = path if ":" in path else f"{_READY}:{path}"
+        path = path if ":" in path else f"{_READY}:{path.replace('-', '_')}"
         sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
         functions.append(RewardFunction(name, load_object("reward.path", path), settings["max_steps"]))
     return RewardSum(functions, settings["weights"])

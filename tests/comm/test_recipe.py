@@ -13,12 +13,12 @@ run.dir run.seed run.steps run.schedule run.mode run.save_rows run.resume
 roles.actor roles.relay roles.rollout roles.reference roles.task
 model.path model.dtype
 data.path data.weights data.subset data.split data.prompt_column data.system_prompt data.chat_template data.chat_template_kwargs
-data.shuffle data.too_long
+data.shuffle data.curriculum data.too_long
 reward.path reward.weights reward.batch reward.timeout_s reward.workers
 environment.path environment.tools environment.max_turns environment.timeout_s environment.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
 queue.lead queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
-repack.enabled repack.period_s repack.batch_bound repack.transfer
+repack.enabled repack.period_s repack.batch_bound repack.slowdown repack.transfer
 sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.repetition_penalty
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.prefix_cache

@@ -193,6 +193,11 @@ def test_a_comparison_of_real_devices_is_refused(capsys: pytest.CaptureFixture[s
     assert "rollout.engine: a comparison of schedules needs emulated devices" in capsys.readouterr().err
 
 
+def test_a_comparison_without_a_seed_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert compare.main([str(RECIPE), "--seeds", "0"]) == 2
+    assert "--seeds: at least 1" in capsys.readouterr().err
+
+
 def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
     words = [str(RECIPE), f"run.dir={tmp_path}", "emulated.speed=10", "--only", "headrace"]
     comparison = subprocess.Popen([sys.executable, "-m", "headrace.launch.compare", *words])

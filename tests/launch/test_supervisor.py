@@ -17,6 +17,7 @@ from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from headrace.launch.config.load import read_recipe
 from headrace.launch.placement import is_restartable
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
+from headrace.relay.hub.exits import ProcessExit, take_exits
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
@@ -36,6 +37,7 @@ class RunningSupervisor:
         shutdown_s: float,
         spare_after_s: float,
     ):
+        self.run_dir = run_dir
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
@@ -95,7 +97,11 @@ def test_a_dead_rollout_is_started_again_and_the_supervisor_ends_with_0(supervis
     running = supervisor("rollout-1", {"rollout-1": ["die", "crash", "end"]})
     code, errors = running.end()
     assert code == 0
-    assert len(running.events("rollout-1 start")) == 3
+    starts = running.events("rollout-1 start")
+    assert len(starts) == 3
+    assert take_exits(running.run_dir) == [
+        ProcessExit("rollout-1", int(starts[1].split()[2]), "rollout-1 ended with exit code 1")
+    ]
     assert "rollout-1 was ended by SIGKILL and is started again" in errors
     assert "rollout-1 ended with exit code 1 and is started again" in errors
 
@@ -105,10 +111,11 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
     code, errors = running.end()
     assert code == 1
     assert len(running.events("rollout-0 start")) == MAX_RESTARTS + 1
-    assert running.events("rollout-0 reported") == [
-        f"rollout-0 reported rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
-    ]
+    (exit_,) = take_exits(running.run_dir)
+    assert (exit_.name, exit_.ends_run) == ("rollout-0", True)
+    assert exit_.how == f"rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
     assert "the run ends" in errors
+    assert not running.events("rollout-0 reported"), "no process is started for the report"
 
 
 def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):

@@ -10,7 +10,9 @@ from support.emulated_run import EMULATED
 from headrace.comm.recipe import Recipe
 from headrace.launch import compare
 from headrace.launch.config.load import read_recipe
+from headrace.launch.report.experiment import Result
 from headrace.launch.report.figures import figures_of, window_of
+from headrace.launch.report.paired_latency import PairedLatency, paired_table
 from headrace.launch.report.timeline import Timeline
 from headrace.launch.report.tuning import read_tuned
 from headrace.launch.virtual.network import MESSAGE_S
@@ -92,6 +94,29 @@ def test_each_update_of_a_version_costs_its_time_once(tmp_path: Path):
         step_s[seconds, updates] = sum(line["timing_s/update_actor"] for line in lines) / len(lines)
     assert step_s[5, 1] - step_s[0, 1] == pytest.approx(5)
     assert step_s[5, 4] - step_s[0, 1] == pytest.approx(20)
+
+
+def test_latencies_are_compared_trajectory_by_trajectory(tmp_path: Path):
+    slower = {
+        "emulated__weights_ms": 19.8,
+        "emulated__request_us": 82,
+        "emulated__kv_ns": 61,
+        "emulated__prefill_us": 82,
+    }
+    results: list[Result] = []
+    for name, device in (("one", {}), ("slower", slower)):
+        folder = tmp_path / name
+        run_of(folder, run__schedule="sync", run__steps=7, **device)
+        timeline = Timeline.read(folder)
+        results.append(
+            Result(str(folder), 2, 32, None, None, figures_of(folder, timeline, window_of(timeline, 7), 0.0))
+        )
+    pairs = PairedLatency.of(tmp_path / "slower", tmp_path / "one")
+    assert pairs.num == 2 * 16, "two steps are measured"
+    assert pairs[1:] == pytest.approx([2] * 4, rel=0.05)
+    ratios = paired_table(*results).splitlines()[-1]
+    assert ratios.startswith("| ratio | 2 + 32 | 0.5")
+    assert ratios.endswith(f"| {pairs.mean:.3f} | {pairs.p50:.3f} | {pairs.p99:.3f} | {pairs.longest:.3f} | 32 |")
 
 
 def test_rollouts_take_more_than_their_part_of_a_step_where_trajectories_last_for_several_steps(tmp_path: Path):

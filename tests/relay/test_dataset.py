@@ -1,10 +1,12 @@
 """A user's data comes in several formats; all give the same rows."""
 
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.comm.errors import SettingError
@@ -109,6 +111,26 @@ def test_of_a_large_set_the_first_rows_are_checked_before_the_run(tmp_path: Path
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "x"}\n' * CHECKED_ROWS + "not JSON\n")
     assert len(check_data(DataSettings(path=str(path)))) == CHECKED_ROWS
+
+
+def test_tasks_of_reasoning_gym_are_the_same_for_a_split_and_others_for_another_one():
+    pytest.importorskip("reasoning_gym")
+    settings = DataSettings(path="reasoning-gym/leg_counting", system_prompt="Think.")
+    rows, again, test = (
+        open_rows(msgspec.structs.replace(settings, split=split)) for split in ("train", "train", "test")
+    )
+    assert rows[7] == again[7] and rows[7] != rows[8] and len(rows) == 1 << 20
+    assert not {test[i] for i in range(50)} & {rows[i] for i in range(50)}
+    row = json.loads(rows[7])
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"].isdigit()
+    with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/no: .*no"):
+        open_rows(DataSettings(path="reasoning-gym/no"))
+
+
+def test_the_error_for_tasks_without_their_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(SettingError, match=r"data\.path: .* pip install 'headrace\[reasoning-gym\]'"):
+        open_rows(DataSettings(path="reasoning-gym/leg_counting"))
 
 
 def test_a_missing_number_of_a_table_is_null():

@@ -79,6 +79,33 @@ def test_weights_that_change_midway_cost_a_prefill_of_all_running_trajectories()
     assert device.seconds - before == pytest.approx(tokens * SETTINGS.prefill_us * 1e-6 + device.steps_s(4, 4 * 110, 1))
 
 
+def test_keys_and_values_that_are_sent_arrive_beside_decoding_one_sequence_after_another():
+    device = EmulatedDevice(SETTINGS, 512)
+    device.add([EmulatedSequence(0, 100, 1000)])
+    device.advance(10)
+    began = device.seconds
+    moved = [EmulatedSequence(number, 100, 9000, num_new=5000) for number in (1, 2)]
+    for sequence in moved:
+        device.receive(sequence)
+    one_s = 5100 * SETTINGS.kv_token_bytes / SETTINGS.kv_gb_s / 1e9
+    assert [sequence.arrives_at - began for sequence in moved] == pytest.approx([one_s, 2 * one_s])
+    device.advance(1)
+    assert (len(device.running), device.seconds - began) == (1, pytest.approx(device.steps_s(1, 110, 1)))
+    before = device.seconds
+    while len(device.running) < 3:
+        before = device.seconds
+        device.advance(1)
+    assert before >= moved[1].arrives_at > before - device.steps_s(3, 20_000, 1)
+
+
+def test_a_device_without_other_work_waits_for_keys_and_values():
+    device = EmulatedDevice(SETTINGS, 512)
+    sequence = EmulatedSequence(1, 100, 9000, num_new=5000)
+    device.receive(sequence)
+    device.advance(1)
+    assert device.seconds == pytest.approx(sequence.arrives_at + device.steps_s(1, 5100, 1))
+
+
 def test_lengths_have_a_long_tail_and_depend_on_seed_and_trajectory_alone():
     lengths = [response_length(0, number, SETTINGS, 10**9) for number in range(20_000)]
     median, p99 = np.percentile(lengths, [50, 99])

@@ -34,15 +34,30 @@ Stage = Callable[..., Play]
 Rows = dict[RowId, dict[str, np.ndarray]]
 
 
-@pytest.fixture
-def stage(tmp_path: Path, llama: Path) -> Stage:
-    file = tmp_path / "environment.py"
+def stage_in(folder: Path, policy: Path) -> Stage:
+    file = folder / "environment.py"
     file.write_text(ENVIRONMENT)
     words = (
         f"environment.path={file}:Counter", "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s]",
         "rollout.stream_tokens=256",
     )  # fmt: skip
-    return lambda name, *more: Play(tmp_path / name, llama, settings=(*words, *more))
+    return lambda name, *more: Play(folder / name, policy, settings=(*words, *more))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, llama: Path) -> Stage:
+    return stage_in(tmp_path, llama)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Rows:
+    """The rows of a rollout that nothing interrupts."""
+    play = stage_in(tmp_path_factory.mktemp("unbroken"), llama)("play")
+    try:
+        play.lease(play.rollouts[0])
+        return rows_of(play)
+    finally:
+        play.close()
 
 
 def rows_of(play: Play) -> Rows:
@@ -71,11 +86,9 @@ def until_third_turn_ends(play: Play, rollout: ManualRollout) -> None:
     play.until(lambda: all(len(h.episode.completions) == 3 for h in rollout.leases.held.values() if h.episode))
 
 
-def test_a_rollout_killed_between_turns_loses_at_most_one_turn_of_each_trajectory(stage: Stage, tmp_path: Path):
-    play = stage("unbroken")
-    play.lease(play.rollouts[0])
-    unbroken = rows_of(play)
-    play.close()
+def test_a_rollout_killed_between_turns_loses_at_most_one_turn_of_each_trajectory(
+    stage: Stage, unbroken: Rows, tmp_path: Path
+):
     (tmp_path / "hold").touch()
     play = stage("broken")
     dead, other, _ = play.rollouts
@@ -96,11 +109,9 @@ def test_a_rollout_killed_between_turns_loses_at_most_one_turn_of_each_trajector
     assert len(starts) > 1 and all(kept[row] >= start > 0 for row, start in starts.items())
 
 
-def test_trajectories_that_wait_for_their_environments_move_and_wait_elsewhere(stage: Stage, tmp_path: Path):
-    play = stage("still")
-    play.lease(play.rollouts[0])
-    unbroken = rows_of(play)
-    play.close()
+def test_trajectories_that_wait_for_their_environments_move_and_wait_elsewhere(
+    stage: Stage, unbroken: Rows, tmp_path: Path
+):
     (tmp_path / "hold").touch()
     play = stage("moved")
     source, target, _ = play.rollouts

@@ -19,7 +19,7 @@ from support.policies import tiny_policy
 from headrace.launch import quickstart
 from headrace.launch.audit import main as audit
 from headrace.launch.config.load import read_recipe
-from headrace.relay.journal.events import Moved, Published, Received
+from headrace.relay.journal.events import Checkpointed, Moved, Opened, Published, Received
 from headrace.relay.journal.journal import read_events
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.xdist_group("hosts")]
@@ -109,6 +109,13 @@ class HostsJob:
         account = self.summary()["accounting"]
         assert account["holds"] is True and account["trained"] == num_trained, self.logs()
         assert audit([str(self.dir)]) == 0
+
+
+def checkpoint_of(job: HostsJob) -> int:
+    """The step of the first checkpoint that the journal has since it was opened last."""
+    events = [event for _, event in read_events(job.dir / "journal.jsonl")]
+    last = max(number for number, event in enumerate(events) if isinstance(event, Opened))
+    return next(event.step for event in events[last:] if isinstance(event, Checkpointed))
 
 
 @pytest.fixture
@@ -207,6 +214,21 @@ def test_a_host_that_is_killed_whole_at_any_moment_costs_its_unfinished_trajecto
     assert job.end()[:2] == [0, 0], job.logs()
     job.assert_account(30 * 16)
     assert job.summary()["hosts"]["host2"] == ["relay-2", "rollout-1"]
+
+
+@pytest.mark.slow
+def test_the_death_of_the_host_with_trainer_hub_store_and_relay_ends_the_run_and_the_same_command_resumes_it(hosts_job):
+    settings = {"roles__relay": 2, "roles__rollout": 1, "checkpoint__every": 2, "run__resume": "auto"}
+    job = hosts_job(2, run__steps=10_000, **settings).start()
+    job.wait_for_step(5)
+    job.hosts[0].kill()
+    assert job.end()[1] not in (None, 0), job.logs()
+    trained = len(job.metrics())
+    again = hosts_job(2, run__steps=trained + 4, **settings).start()
+    assert again.end() == [0, 0], again.logs()
+    again.assert_account((trained + 4) * 16)
+    assert {"actor-0", "hub", "relay-0"} <= set(again.summary()["hosts"]["host0"])
+    assert f"run.resume=auto: the run continues after step {checkpoint_of(again)}" in again.output(0)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from headrace.trainer.step_log import StepReplay
 
 REWARD = "def reward(completion_ids, **rest):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 LORA = {"lora.rank": 4, "optimizer.lr": 0.02, "run.steps": 4, "batch.prompts_per_step": 4, "roles.rollout": 2}
-LONG = {"sampling.max_new_tokens": 60, "repack.period_s": 0.05, "repack.batch_bound": 8}
+LONG = {"sampling.max_new_tokens": 60, "repack.period_s": 0.05, "repack.batch_bound": 8, "repack.slowdown": 1e9}
 
 
 def trained(

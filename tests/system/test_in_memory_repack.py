@@ -29,6 +29,7 @@ LONG = {
     "sampling.temperature": 1.2,
     "repack.period_s": 0.05,
     "repack.batch_bound": 8,
+    "repack.slowdown": 1e9,  # decode steps of a busy machine say little
     "queue.capacity": 4,
 }
 

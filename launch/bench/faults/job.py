@@ -40,6 +40,7 @@ _SETTINGS = {
     "checkpoint.keep": 2,
     "repack.period_s": 0.02,
     "repack.batch_bound": 32,
+    "repack.slowdown": 1e9,
     "comm.chunk_bytes": 1 << 18,
     "comm.interface": "127.0.0.1",
 }

@@ -30,7 +30,9 @@ from headrace.comm.messages import (
     encode,
 )
 from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
+from headrace.relay.hub.exits import ProcessExit, report_exit
 from headrace.relay.hub.loop import HubLoop
+from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, checkpoints_in, cut_at_checkpoint, read_events, replay
 from headrace.relay.journal.records import RowStatus
@@ -260,6 +262,32 @@ def test_a_process_that_was_reported_in_error_still_dies_when_its_heartbeat_stop
     alive.crash()
     loop.step()
     assert returned(s) == ["incarnation 1 is gone"]
+
+
+def test_a_supervisors_report_of_an_exit_counts_at_once_and_one_of_another_process_does_not(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    rollout, _ = (MemoryFleet.join_network(s.network, role) for role in ("rollout", "relay"))
+    s.lease()
+    report_exit(s.path.parent, ProcessExit("rollout-0", rollout.me.pid + 1, "rollout-0 was ended by SIGKILL"))
+    report_exit(s.path.parent, ProcessExit("relay-0", rollout.me.pid, "relay-0 was ended by SIGKILL"))
+    loop.step()
+    assert returned(s) == [] and s.hub.state.lost_storage_ids == {"relay-0#1"}
+    for _ in range(2):
+        report_exit(s.path.parent, ProcessExit("rollout-0", rollout.me.pid, "rollout-0 was ended by SIGKILL"))
+        s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
+        loop.step()
+    assert returned(s) == ["rollout-0 was ended by SIGKILL"]
+    assert all(member.is_alive for member in loop.fleet.members("rollout")), "the heartbeat has not stopped yet"
+
+
+def test_a_process_that_is_not_started_again_ends_the_run_with_its_supervisors_words(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    report_exit(s.path.parent, ProcessExit("rollout-3", 7, "rollout-3 was ended by SIGKILL, after 5 restarts", True))
+    (s.path.parent / "exits/relay-0.json").write_bytes(b"{half")
+    ends = [loop.step() for _ in range(2)]
+    assert ends == [None, RunEnd("failed", "rollout-3 was ended by SIGKILL, after 5 restarts", 1, gone="rollout-3")]
 
 
 def request(incarnation: int, number: int = 1) -> LeaseRequest:

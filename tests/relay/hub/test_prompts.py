@@ -1,7 +1,10 @@
 """A prompt that no rollout can use is dropped once, and passed over from then on."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hub_scene import Scene
@@ -9,6 +12,7 @@ from support.hub_scene import Scene
 from headrace.comm.messages import LeaseGrant, LeaseRequest, PromptRefused, QueueRestored, SavedRow
 from headrace.comm.messages.base import GroupId
 from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
 
@@ -70,6 +74,45 @@ def test_a_run_whose_prompts_are_all_dropped_ends_with_the_reason(scene: Scene, 
     scene.say("rollout-0", LeaseRequest(1, 0, 1))
     assert not [message for message in scene.heard("rollout-0") if isinstance(message, LeaseGrant)]
     assert scene.hub.context.failure == "data.path: no prompt is left that can be used"
+
+
+def with_curriculum(scene: Scene, folder: Path, chance: Callable[[int, dict[str, Any]], float]) -> None:
+    scene.hub.prompts.__init__(scene.hub.context, scene.hub.prompts.pool, Curriculum(chance, seed=1))
+    give(scene, folder, *(json.dumps({"prompt": "p", "level": i}) for i in range(8)))
+
+
+def test_a_curriculum_chooses_rows_by_the_steps_trained_so_far(scene: Scene, tmp_path: Path):
+    with_curriculum(scene, tmp_path, lambda step, row: row["level"] < 2 + 4 * step)
+    state = scene.hub.state
+    assert [group.prompt for group in leased(scene, 1, 4)] == [0, 1, 0, 1] and state.cursor == 10
+    state.step = 1
+    assert [group.prompt for group in leased(scene, 2, 5)] == [2, 3, 4, 5, 0] and state.cursor == 17
+    state.step = 0
+    assert replay(scene.path) == state, "the journal has the position, whatever the function says later"
+
+
+def test_a_chance_is_drawn_for_each_turn_of_a_row_and_is_the_same_when_it_is_asked_again(scene: Scene, tmp_path: Path):
+    with_curriculum(scene, tmp_path, lambda step, row: 0.25)
+    taken = leased(scene, 1, 64)
+    assert 0.15 < len(taken) / scene.hub.state.cursor < 0.35
+    assert all(map(scene.hub.prompts.is_offered, taken)) and len({group.prompt for group in taken}) > 4
+
+
+@pytest.mark.parametrize(
+    ("chance", "reason"),
+    [
+        (lambda step, row: row["missing"], r"data\.curriculum: row 1: KeyError: 'missing'"),
+        (lambda step, row: 2, r"row 1: ValueError: the chance of a row is 2; it is from 0 to 1"),
+        (lambda step, row: float("nan"), r"the chance of a row is nan"),
+        (lambda step, row: False, r"no prompt is left that can be used and that data\.curriculum takes at step 0"),
+    ],
+)
+def test_a_curriculum_that_fails_or_takes_nothing_ends_the_run(
+    scene: Scene, tmp_path: Path, chance: Callable[[int, dict[str, Any]], float], reason: str
+):
+    with_curriculum(scene, tmp_path, chance)
+    scene.say("rollout-0", LeaseRequest(1, 0, 1))
+    assert re.search(reason, scene.hub.context.failure) and not scene.hub.state.groups
 
 
 def test_a_saved_queue_takes_its_place_behind_a_dropped_prompt(scene: Scene, tmp_path: Path):

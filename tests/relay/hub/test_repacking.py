@@ -49,9 +49,17 @@ class Tail(Scene):
         return answers[-1].attempts
 
 
-def load(kv_used: int, version: int = 0, num_requests: int = 2) -> LoadReport:
+def load(kv_used: int, version: int = 0, num_requests: int = 2, kv_fixed: int = 10_000) -> LoadReport:
     idle = {"num_waiting": 0, "kv_util": 0.5, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0, "pull_s": 0.0}
-    return LoadReport(version=version, num_running=num_requests, **idle, kv_used=kv_used, kv_max=1000, batch_bound=16)
+    return LoadReport(
+        version=version,
+        num_running=num_requests,
+        **idle,
+        kv_used=kv_used,
+        kv_max=1000,
+        kv_fixed=kv_fixed,
+        batch_bound=16,
+    )
 
 
 def rows_of(grant: LeaseGrant) -> list[RowId]:
@@ -69,6 +77,21 @@ def tail(tmp_path: Path) -> Iterator[Tail]:
 def test_it_orders_the_lesser_load_to_the_greater_once_both_wind_down(tail: Tail):
     _, order = tail.winding_down()
     assert order == MigrateOrder(1, 0, "rollout-1")
+
+
+def test_rollouts_are_packed_once_their_steps_stay_as_fast_as_their_mean_step_on_this_version(tail: Tail):
+    def say(kv_used: int, version: int) -> list[Message]:
+        for rollout in ("rollout-0", "rollout-1"):
+            tail.say(rollout, load(kv_used, version, kv_fixed=0))
+        tail.now += PERIOD_S
+        tail.hub.advance()
+        return [message for rollout in ("rollout-0", "rollout-1") for message in tail.heard(rollout)]
+
+    assert say(900, version=0) == []
+    tail.lease("rollout-0")
+    for used in (70, 60, 50):
+        assert say(used, version=1) == [], "each has had 60 on average, and both have 100; the 900 were of version 0"
+    assert say(25, version=1) == [MigrateOrder(1, 1, "rollout-1")], "50 tokens, where the mean is 51"
 
 
 def test_it_plans_right_after_a_new_version_and_else_when_the_period_is_over(tail: Tail):

@@ -173,7 +173,7 @@ def test_an_environment_that_answers_otherwise_the_second_time_fails_its_traject
 
 def test_every_environment_that_was_made_is_closed_once(tmp_path: Path):
     (tmp_path / "logged.py").write_text(LOGGED)
-    pool = EnvironmentPool(EnvironmentSettings(path=f"{tmp_path / 'logged.py'}:Logged", timeout_s=1.0)).start()
+    pool = EnvironmentPool(EnvironmentSettings(path=f"{tmp_path / 'logged.py'}:Logged", timeout_s=2.0)).start()
 
     def ask_one(number: int, *turns: str, fails: bool = False) -> None:
         row = {"prompt": "p", "fails": fails}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
-from headrace.rollout.rewards.ready import format, gsm8k, length, math
+from headrace.rollout.rewards.ready import format, gsm8k, length, math, reasoning_gym
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 BATCH = {
@@ -119,6 +119,19 @@ def test_a_ground_truth_without_a_number_is_an_error():
         gsm8k("3", "three")
 
 
+def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
+    pytest.importorskip("reasoning_gym")
+    task = {"name": "leg_counting", "seed": 3, "size": 100, "index": 5}
+    responses = [
+        "118",
+        "so <answer> 1 </answer> no <answer>\n118\n</answer>",
+        "<think>118</think>7",
+        "118 <answer>7</answer>",
+    ]
+    assert [reasoning_gym(each, task) for each in responses] == [1.0, 1.0, 0.0, 0.0]
+    assert 0 < reasoning_gym("it is 118", task) < 1, "the rule of this task"
+
+
 @pytest.mark.extra
 def test_math_compares_values():
     pytest.importorskip("math_verify")
@@ -126,6 +139,7 @@ def test_math_compares_values():
     assert math(r"\boxed{3}", "4") == math("no idea", "4") == 0.0
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     "gold", [r"2\sqrt{3}", r"$2\sqrt{3}$", r"so it is \boxed{2\sqrt{3}}", r"12 / \sqrt{12} #### \sqrt{12}"]
 )
@@ -135,6 +149,7 @@ def test_a_ground_truth_in_latex_is_read_whole(gold: str):
     assert math(r"\boxed{2}", gold) == math("12", gold) == 0.0
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("gold", "right", "wrong"), [("1,000", "1000", "1"), ("A", r"\boxed{A}", r"\boxed{B}"), (7, "7", "8")]
 )

@@ -1,0 +1,46 @@
+"""The decode curve of a rollout: the time of a decode step by its trajectories and cached tokens, from its own steps."""
+
+import numpy as np
+
+MIN_STEPS = 50
+"""Steps from which on the curve is used."""
+
+FREE_TOKENS = 1e9
+"""`fixed_tokens` where cached tokens cost no time that can be measured, as on small policies: an answer beyond any cache."""
+
+
+class DecodeCurve:
+    """Least squares without negative terms: seconds = fixed + per_trajectory x trajectories + per_token x cached tokens."""
+
+    def __init__(self) -> None:
+        self._gram = np.zeros((3, 3))
+        self._moments = np.zeros(3)
+
+    def add(self, num_running: int, kv_load: int, seconds: float) -> None:
+        """Take in one step that only decodes."""
+        terms = np.array([1.0, num_running, kv_load])
+        self._gram += np.outer(terms, terms)
+        self._moments += seconds * terms
+
+    def terms(self) -> tuple[float, float, float]:
+        """Seconds of a step: fixed, for each trajectory, for each cached token. Zeros before `MIN_STEPS` steps."""
+        found, used = np.zeros(3), [0, 1, 2]
+        if self._gram[0, 0] < MIN_STEPS:
+            used = []
+        scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-30))  # the terms differ by orders of magnitude
+        while used:
+            part = np.ix_(used, used)
+            scaled = self._gram[part] / np.outer(scale[used], scale[used])
+            solved = np.linalg.lstsq(scaled, self._moments[used] / scale[used], rcond=1e-9)[0]
+            if solved.min() >= 0:
+                found[used] = solved / scale[used]
+                break
+            del used[int(solved.argmin())]
+        fixed, per_trajectory, per_token = map(float, found)
+        return fixed, per_trajectory, per_token
+
+    @property
+    def fixed_tokens(self) -> int:
+        """Cached tokens that cost as much time as the fixed part of a step; 0 before `MIN_STEPS` steps."""
+        fixed, _, per_token = self.terms()
+        return int(fixed / max(per_token, fixed / FREE_TOKENS)) if fixed > 0 else 0

@@ -1,0 +1,50 @@
+"""The decode curve: what it finds from steps of a known curve."""
+
+import random
+
+import pytest
+
+from headrace.rollout.decode_curve import MIN_STEPS, DecodeCurve
+
+TRUTH = (4e-3, 2e-5, 3e-8)
+
+
+def curve(*terms: float, noise: float = 0.0, per_trajectory_tokens: tuple[int, int] = (100, 5000)) -> DecodeCurve:
+    """The curve found from steps of random loads that take these seconds, with relative noise."""
+    draw, found = random.Random(0), DecodeCurve()
+    for _ in range(400):
+        num = draw.randint(1, 128)
+        load = num * draw.randint(*per_trajectory_tokens)
+        seconds = terms[0] + terms[1] * num + terms[2] * load
+        found.add(num, load, seconds * (1 + noise * draw.uniform(-1, 1)))
+    return found
+
+
+def test_steps_of_a_straight_curve_give_it_back():
+    found = curve(*TRUTH)
+    assert found.terms() == pytest.approx(TRUTH, rel=1e-6)
+    assert found.fixed_tokens == pytest.approx(TRUTH[0] / TRUTH[2], abs=1)
+    assert curve(*TRUTH, noise=0.2).terms()[0] == pytest.approx(TRUTH[0], rel=0.1)
+
+
+def test_no_term_is_negative_and_the_curve_still_fits():
+    fixed, per_trajectory, per_token = curve(1e-3, 1e-4, 0.0, noise=0.3).terms()
+    assert min(fixed, per_trajectory, per_token) >= 0
+    assert fixed + per_trajectory * 64 + per_token * 64 * 2500 == pytest.approx(1e-3 + 64e-4, rel=0.1)
+
+
+def test_loads_that_cannot_be_told_apart_give_a_curve_that_fits_them():
+    fixed, per_trajectory, per_token = curve(*TRUTH, per_trajectory_tokens=(300, 300)).terms()
+    assert fixed + per_trajectory * 10 + per_token * 3000 == pytest.approx(4e-3 + 2e-4 + 9e-5, rel=1e-3)
+
+
+def test_where_cached_tokens_cost_no_time_any_number_of_them_is_free():
+    assert curve(1e-3, 1e-4, 0.0).fixed_tokens > 1e6
+    assert curve(0.0, 1e-4, 1e-7).fixed_tokens < 1000
+
+
+def test_a_few_steps_are_not_enough():
+    few = DecodeCurve()
+    for _ in range(MIN_STEPS - 1):
+        few.add(1, 100, 0.01)
+    assert few.terms() == (0, 0, 0) and few.fixed_tokens == 0
