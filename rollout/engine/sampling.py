@@ -80,22 +80,28 @@ def _is_count(number: object) -> bool:
 
 
 def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> dict[str, np.ndarray]:
-    """The parameters of rows and the keys of their random streams, an array each: [B], or [B, 1] where logits meet it."""
+    """The parameters of rows and the keys of their random streams, an array each: [B], or [B, 1] where logits meet it.
+
+    Filters and penalties are left out where no row has any.
+    """
 
     def column(values: Sequence[float]) -> np.ndarray:
         return np.array(values, dtype=np.float32)[:, None]
 
-    free = [p.is_plain for p in params]
-    top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
-    return {
+    columns = {
         "keys": np.array(keys, dtype=np.int64),
         "is_greedy": np.array([p.temperature == 0 for p in params], dtype=bool),
         "scale": column([1 / (p.temperature or 1) for p in params]),
-        "top_p": column([1 if f else p.top_p for f, p in zip(free, params, strict=True)]),
-        "min_p": column([0 if f else p.min_p for f, p in zip(free, params, strict=True)]),
-        "top_k": np.array([k or (1 << 30) for k in top_k], dtype=np.int64)[:, None],
-        "penalty": column([p.repetition_penalty for p in params]),
     }
+    free = [p.is_plain for p in params]
+    if not all(free):
+        top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
+        columns["top_p"] = column([1 if f else p.top_p for f, p in zip(free, params, strict=True)])
+        columns["min_p"] = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])
+        columns["top_k"] = np.array([k or (1 << 30) for k in top_k], dtype=np.int64)[:, None]
+    if any(p.repetition_penalty != 1 for p in params):
+        columns["penalty"] = column([p.repetition_penalty for p in params])
+    return columns
 
 
 class SamplingBatch:
@@ -107,11 +113,11 @@ class SamplingBatch:
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
         self.scale = None if all(p.temperature in (0, 1) for p in params) else columns["scale"]
-        self.is_plain = all(p.is_plain for p in params)
+        self.is_plain = "top_p" not in columns
         if not self.is_plain:
             self.top_p, self.min_p, self.top_k = columns["top_p"], columns["min_p"], columns["top_k"]
         self.seen: Tensor | None = None
-        self._has_penalty = any(p.repetition_penalty != 1 for p in params)
+        self._has_penalty = "penalty" in columns
         if self._has_penalty:
             self.penalty = columns["penalty"]
 
