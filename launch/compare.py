@@ -203,7 +203,7 @@ def variants(
     repack_train_gpus: int = REPACK_TRAIN_GPUS,
     overrides: Sequence[str] = (),
 ) -> Iterator[Variant]:
-    """The variants of these names with their tuned knobs; where there are none, half of the GPUs generate.
+    """The variants of these names with their tuned knobs; without any, half of the GPUs generate.
 
     Tuned knobs are those of the recipe's own devices, batch and lengths. A knob among the overrides is the user's.
     """

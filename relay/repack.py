@@ -5,8 +5,9 @@ as a step of many. So they are packed onto few rollouts; the others are free to 
 
 A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
 a destination is bounded by its own past (not in the paper): by its cached tokens its steps take at most 1 + `slowdown` times the
-mean step of its version so far; the batch bound limits the time for each trajectory. A step of k cached tokens takes c (K + k), where K tokens cost as much as the fixed part of a step, and mean
-steps are steps at the mean load; where the time is a convex function of k (the roofline) they take at least that (Jensen).
+mean step of its version so far; the batch bound limits the time for each trajectory. A step of k cached tokens takes c (K + k),
+where K tokens cost as much as the fixed part of a step, and mean steps are steps at the mean load; where the time is a convex
+function of k (the roofline) they take at least that (Jensen).
 """
 
 from collections import defaultdict

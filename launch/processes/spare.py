@@ -33,7 +33,7 @@ class Spares:
         self._waiting: dict[str, tuple[Child, int]] = {}
 
     def take(self, name: str) -> Child | None:
-        """The spare of this name, which now goes on as a role's process; None if there is none. The next one is due later."""
+        """The spare of this name, which now goes on as a role's process, or None. The next one is due later."""
         if name.partition("-")[0] in SPARED:
             self._due[name] = time.monotonic() + self._after_s
         if name not in self._waiting:

@@ -1,7 +1,7 @@
 """Tunes the entrants of a comparison: a climb over four knobs, with as many runs for each entrant.
 
 The knobs are the split of the GPUs, the trajectories that a rollout decodes together, the capacity of the queue, and a rollout's
-quota of groups. What an entrant ignores is not tried: a barrier has no capacity and no quota, and colocated devices have no split.
+quota of groups. A knob that an entrant ignores is not tried: a barrier has no capacity and no quota, and colocated devices have no split.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +117,7 @@ def tuned_file(recipe: str) -> Path:
 
 
 def read_tuned(recipe: str) -> Tuned:
-    """What tuning a recipe found before; empty without it."""
+    """The knobs found when this recipe was tuned; empty before that."""
     path = tuned_file(recipe)
     return msgspec.json.decode(path.read_bytes(), type=Tuned) if path.exists() else {}
 

@@ -27,7 +27,7 @@ class Resources(NamedTuple):
 def resources(
     folder: Path, kernel: Any, architecture: int, arguments: dict[str, str], constants: dict[str, Any], num_warps: int
 ) -> Resources:
-    """What a kernel takes that is compiled for arguments of these types.
+    """The registers and memory of a kernel that is compiled for arguments of these types.
 
     As at a launch of the engine, pointers, strides and columns are multiples of 16.
     """

@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def draw(logits, temperatures):
-    """What the kernels draw, and the random numbers with which they do."""
+    """The tokens that the kernels draw, and their random numbers."""
     from headrace.rollout.engine.triton_draw import draw
 
     scales = torch.tensor([[1 / (t or 1)] for t in temperatures])
