@@ -272,7 +272,7 @@ def test_two_schedules_are_run_compared_and_kept(tmp_path: Path, capsys: pytest.
     ]  # fmt: skip
     assert compare.main(words) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert rows["sync-colocated"]["ratio"] == 1.0 and rows["headrace"]["value"] > 0
+    assert rows["sync-colocated-12gpus"]["ratio"] == 1.0 and rows["headrace-12gpus"]["value"] > 0
     capsys.readouterr()
     assert compare.main(words) == 0, "finished runs are read again"
     assert "runs" not in capsys.readouterr().err
