@@ -168,7 +168,6 @@ def test_an_8_bit_optimizer_without_its_package_names_the_extra(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.extra
 def test_an_8_bit_optimizer_follows_the_exact_one_and_resumes_bit_for_bit(tmp_path):
     pytest.importorskip("torchao")
     policy = tiny_policy(tmp_path, "llama", hidden_size=128, intermediate_size=256)
