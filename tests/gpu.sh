@@ -43,18 +43,20 @@ figures() { part "$1" "$2" "$python" tests/gpu_figures.py "$1"; }
 
 figures environment 20
 mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
-tests gpu-tests 95 -m gpu "${files[@]}"
+tests gpu-tests 85 -m gpu "${files[@]}"
 tests kernels 50 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py tests/trainer/policy/test_kernels.py
+tests exact-kernels 30 tests/trainer/policy/test_exact_kernels.py tests/rollout/engine/test_exact_kernels.py
+figures exact 30
 run=$logs/quickstart
 rm -rf "$run"
-part quickstart 90 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
+part quickstart 75 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
   model.dtype=$( ((dry)) && echo float32 || echo bfloat16)
 RUN=$run figures mismatch 15
 if ! ((dry)); then
-  part generator 100 "$python" -m headrace.launch.bench 0.5b-bf16-gpu --json "$logs/generator.json"
+  part generator 85 "$python" -m headrace.launch.bench 0.5b-bf16-gpu --json "$logs/generator.json"
 fi
-figures decode 50
-figures train 50
+figures decode 40
+figures train 40
 figures copies 20
 figures profile 40
 

@@ -36,8 +36,9 @@ class DecodeGraphs:
         logits: Tensor,
         max_pages: int,
         max_running: int,
+        sample: "Callable[[Tensor, SamplingBatch, Tensor], Sample]" = sample,
     ) -> None:
-        self._forward, self._head, self._attention = forward, head, attention
+        self._forward, self._head, self._attention, self._sample = forward, head, attention, sample
         self._logits = logits
         device = logits.device
         self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
@@ -99,7 +100,7 @@ class DecodeGraphs:
         self._attention.use(self._table[:size, :width], (positions + 1).int())
         hidden = self._forward(self._tokens[:size], positions, self._attention)
         rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
-        drawn = sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
+        drawn = self._sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
         self._tokens[:size].copy_(drawn.tokens)
         self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)

@@ -1,0 +1,71 @@
+"""The operators of exact mode: those that sum. A device computes all others element by element, so their bits are safe."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionSpec
+
+PAGE = 64
+"""Keys per page."""
+
+
+class Run(NamedTuple):
+    """Tokens [start, stop) of one sequence; its page j of keys is `pages[j]`."""
+
+    start: int
+    stop: int
+    pages: Sequence[int]
+
+
+class PagesAttention(Protocol):
+    """Causal attention, over pages of keys, of runs of tokens packed one after the other in one row."""
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, /) -> Tensor:
+        """query [T, heads, d], keys and values [pages, kv_heads, PAGE, d] -> [T, heads, d]. Without gradient."""
+        ...
+
+
+class ExactOperators(Protocol):
+    """On one kind of device; a row's result depends on that row alone."""
+
+    rows: int
+    """The number of rows of a linear layer's input is a multiple of this."""
+    has_tables: bool
+    """Whether decoding reads tables of pages on the device, as on a GPU."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in], weight [out, in] -> [T, out]. Without gradient."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension of x. Differentiable."""
+        ...
+
+    def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """fp32 [T, vocab] of hidden [T, hidden]: products in the weight's type, sums in fp32. Without gradient.
+
+        `wide` is the weight in fp32 [hidden, vocab], where it is at hand. `out` has rows for T up to a multiple of `rows`.
+        """
+        ...
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Of fp32 [T, vocab]. Without gradient."""
+        ...
+
+    def over_pages(self, runs: Sequence[Run], device: torch.device | str) -> PagesAttention:
+        """Attention of these runs."""
+        ...
+
+
+def operators_of(device: torch.device) -> ExactOperators:
+    """Stock operators on blocks of fixed size on a CPU, batch-invariant Triton kernels elsewhere."""
+    if device.type == "cpu":
+        from .blocks import BlockOperators
+
+        return BlockOperators()
+    from .kernels import KernelOperators  # Triton is installed only where there is a GPU
+
+    return KernelOperators()
