@@ -83,7 +83,7 @@ class Runner:
         self.description = (
             f"{forward} forward in {dtype} on {policy.device}{ranks}, attention '{self.attention.name}'{graphs}"
         )
-        if self.exact is not None and policy.device.type == "cuda":
+        if self.exact is not None and self.exact.has_tables:
             self.description += f", {UNPROVEN}"
             log.warning("generator.exact: %s", UNPROVEN)
 

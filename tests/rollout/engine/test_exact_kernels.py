@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.exact import packed_logprobs, run, use_kernels
 from support.fake_cuda import fake_captures
@@ -17,8 +17,10 @@ from headrace.rollout.engine import exact_check
 from headrace.trainer.policy.model import load_policy
 
 pytestmark = [pytest.mark.extra, needs_triton]
+GENERATE = [Phase.generate]
+"""Without the phase that explains a failure: it traces every line that the interpreter executes."""
 TINY = {
-    "hidden_size": 32,
+    "hidden_size": 48,
     "intermediate_size": 48,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
@@ -51,7 +53,7 @@ def assert_same_bits(path, dtype, completions, temperature=1.0):
     max_running=st.integers(1, 3),
     prefill_tokens=st.integers(20, 100),
 )
-@settings(max_examples=1 if DEVICE == "cpu" else 10)
+@settings(max_examples=1 if DEVICE == "cpu" else 10, phases=GENERATE)
 def test_generator_and_trainer_agree_bit_for_bit(
     tmp_path_factory, family, dtype, seed, lengths, max_running, prefill_tokens
 ):
@@ -91,7 +93,20 @@ def test_generator_and_trainer_launch_the_same_compiled_kernels(tmp_path, monkey
     keys.clear()
     assert_same_bits(path, "float16", completions)
     assert dict(keys) == generator
-    assert set(generator) == {"_linear_kernel", "_norm_kernel", "_tile_kernel", "_merge_kernel", "_normalizer_kernel"}
+    assert set(generator) == {
+        "_linear_kernel",
+        "_norm_kernel",
+        "_tile_kernel",
+        "_merge_kernel",
+        "_normalizer_kernel",
+        "_gate_kernel",
+    }
+
+
+def test_an_engine_says_that_exact_mode_is_unproven_on_a_gpu_and_names_the_command(tmp_path, caplog):
+    engine = Engine(tiny_policy(tmp_path, **TINY), exact=True)
+    assert "exact mode is unproven on a GPU until `bash tests/gpu.sh`" in engine.description
+    assert engine.runner._graphs is not None and "bash tests/gpu.sh" in caplog.text
 
 
 def test_greedy_rows_report_the_trainers_log_probabilities(tmp_path):

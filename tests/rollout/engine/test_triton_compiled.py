@@ -51,7 +51,8 @@ def test_the_merge_of_splits_takes_few_registers_and_no_memory(tmp_path, archite
 def test_the_gate_takes_few_registers_and_no_memory(tmp_path, architecture, kind):
     from headrace.trainer.policy.kernels.gate import _gate_kernel
 
-    arguments = {"gate_up": f"*{kind}", "out": f"*{kind}", "columns": "i32"}
+    pointers = {"gates": f"*{kind}", "ups": f"*{kind}", "out": f"*{kind}"}
+    arguments = {**pointers, "row_stride": "i32", "columns": "i32"}
     found = resources(tmp_path, _gate_kernel, architecture, arguments, {"BLOCK": 1024}, 4)
     assert found.registers <= 48 and found.spilled == found.shared == 0, found
 
@@ -135,9 +136,10 @@ def test_exact_attention_spills_nothing(tmp_path, architecture, kind, dim, group
 def test_exact_sums_over_rows_take_few_registers_and_little_memory(tmp_path, architecture):
     from headrace.trainer.policy.kernels.exact_rows import BLOCK, _norm_kernel, _normalizer_kernel
 
-    arguments = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "size": "i32"}
-    for size, warps in ((128, 1), (4096, 4), (8192, 8)):
-        found = resources(tmp_path, _norm_kernel, architecture, arguments, {"SIZE": size}, warps)
+    arguments = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "rows": "i32", "columns": "i32"}
+    for rows, columns, warps in ((32, 128, 4), (1, 4096, 4), (1, 8192, 8)):
+        constants = {"ROWS": rows, "COLUMNS": columns}
+        found = resources(tmp_path, _norm_kernel, architecture, arguments, constants, warps)
         assert found.registers <= 96 and found.spilled == 0 and found.shared <= 1024, found
     arguments = {"logits": "*fp32", "normalizer": "*fp32", "vocab": "i32"}
     found = resources(tmp_path, _normalizer_kernel, architecture, arguments, {"BLOCK": BLOCK}, 8)

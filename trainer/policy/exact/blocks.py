@@ -34,6 +34,9 @@ class BlockOperators:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
     def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         padded = F.pad(hidden.float(), (0, 0, 0, -len(hidden) % BLOCK))
         wide = weight.float().t() if wide is None else wide

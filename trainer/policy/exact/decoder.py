@@ -65,7 +65,7 @@ class ExactDecoder:
             gate, up = self._linear(normed, mlp.gate_up_proj).chunk(2, -1)
         else:
             gate, up = self._linear(normed, mlp.gate_proj), self._linear(normed, mlp.up_proj)
-        return self._linear(F.silu(gate) * up, mlp.down_proj)
+        return self._linear(self.operators.gate(gate, up), mlp.down_proj)
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
         return self.operators.rms_norm(x, norm.weight.to(self.dtype), self._config.rms_norm_eps)

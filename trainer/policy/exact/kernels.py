@@ -4,7 +4,7 @@ Generator and trainer launch the same compiled kernels: all that Triton compiles
 the policy alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,11 @@ from ..attention import AttentionSpec
 from ..kernels.exact_attention import QueryTiles, exact_paged_attention, tokens_per_tile
 from ..kernels.exact_linear import exact_linear
 from ..kernels.exact_rows import exact_log_softmax, exact_rms_norm
+from ..kernels.gate import silu_times
 from ..kernels.merge import SPLIT
 from .operators import Run
+
+Operator = Callable[..., Tensor]
 
 _PARTS_BYTES = 256 << 20
 """Most memory that the results of splits take at one time."""
@@ -33,9 +36,15 @@ class KernelOperators:
         return exact_linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not torch.is_grad_enabled():
-            return exact_rms_norm(x, weight, eps)
-        return _Norm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+        return _with_gradient(
+            lambda x, weight: exact_rms_norm(x, weight, eps),
+            lambda x, weight: F.rms_norm(x, weight.shape, weight, eps),
+            x,
+            weight,
+        )
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _with_gradient(silu_times, lambda gate, up: F.silu(gate) * up, gate, up)
 
     def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         shape = (len(hidden), len(weight))
@@ -49,22 +58,27 @@ class KernelOperators:
         return KernelAttention(runs, device)
 
 
-class _Norm(torch.autograd.Function):
-    """The kernel's result with the gradient of the stock operator."""
+def _with_gradient(kernel: Operator, stock: Operator, *inputs: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return kernel(*inputs)
+    return _StockGradient.apply(kernel, stock, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _StockGradient(torch.autograd.Function):
+    """The result of a kernel with the gradient of stock operators that compute the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return exact_rms_norm(x, weight, eps)
+    def forward(ctx: Any, kernel: Operator, stock: Operator, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.stock = stock
+        return kernel(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = F.rms_norm(x, weight.shape, weight, ctx.eps)
-        of_x, of_weight = torch.autograd.grad(out, (x, weight), grads[0])
-        return of_x, of_weight, None
+            out = ctx.stock(*inputs)
+        return None, None, *torch.autograd.grad(out, inputs, grads[0])
 
 
 class KernelAttention:

@@ -1,4 +1,7 @@
-"""The operators of exact mode: those that sum. A device computes all others element by element, so their bits are safe."""
+"""The operators of exact mode: those that sum, and the gate, whose exponential may depend on an element's place in a tensor.
+
+All others are single multiplications and additions of elements, which every device rounds in one way.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -42,6 +45,10 @@ class ExactOperators(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension of x. Differentiable."""
+        ...
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up [T, n]. Differentiable."""
         ...
 
     def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums over a row, by one program for each row: the RMS norm, and the logarithm of a softmax's denominator."""
+"""Sums over a row, by one program: the RMS norm, and the logarithm of a softmax's denominator."""
 
 # Kernels are written in Triton's language, and Triton is installed only where there is a GPU.
 # ruff: noqa: ANN001, ANN202
@@ -13,24 +13,38 @@ from .operand import operand
 
 BLOCK = 4096
 """Logits of one iteration."""
+TILE = 4096
+"""Numbers that the norms of one program read, where a row has fewer."""
 
 
-@triton.jit
-def _norm_kernel(x, weight, out, eps, size, SIZE: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    number = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(number * number, 0) / size + eps)
-    result = number * scale * tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
-    tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=column < size)
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(x, weight, out, eps, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, COLUMNS)
+    at, is_real = row[:, None] * columns + column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(number * number, 1) / columns + eps)
+    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    result = number * scale[:, None] * factor[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_real)
 
 
 def exact_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., n]; computed in fp32, rounded once."""
-    x, size = operand(x), x.shape[-1]
-    out = torch.empty_like(x)
-    padded = triton.next_power_of_2(size)
-    warps = 1 if padded <= 256 else 4 if padded <= 4096 else 8
-    _norm_kernel[(x.numel() // size,)](x, operand(weight), out, eps, size, SIZE=padded, num_warps=warps)
+    x, columns = operand(x), x.shape[-1]
+    rows, out = x.numel() // columns, torch.empty_like(x)
+    padded = triton.next_power_of_2(columns)
+    in_program = max(1, TILE // padded)
+    _norm_kernel[(triton.cdiv(rows, in_program),)](
+        x,
+        operand(weight),
+        out,
+        eps,
+        rows,
+        columns,
+        ROWS=in_program,
+        COLUMNS=padded,
+        num_warps=4 if padded <= TILE else 8,
+    )
     return out
 
 
