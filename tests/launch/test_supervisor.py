@@ -191,6 +191,7 @@ sys.stdin.read()
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         folder = Path(f"/proc/{process.pid}")
+        until(lambda: (folder / "cmdline").read_bytes() or None)  # the kernel sets it at the end of the exec
         assert is_spare(folder), "before its modules are imported"
         until(lambda: True if is_ready(folder) else None)
         process.stdin.write(told)
