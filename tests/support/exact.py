@@ -1,4 +1,4 @@
-"""What tests of exact mode compare: the generator's log-probabilities and the trainer's."""
+"""Log-probabilities of generator and trainer, for tests of exact mode."""
 
 import torch
 

@@ -65,7 +65,7 @@ def test_generator_and_trainer_agree_bit_for_bit(
 
 
 def test_generator_and_trainer_launch_the_same_compiled_kernels(tmp_path, monkeypatch):
-    """Triton compiles by types, tile sizes, warps, and the values of arguments, but for those that it is told to leave general."""
+    """Triton compiles by types, tile sizes, warps, and the values of all arguments but those in `do_not_specialize`."""
     from triton.runtime.jit import KernelInterface  # pyright: ignore[reportMissingImports]
 
     keys: dict[str, set[str]] = defaultdict(set)

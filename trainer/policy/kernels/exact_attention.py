@@ -1,7 +1,7 @@
 """Attention over pages whose rows do not depend on the other rows: of a prompt's chunk, of one new token, of whole sequences.
 
 Keys are read in blocks of BLOCK from key 0 of a sequence on, in splits of fixed size, so a query takes the same operations
-in the same order wherever its sequence was cut. A program's tile of queries has always the same shape: rows are tokens of one
+in the same order in every chunk of its sequence. A program's tile of queries has always the same shape: rows are tokens of one
 sequence, each with the query heads of one KV head. Blocks that a row does not see change no bit of its result.
 """
 
