@@ -80,6 +80,8 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if recipe.comm.tls:
         _check_tls(recipe)
+    if recipe.comm.cuda_ipc:
+        _check_cuda_ipc(recipe)
     _check_schedule(recipe)
     if queue.on_stale == "evict" and queue.max_staleness is None:
         raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
@@ -116,6 +118,16 @@ def _check_tls(recipe: Recipe) -> None:
     from ...comm.links.tls import TlsIdentity
 
     TlsIdentity()
+
+
+def _check_cuda_ipc(recipe: Recipe) -> None:
+    """There are weights on a GPU at both ends."""
+    if recipe.lora.rank:
+        raise SettingError("comm.cuda_ipc: not with lora.rank, whose versions are small; leave it at false")
+    if recipe.trainer.offload:
+        raise SettingError("comm.cuda_ipc: not with trainer.offload, which keeps the weights in host memory")
+    if recipe.rollout.engine not in ("builtin", "transformers"):
+        raise SettingError(f"comm.cuda_ipc: rollout.engine={recipe.rollout.engine} takes its weights from host memory")
 
 
 def _check_trainer(recipe: Recipe) -> None:
