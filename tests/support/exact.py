@@ -3,7 +3,6 @@
 import torch
 
 from headrace.trainer.policy.exact import decoder
-from headrace.trainer.policy.exact.operators import operators_of
 
 
 def run(engine, prompts, params, num_samples=1):
@@ -30,4 +29,5 @@ def packed_logprobs(policy, completions, temperature=1.0):
 
 def use_kernels(monkeypatch):
     """Let exact mode on a CPU take the operators of a GPU, whose kernels Triton's interpreter runs."""
-    monkeypatch.setattr(decoder, "operators_of", lambda device: operators_of(torch.device("cuda")))
+    chosen = decoder.operators_of(torch.device("cuda"))
+    monkeypatch.setattr(decoder, "operators_of", lambda device: chosen)

@@ -1,6 +1,7 @@
 """Exact mode by the kernels of a GPU: generator and trainer agree bit for bit; without a GPU in Triton's interpreter."""
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from headrace.trainer.policy.model import load_policy
 pytestmark = [pytest.mark.extra, needs_triton]
 GENERATE = [Phase.generate]
 """Without the phase that explains a failure: it traces every line that the interpreter executes."""
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 48,
     "num_attention_heads": 3,

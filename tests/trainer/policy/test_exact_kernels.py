@@ -72,7 +72,11 @@ def test_log_softmax_is_the_formula_and_a_row_that_is_not_finite_spoils_no_other
     assert ((found - expected)[[0, 2, 6]].abs() <= 2e-6 * (1 + expected[[0, 2, 6]].abs())).all()
 
 
-def a_cache(lengths, kv_heads, dim, kind):
+Both = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
+
+def a_cache(lengths, kv_heads, dim, kind) -> tuple[list[Run], Both, Both]:
     """Runs of whole sequences with shuffled pages, whose unused places are NaN, and their keys and values one after the other."""
     counts = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
@@ -86,7 +90,7 @@ def a_cache(lengths, kv_heads, dim, kind):
                 pages[run.pages[position // PAGE], :, position % PAGE] = part[position]
         packed.append(x)
         paged.append(pages)
-    return runs, packed, paged
+    return runs, (packed[0], packed[1]), (paged[0], paged[1])
 
 
 @pytest.mark.parametrize(("kind", "error"), KINDS)

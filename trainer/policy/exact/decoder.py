@@ -14,8 +14,19 @@ from torch import Tensor, nn
 
 from ..attention import Attention, AttentionSpec, rope_table, window_of
 from ..lora import LoraLinear, Product
-from .operators import operators_of
+from .operators import ExactOperators
 from .packed import ExactPackedAttention
+
+
+def operators_of(device: torch.device) -> ExactOperators:
+    """Stock operators on blocks of fixed size on a CPU, batch-invariant Triton kernels elsewhere."""
+    if device.type == "cpu":
+        from .blocks import BlockOperators
+
+        return BlockOperators()
+    from .kernels import KernelOperators  # Triton is installed only where there is a GPU
+
+    return KernelOperators()
 
 
 class ExactDecoder:

@@ -4,12 +4,13 @@ All others are single multiplications and additions of elements, which every dev
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionSpec
+if TYPE_CHECKING:
+    from ..attention import AttentionSpec
 
 PAGE = 64
 """Keys per page."""
@@ -26,7 +27,7 @@ class Run(NamedTuple):
 class PagesAttention(Protocol):
     """Causal attention, over pages of keys, of runs of tokens packed one after the other in one row."""
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, /) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, spec: "AttentionSpec", /) -> Tensor:
         """query [T, heads, d], keys and values [pages, kv_heads, PAGE, d] -> [T, heads, d]. Without gradient."""
         ...
 
@@ -65,14 +66,3 @@ class ExactOperators(Protocol):
     def over_pages(self, runs: Sequence[Run], device: torch.device | str) -> PagesAttention:
         """Attention of these runs."""
         ...
-
-
-def operators_of(device: torch.device) -> ExactOperators:
-    """Stock operators on blocks of fixed size on a CPU, batch-invariant Triton kernels elsewhere."""
-    if device.type == "cpu":
-        from .blocks import BlockOperators
-
-        return BlockOperators()
-    from .kernels import KernelOperators  # Triton is installed only where there is a GPU
-
-    return KernelOperators()
