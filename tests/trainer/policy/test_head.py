@@ -68,7 +68,6 @@ def test_a_frozen_head_gets_no_gradient():
 
 PEAK = """
 import torch
-from headrace.trainer.policy.exact.blocks import BlockOperators
 from headrace.trainer.policy.head import LogitsHead
 
 def kilobytes(field):
