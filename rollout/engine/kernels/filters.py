@@ -8,17 +8,12 @@ the candidates likewise). The token is then drawn as in `draw.py`, from the kept
 # ruff: noqa: ANN001, ANN202
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .draw import BLOCK, best_token, block_sum, choose, row_sum, uniform
-
-if TYPE_CHECKING:
-    from ..sampling import Filters
 
 LEAST = tl.constexpr(-104.0)
 """Scores this far below the peak have no probability in fp32."""
@@ -158,11 +153,18 @@ def _filtered_draw_kernel(
 
 
 def draw_filtered(
-    logits: Tensor, scales: Tensor, is_greedy: Tensor, keys: Tensor, positions: Tensor, filters: "Filters", seen: Tensor
+    logits: Tensor,
+    scales: Tensor,
+    is_greedy: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    filters: tuple[Tensor, Tensor, Tensor, Tensor],
+    seen: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`draw.draw` of rows with filters and repetition penalties: the token is drawn after them, the log-probability is before.
 
-    seen: a bit for each token of a row's prompt and response, int32 [B, words]; the drawn tokens are added.
+    filters: those of `sampling.Filters`. seen: a bit for each token of a row's prompt and response, int32 [B, words]; the drawn
+    tokens are added.
     """
     rows, vocab = logits.shape
     top_k, top_p, min_p, penalty = filters

@@ -17,7 +17,7 @@ _WORD = 32
 class SeenTokens:
     """Bits at a fixed address, to which the kernels add each drawn token.
 
-    A sequence that stays in the batch keeps its bits, wherever its row goes. One that enters sends its own.
+    A sequence that stays in the batch keeps its bits in whichever row it is. One that enters sends its own.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:

@@ -46,7 +46,7 @@ def bits_of(is_seen):
 
 
 def inputs(logits, settings, is_seen=None, temperature=1.0):
-    """What the kernels take, and the random numbers of the rows."""
+    """The arguments of the kernels, and the random numbers of the rows."""
     rows, vocab = logits.shape
     keys, positions = torch.tensor([stream_key(7, row) for row in range(rows)]), torch.arange(rows)
     columns = {name: torch.tensor([[setting[name]] for setting in settings]) for name in settings[0]}
