@@ -162,17 +162,14 @@ def test_captured_steps_draw_what_single_steps_draw_under_filters_and_penalties(
     """Rows with and without them come and go, lose their pages and continue, and change places."""
     prompts = random_prompts(16, longest=60)
     kinds = [*MIXED, *MIXED[1:5], {}, {}, {}, {}]
-    params = [SamplingParams(max_new_tokens=5 + 9 * (i % 5), n=2, **kind) for i, kind in enumerate(kinds)]
-    scarce = {"max_running": 7, "page_size": 16, "kv_gb": 40 * 16 * 512 / 1e9}
+    params = [SamplingParams(max_new_tokens=5 + 20 * (i % 5), n=2, **kind) for i, kind in enumerate(kinds)]
+    scarce = {"max_running": 12, "page_size": 16, "kv_gb": 35 * 16 * 512 / 1e9}
     expected = Engine(path, **scarce).generate(prompts, params)
     engine = Engine(path, **scarce)
     decode, _ = use_graphs(engine, monkeypatch)
     use_kernels(engine, monkeypatch)
-    for is_async in (False, True):
-        engine._is_async = is_async
-        engine._next_id = 0
-        found = engine.generate(prompts, params)
-        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    engine._is_async = True
+    assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
     assert {True, False} == {is_filtered for _, _, is_filtered in decode._graphs}
     assert engine.scheduler.num_preempted > 0
 
