@@ -3,6 +3,7 @@
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
     capture = DecodeGraphs._capture
 
     def capture_step(self, *key):
-        graph = capture(self, *key)
+        graph: Any = capture(self, *key)
         graph.work = lambda: self._step(*key)
         return graph
 

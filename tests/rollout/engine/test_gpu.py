@@ -1,5 +1,7 @@
 """The engine on a GPU: kernels, captured steps, weights overwritten in place."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.policies import plain_logprobs, random_prompts, tiny_policy
@@ -10,7 +12,7 @@ from headrace.trainer.policy.model import load_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-FILTERS = {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+FILTERS: dict[str, Any] = {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])

@@ -6,6 +6,7 @@ Without a GPU, `TRITON_INTERPRET=1` runs them in Triton's interpreter.
 import os
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ INF = float("inf")
 SETTINGS = [
     dict(zip(("top_k", "top_p", "min_p", "penalty"), each, strict=True))
     for each in [
-        *product((0, 1, 7, 300), (1.0, 0.3, 0.95), (0.0,), (1.0,)),
-        *product((0, 40), (1.0, 0.999), (0.02, 0.9), (1.0, 1.4)),
+        *product((0, 7, 300), (1.0, 0.3, 0.95), (0.0,), (1.0,)),
+        *product((0, 40), (0.999,), (0.02, 0.9), (1.4,)), (1, 1.0, 0.0, 1.0), (0, 1.0, 0.05, 1.0), (0, 1.0, 0.0, 1.4),
         (0, 1e-6, 0.0, 1.0), (0, 1 - 1e-6, 0.0, 0.7), (10**6, 1.0, 1e-30, 1.3), (2, 0.5, 0.5, 1.0),
     ]
 ]  # fmt: skip
@@ -45,7 +46,7 @@ def bits_of(is_seen):
     return torch.from_numpy(np.packbits(flags, axis=1, bitorder="little").view(np.int32))
 
 
-def inputs(logits, settings, is_seen=None, temperature=1.0):
+def inputs(logits, settings, is_seen=None, temperature=1.0) -> tuple[Any, torch.Tensor]:
     """The arguments of the kernels, and the random numbers of the rows."""
     rows, vocab = logits.shape
     keys, positions = torch.tensor([stream_key(7, row) for row in range(rows)]), torch.arange(rows)
@@ -120,7 +121,8 @@ def test_the_least_score_that_is_kept_is_that_of_sorted_scores(vocab):
     keys = torch.arange(1 << 22)
     first = uniforms(keys, torch.zeros_like(keys)).argmin()
     aim = uniforms(keys[first : first + 1], torch.zeros(1, dtype=torch.long)).item()
-    given[3].fill_(int(first)), given[4].zero_()
+    given[3].fill_(int(first))
+    given[4].zero_()
     tokens, _ = draw_filtered(*given)
     num_checked = 0
     for logits_of_row, setting, token in zip(logits.double(), settings, tokens.tolist(), strict=True):
@@ -161,9 +163,9 @@ def test_a_lone_row_has_the_bits_that_it_has_among_others():
     from headrace.rollout.engine.kernels.draw import draw
     from headrace.rollout.engine.kernels.filters import draw_filtered
 
-    settings = [SETTINGS[i] for i in (4, 7, 14, 17)]
-    is_seen = torch.rand(4, 5000, generator=torch.Generator().manual_seed(5)) < 0.1
-    given, _ = inputs(numbers(4, 5000, seed=6), settings, is_seen)
+    settings = [SETTINGS[i] for i in (4, 12, 10)]
+    is_seen = torch.rand(3, 5000, generator=torch.Generator().manual_seed(5)) < 0.1
+    given, _ = inputs(numbers(3, 5000, seed=6), settings, is_seen)
     *plain, filters, seen = given
     alone = [*(x[2:3] for x in plain), Filters(*(x[2:3] for x in filters)), seen[2:3].clone()]
     for kernel, own, others in ((draw, alone[:5], plain), (draw_filtered, alone, given)):
@@ -175,14 +177,12 @@ def test_a_lone_row_has_the_bits_that_it_has_among_others():
 def test_a_row_whose_logits_are_not_finite_has_no_log_probability_and_spoils_no_other_row(wrong):
     from headrace.rollout.engine.kernels.filters import draw_filtered
 
-    settings = [{"top_k": 7, "top_p": 0.9, "min_p": 0.01, "penalty": 1.2}] * 3
-    is_seen = torch.zeros(3, 5000, dtype=torch.bool)
-    logits = numbers(3, 5000, seed=8)
-    expected = draw_filtered(*inputs(logits, settings, is_seen)[0])
+    settings = [{"top_k": 7, "top_p": 0.9, "min_p": 0.01, "penalty": 1.2}] * 2
+    logits = numbers(2, 5000, seed=8)
+    expected = draw_filtered(*inputs(logits, settings)[0])
     whole, single = logits.clone(), logits.clone()
     whole[1], single[1, 4321] = wrong, wrong
     for damaged in (whole, single) if wrong != -INF else (whole,):
-        tokens, logprobs = draw_filtered(*inputs(damaged, settings, is_seen)[0])
-        assert logprobs.isnan().tolist() == [False, True, False] and 0 <= tokens[1] < 5000
-        for row in (0, 2):
-            assert (tokens[row], logprobs[row]) == (expected[0][row], expected[1][row])
+        tokens, logprobs = draw_filtered(*inputs(damaged, settings)[0])
+        assert logprobs.isnan().tolist() == [False, True] and 0 <= tokens[1] < 5000
+        assert (tokens[0], logprobs[0]) == (expected[0][0], expected[1][0])
