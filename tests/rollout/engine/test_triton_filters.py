@@ -133,7 +133,7 @@ def test_the_least_score_that_is_kept_is_that_of_sorted_scores(vocab):
         if probs[least] > 2 * aim and abs(probs[least + 1 :].sum() - setting["top_p"]) > 1e-6:
             assert token == least, setting
             num_checked += 1
-    assert num_checked > 0.7 * len(settings)
+    assert num_checked > 0.5 * len(settings)
 
 
 def test_equal_scores_at_the_threshold_are_kept_together():
