@@ -1,5 +1,6 @@
 """The engine on a GPU: kernels, captured steps, weights overwritten in place."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_packed_half_precision_forward_is_near_the_cpu_s(tmp_path):
 def test_filters_and_penalties_draw_what_the_cpu_draws(tmp_path):
     """A rounding apart, by which a number at the border between two tokens may select the other one."""
     path, prompts = tiny_policy(tmp_path), random_prompts(20, longest=120)
-    params = [SamplingParams(max_new_tokens=20, **(FILTERS | {"top_k": 2 * i})) for i in range(20)]
+    params = [replace(SamplingParams(max_new_tokens=20, **FILTERS), top_k=2 * i) for i in range(20)]
     here, there = (Engine(path, max_running=9, device=device).generate(prompts, params) for device in ("cuda", "cpu"))
     assert sum(a.token_ids == b.token_ids for a, b in zip(here, there, strict=True)) >= 18
 
