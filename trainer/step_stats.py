@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss",
+    "router_loss", "staleness",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -79,6 +79,7 @@ class StepStats:
         ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
+        self._add(staleness=batch.staleness[mask].sum())
         fresh = mask & batch.is_fresh
         if fresh.any():
             ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
@@ -127,6 +128,7 @@ class StepStats:
             "is/ess": s["ratio"] ** 2 / max(n * s["ratio_squared"], 1e-9),
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": float(max(staleness)),
+            "staleness/token_mean": s["staleness"] / n,
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
         out = {f"reward/{name}": total / count for name, (total, count) in self._notes.items()} | out

@@ -29,14 +29,14 @@ class Evaluations(Handler):
         prompts: "EvaluationPrompts | None",
         partials: "PartialPool",
         *,
-        mixes_versions: bool,
+        updates_at_once: bool,
     ) -> None:
-        """`mixes_versions`: a rollout takes new weights at once, so it is never idle and does not go back."""
+        """`updates_at_once`: a rollout takes new weights at once, so it is never idle and does not go back."""
         super().__init__(context)
         self.prompts = prompts
         self._partials = partials
         self.log = self.state.evaluations
-        self._mixes_versions = mixes_versions
+        self._updates_at_once = updates_at_once
         self._gone = -1
         """The newest version that a rollout could not go back to."""
         self._failures: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Evaluations(Handler):
             return request.version, []
         if self.log.begun and self.log.open and self.log.begun.num_prompts != self.prompts.num_prompts:
             self.give_up("the prompts of eval.path have changed")
-        may_go_back = request.can_continue and not self._mixes_versions
+        may_go_back = request.can_continue and not self._updates_at_once
         if self._is_left_behind(request) and not may_go_back:
             self.give_up("no rollout has its version any more")
         self._begin_if_due(self.prompts, request, may_go_back=may_go_back)

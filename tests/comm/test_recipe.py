@@ -23,7 +23,7 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.prefix_cache
 generator.exact generator.attention
-rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
+rollout.engine rollout.report_s rollout.batch_groups rollout.max_age rollout.stream_tokens rollout.tp
 eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 lora.rank lora.alpha lora.targets lora.path
