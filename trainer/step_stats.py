@@ -34,6 +34,8 @@ class StepStats:
     def __init__(self) -> None:
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
+        self.num_micro_batches = 0
+        """Of each rank: all run equally many."""
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
@@ -51,6 +53,7 @@ class StepStats:
 
     def add(self, batch: "Batch") -> None:
         """Add the groups of a batch, which are the same on all ranks, and the responses of this rank."""
+        self.num_micro_batches += len(batch.micro_batches)
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
@@ -115,6 +118,7 @@ class StepStats:
             "response_length/mean": s["response_tokens"] / s["responses"],
             "response_length/max": self._maxima["response_tokens"],
             "response_length/clip_ratio": s["truncated"] / s["responses"],
+            "perf/micro_batches": float(self.num_micro_batches),
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,
             "actor/pg_loss": s["pg_loss"] / max(s["weight"], 1.0),

@@ -77,7 +77,12 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns
         if has_turns:
             words |= TURNS | {"environment.path": f"{folder / 'environments.py'}:Counter"}
         elif has_moves and max_age is not None:  # new weights under running trajectories change nothing either
-            words |= {"rollout.max_age": max_age, "batch.prompts_per_step": 1, "run.steps": 8, "rollout.batch_groups": 2}
+            words |= {
+                "rollout.max_age": max_age,
+                "batch.prompts_per_step": 1,
+                "run.steps": 8,
+                "rollout.batch_groups": 2,
+            }
         elif has_moves:
             words |= {"lora.rank": 4}  # without effect, since the learning rate is 0
         system = System(folder, **words).start_all(num_rollouts=3)

@@ -81,7 +81,6 @@ def test_headrace_with_an_age_switches_only_beyond_it_and_each_token_is_exactly_
     system, summary = trained(tmp_path, "headrace", **changes)
     assert summary["accounting"]["holds"] and summary["accounting"]["trained"] == 24
     found = versions_of_rows(system)
-    print("MARGIN", sorted(map(len, found))[-8:])
     assert max(map(len, found)) > 1, "some trajectories went on under new weights"
     assert all(new - old > 1 for versions in found for old, new in pairwise(versions))
     lines = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]

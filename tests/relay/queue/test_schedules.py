@@ -143,7 +143,10 @@ def test_every_schedule_of_the_recipe_has_its_rules():
 def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
     cycle = RolloutPacing.of(SCHEDULES["one_step"], batch_groups=None, prompts_per_step=10, num_rollouts=4)
     assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
-    assert (RolloutPacing.of(SCHEDULES["headrace"], 5, 10, 4).share, RolloutPacing.of(SCHEDULES["headrace"], None, 10, 4).share) == (5, 3)
+    assert (
+        RolloutPacing.of(SCHEDULES["headrace"], 5, 10, 4).share,
+        RolloutPacing.of(SCHEDULES["headrace"], None, 10, 4).share,
+    ) == (5, 3)
     assert [RolloutPacing.of(SCHEDULES["headrace"], given, 10, 4).share_of(window=50) for given in (5, None)] == [5, 13]
     assert RolloutPacing.of(SCHEDULES["stream"], None, 10, 4).share_of(window=50) == 3
     assert RolloutPacing.of(SCHEDULES["partial"], None, 10, 4).share_of(window=50) == math.inf
