@@ -11,6 +11,7 @@ import argparse
 import math
 import signal
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +24,68 @@ from ..comm.recipe import Recipe
 from ..trainer.policy.checkpoint_files import find_checkpoint
 from .config.checks import is_emulated
 from .config.gpus import Gpus
-from .config.load import CONFIG_FILE, read_recipe
+from .config.load import CONFIG_FILE, read_recipe, recipe_yaml
 from .config.memory_plan import MemoryPlan
 from .config.model_files import read_config
 from .placement import count_ranks, place_ranks
+from .report.devices import Devices
 from .report.experiment import Experiment, exit_code
 from .report.figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .report.profile import emulated_recipe, measured_part, profile_of, relay_seconds
-from .report.simulation import Devices, Simulation
-from .report.tuning import Knobs
+from .report.tuning import Knobs, climb
 
 WARM_UP = 20
 """Steps of a warm-up run."""
 MOST_STEPS = 24
 """Steps of a simulated run, unless the recipe has fewer."""
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
+WORTH = 1.01
+"""Gain in tokens/s from which on a larger micro-batch is proposed."""
 RELAY_BUSY = 0.5
 """Share of its time from which on a relay, which computes on one processor, is taken for too busy."""
 
 
+@dataclass(slots=True)
+class Simulation:
+    """Simulated runs of some devices; a run that was simulated before is read again."""
+
+    devices: Devices
+    experiment: Experiment
+
+    @staticmethod
+    def of(devices: Devices, home: Path) -> "Simulation":
+        """Its runs are under `home`, in a folder for these devices."""
+        text = recipe_yaml(devices.recipe)
+        folder = home / f"{zlib.crc32(text.encode()):08x}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "devices.yaml").write_text(text, encoding="utf-8")
+        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, is_virtual=True, draws=False))
+
+    def figures(self, knobs: Knobs, times: int = 1) -> Figures:
+        """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
+        recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
+        micro_tokens = max(1, times * recipe.optimizer.micro_tokens * train_gpus // recipe.emulated.train_gpus)
+        settings = {**knobs.settings, "emulated.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
+        folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
+        return self.experiment.run(folder, settings).figures
+
+    def best(self, budget: int) -> Knobs:
+        """The fastest knobs that a climb of at most `budget` runs finds from the balanced ones."""
+        start = self.devices.balanced
+        return climb(start, self.devices.ladders(start), lambda knobs: self.figures(knobs).tokens_per_s, budget)
+
+    def micro_batches(self, knobs: Knobs, most: float) -> int:
+        """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
+        times, costs_time = 1, self.devices.recipe.emulated.micro_batch_s > 0
+        while costs_time and 2 * times <= most:
+            if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
+                break
+            times *= 2
+        return times
+
+
 @dataclass(frozen=True, slots=True)
-class Job:
+class MeasuredJob:
     """The recipe of a job on devices that were measured, and the seconds of a processor that its relays take for a token."""
 
     recipe: Recipe
@@ -89,7 +131,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
     if run is None and not is_emulated(recipe):
         warm_up = Experiment(arguments.recipe, arguments.overrides, home, draws=False)
         run = Path(warm_up.run("warm-up", {"run.steps": WARM_UP}).folder)
-    job: Job | None = None
+    job: MeasuredJob | None = None
     if run is not None:
         measured = _recipe_of(run)
         own = _emulated(measured, run, measured, steps)
@@ -99,7 +141,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run, own), simulation.devices)), flush=True)
         if not is_emulated(recipe):
-            job = Job(recipe, relay_seconds(run, measured))
+            job = MeasuredJob(recipe, relay_seconds(run, measured))
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
@@ -139,7 +181,7 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
     yield ""
 
 
-def proposal(simulation: Simulation, best: Knobs, job: Job | None) -> Iterator[str]:
+def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
     devices = simulation.devices
     e, own = devices.recipe.emulated, devices.own

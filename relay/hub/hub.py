@@ -70,9 +70,7 @@ class Hub:
         self.results = Results(self.context, queue)
         schedule = admission.schedule
         self.partials = PartialPool(self.context, clock, mixes_versions=schedule.mixes_versions)
-        self.evaluations = Evaluations(
-            self.context, evaluation, self.partials, updates_at_once=schedule.updates_at_once
-        )
+        self.evaluations = Evaluations(self.context, evaluation, self.partials, schedule)
         self.prompts = Prompts(self.context, pool, curriculum)
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, self.prompts, self.partials, clock)

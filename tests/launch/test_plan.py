@@ -10,7 +10,8 @@ from support.emulated_run import EMULATED
 
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe, recipe_yaml, save_recipe
-from headrace.launch.plan import Job, main, proposal
+from headrace.launch.plan import MeasuredJob, Simulation, main, proposal
+from headrace.launch.report.devices import Devices
 from headrace.launch.report.profile import (
     MOST_LENGTHS,
     emulated_recipe,
@@ -20,7 +21,6 @@ from headrace.launch.report.profile import (
     relay_seconds,
     training_costs,
 )
-from headrace.launch.report.simulation import Devices, Simulation
 from headrace.launch.report.tuning import Knobs
 from headrace.launch.virtual.run import VirtualRun
 
@@ -96,7 +96,7 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
     predicted, measured = (each.figures(each.devices.own) for each in (again, run))
     assert predicted.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.05)
     assert predicted.idle_rollout == pytest.approx(measured.idle_rollout, abs=0.05)
-    job = Job(real, relay_seconds(tmp_path / "run", real))
+    job = MeasuredJob(real, relay_seconds(tmp_path / "run", real))
     *_, weights, relays, micro_batches, settings = proposal(again, again.devices.own, job)
     assert weights.startswith("weights: ") and micro_batches.startswith("micro-batches: ")
     assert relays.startswith("relays: 1, busy 4.") and relays.endswith("1 are enough")
@@ -104,8 +104,8 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
 
 
 def test_relays_are_added_where_the_present_ones_would_be_busy_for_half_of_their_time():
-    def with_relays(number: int) -> Job:
-        return Job(structs.replace(Recipe(), roles=structs.replace(Recipe().roles, relay=number)), relay_s=1e-3)
+    def with_relays(number: int) -> MeasuredJob:
+        return MeasuredJob(structs.replace(Recipe(), roles=structs.replace(Recipe().roles, relay=number)), relay_s=1e-3)
 
     assert with_relays(1).relays(400) == pytest.approx((1, 0.4))
     assert with_relays(1).relays(600) == pytest.approx((3, 0.6)), "beside a second one each row has two copies"

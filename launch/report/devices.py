@@ -1,22 +1,15 @@
-"""Devices of a plan, and their simulated runs: each is a run in virtual time with other settings."""
+"""The devices that a plan divides, and where its search begins."""
 
-import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...rollout.generators.emulated_device import EmulatedDevice, response_length
-from ..config.load import recipe_yaml
-from .experiment import Experiment
-from .figures import Figures
-from .tuning import Knobs, Ladder, climb
+from .tuning import Knobs, Ladder
 
 SAMPLE = 256
 """Responses whose lengths give the mean ones."""
-WORTH = 1.01
-"""Gain in tokens/s from which on a larger micro-batch is proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +64,3 @@ class Devices:
             "rollouts": sorted(splits),
             "max_running": sorted({max(1, running // 4), max(1, running // 2), running, 2 * running}),
         }
-
-
-@dataclass(slots=True)
-class Simulation:
-    """Simulated runs of some devices; a run that was simulated before is read again."""
-
-    devices: Devices
-    experiment: Experiment
-
-    @staticmethod
-    def of(devices: Devices, home: Path) -> "Simulation":
-        """Its runs are under `home`, in a folder for these devices."""
-        text = recipe_yaml(devices.recipe)
-        folder = home / f"{zlib.crc32(text.encode()):08x}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "devices.yaml").write_text(text, encoding="utf-8")
-        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, is_virtual=True, draws=False))
-
-    def figures(self, knobs: Knobs, times: int = 1) -> Figures:
-        """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
-        recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
-        micro_tokens = max(1, times * recipe.optimizer.micro_tokens * train_gpus // recipe.emulated.train_gpus)
-        settings = {**knobs.settings, "emulated.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
-        folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
-        return self.experiment.run(folder, settings).figures
-
-    def best(self, budget: int) -> Knobs:
-        """The fastest knobs that a climb of at most `budget` runs finds from the balanced ones."""
-        start = self.devices.balanced
-        return climb(start, self.devices.ladders(start), lambda knobs: self.figures(knobs).tokens_per_s, budget)
-
-    def micro_batches(self, knobs: Knobs, most: float) -> int:
-        """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
-        times, costs_time = 1, self.devices.recipe.emulated.micro_batch_s > 0
-        while costs_time and 2 * times <= most:
-            if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
-                break
-            times *= 2
-        return times
