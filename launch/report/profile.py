@@ -104,10 +104,8 @@ def equal_parts(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(1, round(float(part.mean()))) for part in parts)
 
 
-def training_costs(
-    tokens: Sequence[float], micro_batches: Sequence[float], seconds: Sequence[float]
-) -> tuple[float, float, float]:
-    """Seconds of an update, of a token and of a micro-batch, from the steps of a run; they explain the mean step.
+def training_costs(tokens: np.ndarray, micro_batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """Seconds of an update, of a token and of a micro-batch, from the steps of a run, [n] each; they explain the mean step.
 
     The least-squares term of a micro-batch counts from twice its standard error on; before that the steps do not tell it from the
     update and the tokens, where its time is then. It is the slope through what tokens leave of counts and of seconds (Frisch and Waugh, 1933).
@@ -120,9 +118,8 @@ def training_costs(
     if num_free > 0 and spread > 1e-6 * float(np.square(micro_batches).sum()):
         slope = float(counts @ left) / spread
         error = math.sqrt(float(np.square(left - slope * counts).sum()) / num_free / spread)
-        micro_batch_s = min(slope, fmean(seconds) / fmean(micro_batches)) if slope > 2 * error else 0.0
-    rest = [second - micro_batch_s * count for second, count in zip(seconds, micro_batches, strict=True)]
-    update_s, token_s = map(float, line_through(tokens, rest))
+        micro_batch_s = min(slope, float(seconds.mean() / micro_batches.mean())) if slope > 2 * error else 0.0
+    update_s, token_s = line_through(tokens.tolist(), (seconds - micro_batch_s * micro_batches).tolist())
     return update_s, token_s, micro_batch_s
 
 
@@ -190,8 +187,8 @@ def _trainer(spans: Sequence[Span], first: int, steps: Sequence[dict[str, Any]],
         if span.state == "train":
             seconds[span.facts["step"]] += span.end - span.start
     trained = [seconds[first + number] for number in range(len(steps))]
-    micro_batches = [step.get("perf/micro_batches", 0.0) for step in steps]
-    update_s, token_s, micro_batch_s = training_costs([*map(_num_tokens, steps)], micro_batches, trained)
+    tokens, micro_batches = np.array([(_num_tokens(step), step.get("perf/micro_batches", 0.0)) for step in steps]).T
+    update_s, token_s, micro_batch_s = training_costs(tokens, micro_batches, np.array(trained))
     update_s += fmean(map(_fetch_s, steps))
     actors = recipe.roles.actor
     return {
