@@ -245,11 +245,10 @@ def _split(devices: Devices, knobs: Knobs) -> str:
 
 
 def _cells(figures: Figures) -> dict[str, str]:
-    staleness = sum(int(lag) * share for lag, share in figures.staleness.items())
     return {
         "tokens/s": f"{figures.tokens_per_s:,.0f}",
         "s/step": f"{figures.step_s:.3g}",
-        "staleness": f"{staleness:.2f}",
+        "staleness": f"{figures.mean_staleness:.2f}",
         "idle trainer": f"{figures.idle_actor:.1%}",
         "idle rollouts": f"{figures.idle_rollout:.1%}",
         "latency, s": f"{figures.latency.mean:.3g}",
