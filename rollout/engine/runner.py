@@ -57,7 +57,7 @@ class Runner:
         self.head = Head(policy, self.exact)
         rows = 1 if self.exact is None else self.exact.rows
         self._logits = torch.empty(-(-max_running // rows) * rows, policy.vocab_size, device=policy.device)
-        self._scratch = None if has_kernels(self._logits) else torch.empty_like(self._logits)
+        self._scratch = None if has_kernels(policy.device) else torch.empty_like(self._logits)
         self._graphs: DecodeGraphs | None = None
 
     def use(self, cache: "KVCache", attention: str) -> None:
