@@ -57,7 +57,8 @@ making=$!
 figures environment 20
 mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
 tests gpu-tests 95 -m gpu "${files[@]}"
-tests kernels 50 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py tests/trainer/policy/test_kernels.py
+tests kernels 50 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
+    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py
 wait "$making"
 run=$logs/quickstart
 rm -rf "$run"
