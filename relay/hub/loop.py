@@ -38,7 +38,6 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
-from ..dataset import open_prompts
 from ..journal import events as ev
 from ..journal.journal import Journal, account_dict, cut_at_checkpoint, last_opened, replay
 from ..journal.records import RowStatus
@@ -50,7 +49,7 @@ from ..queue.schedules import SCHEDULES
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
 from .hub import Hub
-from .prompts import open_curriculum
+from .prompts import open_curriculum, open_prompts
 from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
@@ -72,6 +71,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
     write_summary(Path(recipe.run.dir), ended | {"hosts": names_by_host(loop.seen.values())})
+    hub.prompts.pool.close()
     hub.context.journal.close()
     hub.mailbox.close()
 
@@ -80,8 +80,9 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     """The hub of a recipe, with its inbox, and its journal in the run folder."""
     queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
-    pool = open_prompts(recipe.data, recipe.run.seed)
+    pool = open_prompts(recipe)
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
+    pool.start(state.cursor)
     schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
@@ -122,6 +123,8 @@ class HubLoop:
         is_last = isinstance(message, TrainingDone | Failed | Interrupted)
         if is_last or time.monotonic() - self._checked_at >= WATCH_S:
             self._check_fleet()
+        if envelope is None and self.hub.prompts.is_waiting:
+            self.hub.advance()
         if envelope is None or (self._broken is not None and isinstance(message, Failed | Interrupted)):
             return None  # a broken process is the cause of the message; the next step tells it
         match message:
@@ -290,6 +293,10 @@ def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> No
         )
     if before.num_rows and len(before.num_rows) != len(opened.num_rows):
         raise SettingError(f"data.path: the run in {recipe.run.dir} began with {len(before.num_rows)} sets")
+    if before.num_rows and (0 in before.num_rows) != recipe.data.streaming:
+        raise SettingError(
+            f"data.streaming: the run in {recipe.run.dir} began {'without' if recipe.data.streaming else 'with'} it"
+        )
     for path, had, has in zip(recipe.data.paths, before.num_rows, opened.num_rows, strict=False):
         if had != has:
             raise SettingError(

@@ -33,7 +33,8 @@ from headrace.comm.messages import (
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import MAX_ROW_BYTES, JsonLines
 from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
