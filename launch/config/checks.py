@@ -25,7 +25,7 @@ from .algorithm_checks import check_algorithm
 from .data_checks import check_data, check_lengths
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
-from .model_files import ModelFiles, read_config
+from .model_files import ModelFiles, model_digests, read_config
 from .run_folder import make_run_folder
 
 
@@ -222,6 +222,14 @@ def check_files(role: str, recipe: Recipe) -> None:
     if role == "task":
         for task in recipe.queue.tasks:
             check_function("queue.tasks", task.function)
+
+
+def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
+    """What a process of `role` announces of its `model.path`: the hub ends a run whose hosts have different ones."""
+    if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
+        return {}
+    with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
+    return model_digests(recipe.model.path, with_weights=with_weights)
 
 
 def check_rewards(settings: RewardSettings) -> None:

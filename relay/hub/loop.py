@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
+_MODEL_FACTS = {"config_digest": "another configuration or tokenizer", "weights_digest": "other weights"}
+"""Facts about the policy's files that members announce, and the meaning of a difference."""
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
@@ -105,6 +107,8 @@ class HubLoop:
         self._lost: dict[str, int] = {}
         self._replaced: set[str] = set()
         self._printed = {""}
+        self._models: dict[str, Member] = {}
+        """The first member that announced each fact about its policy."""
         self._broken: ProcessExit | None = None
         """The exit of a process that is not started again."""
         self._checked_at = 0.0
@@ -197,6 +201,7 @@ class HubLoop:
         for exit_ in take_exits(self._run_dir):
             self._on_exit(exit_)
         self._print_generators()
+        self._check_models()
 
     def _replace_if_lost(self, relay: Member) -> None:
         """Have a relay that was silent, and is back, start again: the rows of its storage unit are given up already."""
@@ -212,6 +217,17 @@ class HubLoop:
             if description not in self._printed:
                 self._printed.add(description)
                 print(f"generator: {description}", flush=True)
+
+    def _check_models(self) -> None:
+        """All processes read the same policy; on another host `model.path` may name another one."""
+        for member in self.seen.values():
+            for fact, difference in _MODEL_FACTS.items():
+                first = self._models.setdefault(fact, member) if fact in member.info else member
+                if first.info.get(fact) != member.info.get(fact):
+                    self.hub.context.failure = (
+                        f"model.path: {member.name} on {member.host_name} has {difference} than {first.name} on"
+                        f" {first.host_name}; give all hosts the same files"
+                    )
 
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
         """Act on the first report about a process that is still in the fleet.
