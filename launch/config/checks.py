@@ -22,11 +22,8 @@ from ...trainer.policy.families import FAMILIES, check_exact_supported, check_su
 from ..placement import check_replicas
 from .adapter_checks import check_lora
 from .algorithm_checks import check_algorithm
-<<<<<<< HEAD
-from .data_checks import check_data, check_lengths
-=======
 from .comm_checks import check_comm
->>>>>>> main
+from .data_checks import check_data, check_lengths
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, model_digests, read_config
