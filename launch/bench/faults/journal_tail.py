@@ -7,7 +7,6 @@ import msgspec
 
 from ....relay.journal import events as ev
 
-
 _OF_DEATH = ("incarnation", "was ended by", "ended with")
 """Words of the reasons for which the leases of a dead rollout are back: by the fleet, by its supervisor."""
 
