@@ -15,7 +15,6 @@ PARTS = [
     "environment",
     "gpu-tests",
     "kernels",
-    "exact-kernels",
     "exact",
     "quickstart",
     "mismatch",
