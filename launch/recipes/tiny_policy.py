@@ -6,6 +6,8 @@ It is warmed up by imitation until it answers in the right form and is often wro
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -57,16 +59,21 @@ def small_transformer(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def build_policy(
     folder: Path, characters: str, example: Callable[[Random], Example], *, seed: int, num_steps: int
 ) -> float:
-    """Make, warm up and save a policy in `folder`; returns the last loss of the warm-up."""
+    """Make, warm up and save a policy in `folder`, unless another process is faster; returns the last loss of the warm-up."""
     disable_progress_bar()
     torch.manual_seed(seed)
     tokenizer = character_tokenizer(characters)
     model = small_transformer(tokenizer)
     loss = warm_up(model, tokenizer, example, Random(f"warm-up {seed}"), num_steps)
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished = Path(mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another process has made it meanwhile
+        rmtree(unfinished)
+        if not folder.is_dir():
+            raise
     return loss
 
 

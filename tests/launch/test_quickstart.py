@@ -70,6 +70,20 @@ def test_a_built_policy_loads_and_its_tokenizer_restores_every_text(tmp_path: Pa
         assert model(torch.tensor([tokenizer.encode(text)])).logits.shape == (1, len(text), len(tokenizer))
 
 
+def test_two_quickstarts_that_make_the_same_policy_at_once_keep_the_first_one(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+
+    def example(random: Random) -> tuple[str, str]:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("the other's")
+        return sort_digits.draw_prompt(random), "1"
+
+    build_policy(folder, sort_digits.CHARACTERS, example, seed=0, num_steps=1)
+
+    assert (folder / "config.json").read_text() == "the other's"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_the_parts_that_a_user_names_are_not_made(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = read_recipe(RECIPE, ["model.path=m", "data.path=d", "reward.path=r.py:f"])
