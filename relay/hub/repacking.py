@@ -26,7 +26,7 @@ MOVE_TIMEOUT_S = 30.0
 
 @dataclass(slots=True)
 class _History:
-    """What a rollout held on its present version at the last plan."""
+    """The load of a rollout at the last plan, on its present version."""
 
     version: int
     kv_before: int = 0
