@@ -26,7 +26,8 @@ from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result
 from .report.paired_latency import paired_table
-from .report.plots import draw_comparison, pyplot
+from .report.plots import draw_comparison, draw_scaling, pyplot
+from .report.scaling import curves_of, scaling_table
 from .report.tuning import KNOBS, Knobs, climb, key_of, ladders, other_devices, read_tuned, save_tuned
 
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
@@ -137,6 +138,7 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     per_rollout = recipe.emulated.gpus_per_rollout
     experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir), arguments.virtual)
     rows: list[Measurement] = []
+    results: dict[int, dict[str, Result]] = {}
     for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
 
         def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> list[Variant]:
@@ -146,8 +148,10 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
         if arguments.tune:
             tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
         seeds = range(recipe.run.seed, recipe.run.seed + arguments.seeds)
-        results = run_all(experiment, entrants(arguments.only), seeds, f"compare-{num_gpus}gpus")
-        rows += rows_of(results, num_gpus)
+        results[num_gpus] = run_all(experiment, entrants(arguments.only), seeds, f"compare-{num_gpus}gpus")
+        rows += rows_of(results[num_gpus], num_gpus)
+    if len(results) > 1:
+        _write_scaling(results, experiment.home)
     if arguments.json is not None:
         write_json(rows, arguments.json)
 
@@ -183,6 +187,19 @@ def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence
     print(f"\n{text}", end="")
     draw_comparison({name: result.figures for name, result in results.items()}, experiment.home / f"{name}.png")
     return results
+
+
+def _write_scaling(results: Mapping[int, Mapping[str, Result]], home: Path) -> None:
+    """Write, print and plot the curves of the schedules; repack is compared on devices of its own."""
+    curves = curves_of(
+        {num: {name: each[name].figures for name in each if name in SCHEDULES} for num, each in results.items()}
+    )
+    if not curves:
+        return
+    text = scaling_table(curves, "sync-colocated")
+    (home / "scaling.md").write_text(text, encoding="utf-8")
+    print(f"\n{text}", end="")
+    draw_scaling(curves, home / "scaling.png")
 
 
 def middle(runs: Sequence[Result]) -> Result:
@@ -254,7 +271,7 @@ def rows_of(results: Mapping[str, Result], num_gpus: int) -> Iterator[Measuremen
             yield Measurement(f"{name}-{num_gpus}gpus", "sync-colocated", figures[name].tokens_per_s, "tok/s", ratio)
     pairs = (
         (f"headrace-over-partial-{num_gpus}gpus", "headrace", "partial", "tokens_per_s", "tok/s"),
-        ("weight-wait", "headrace", "one_step", "weight_wait_s", "s"),
+        (f"weight-wait-{num_gpus}gpus", "headrace", "one_step", "weight_wait_s", "s"),
         ("repack-tokens", "repack-on", "repack-off", "tokens_per_s", "tok/s"),
         ("repack-kv-utilisation", "repack-on", "repack-off", "kv_util", "share"),
     )

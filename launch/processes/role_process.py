@@ -42,7 +42,7 @@ from ..config.load import parse_recipe
 from ..placement import count_ranks, is_restartable, place_ranks
 from .agent import has_other_hosts
 from .secret import read_secret, verified_recipe
-from .spare import wait_until_needed
+from .spare import SPARED, wait_until_needed
 from .supervisor import SUMMARY_FILE
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault(key, value)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if arguments.spare and not wait_until_needed([_MAINS[arguments.role], "headrace.comm.store"]):
+    if arguments.spare and not wait_until_needed(SPARED[arguments.role]):
         return 0
     interruption = SignalReporter(arguments.role)
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")

@@ -1,40 +1,48 @@
 """Spares: a second process of a role that has imported its modules and waits until the first one has died.
 
-The restart of a hub or a relay is little more than the import of torch, and all other processes wait for it.
+Nearly all of a restart is imports: of torch, and in the trainer of transformers. All other processes wait for a hub or a relay, and
+training waits for each rank of the trainer. A spare touches no device: the memory of the GPU is the first process's.
 """
 
 import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from .child import Child
 
-SPARED = frozenset({"hub", "relay"})
-"""The roles that have spares."""
+SPARED: Mapping[str, Sequence[str]] = {
+    "actor": ("headrace.trainer.loop", "headrace.trainer.learners.builtin", "headrace.comm.store"),
+    "hub": ("headrace.relay.hub.loop", "headrace.comm.store"),
+    "relay": ("headrace.relay.loop", "headrace.comm.store"),
+}
+"""The roles that have spares, and the modules that these import."""
 SPARE_AFTER_S = 10.0
 """Age of a process at which its spare starts: the start of a run is not slower for it."""
 _OPTION = b"--spare"
 """The word of its command line that makes a process a spare."""
-_TAKEN = "spare-taken"
-"""The name of a spare's main thread from when it is needed."""
+_READY, _TAKEN = "spare-ready", "spare-taken"
+"""The names of a spare's main thread: from when it has its modules, and from when it is needed."""
 
 
 class Spares:
-    """The spares of one supervisor. `start` starts the spare of a name with this standard input."""
+    """The spares of one supervisor, for processes of these roles. `start` starts the spare of a name with this standard input."""
 
-    def __init__(self, start: Callable[[str, int], Child], after_s: float = SPARE_AFTER_S) -> None:
+    def __init__(
+        self, start: Callable[[str, int], Child], roles: Collection[str], after_s: float = SPARE_AFTER_S
+    ) -> None:
         self._start = start
+        self._roles = roles
         self._after_s = after_s
         self._due: dict[str, float] = {}
         self._waiting: dict[str, tuple[Child, int]] = {}
 
     def take(self, name: str) -> Child | None:
         """The spare of this name, which now goes on as a role's process, or None. The next one is due later."""
-        if name.partition("-")[0] in SPARED:
+        if name.partition("-")[0] in self._roles:
             self._due[name] = time.monotonic() + self._after_s
         if name not in self._waiting:
             return None
@@ -74,6 +82,7 @@ def wait_until_needed(modules: Iterable[str]) -> bool:
     """
     for module in modules:
         importlib.import_module(module)
+    Path("/proc/self/comm").write_text(_READY)
     is_needed = bool(sys.stdin.buffer.read(1))
     if is_needed:
         Path("/proc/self/comm").write_text(_TAKEN)
@@ -85,3 +94,8 @@ def is_spare(process: Path) -> bool:
     if _OPTION not in (process / "cmdline").read_bytes().split(b"\0"):
         return False
     return (process / "comm").read_text().strip() != _TAKEN
+
+
+def is_ready(process: Path) -> bool:
+    """Whether a process, by its folder in /proc, is a spare that has its modules. Raises OSError if it has ended."""
+    return (process / "comm").read_text().strip() == _READY

@@ -27,7 +27,7 @@ from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, check_staging, is_restartable, place_ranks, processes_on, visible_devices
 from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
 from .secret import read_secret
-from .spare import SPARE_AFTER_S, Spares
+from .spare import SPARE_AFTER_S, SPARED, Spares
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -116,7 +116,8 @@ class Supervisor:
     spares: Spares = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spares = Spares(self._start_spare, self.spare_after_s)
+        roles = {role for role in SPARED if is_restartable(role, self.recipe)}
+        self.spares = Spares(self._start_spare, roles, self.spare_after_s)
 
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended.

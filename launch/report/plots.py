@@ -1,4 +1,4 @@
-"""Plots of compared runs: bars of the figures, and a Gantt chart of a run's timeline."""
+"""Plots of compared runs: bars of the figures, their scaling, and a Gantt chart of a run's timeline."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -9,6 +9,7 @@ from ...comm.errors import SettingError
 
 if TYPE_CHECKING:
     from .figures import Figures
+    from .scaling import Curves
     from .timeline import Timeline
 
 _COLOURS = {
@@ -40,6 +41,21 @@ def draw_comparison(figures: Mapping[str, "Figures"], path: Path) -> None:
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=30, ha="right")
         if len(series) > 1:
             axis.legend(fontsize="small")
+    _save(figure, path)
+
+
+def draw_scaling(curves: "Curves", path: Path) -> None:
+    """Plot tokens/s over the number of devices, both logarithmic; perfect scaling is parallel to the dotted line."""
+    figure, axis = pyplot().subplots(figsize=(7, 5), layout="constrained")
+    for name, curve in curves.items():
+        axis.plot(list(curve), list(curve.values()), marker="o", label=name)
+    sizes = list(next(iter(curves.values())))
+    lowest = min(curve[sizes[0]] for curve in curves.values())
+    axis.plot(sizes, [lowest * num / sizes[0] for num in sizes], ":", color="#999999", label="perfect scaling")
+    axis.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s")
+    axis.set_xticks(sizes, sizes, minor=False)
+    axis.minorticks_off()
+    axis.legend(fontsize="small")
     _save(figure, path)
 
 

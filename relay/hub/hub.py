@@ -62,10 +62,11 @@ class Hub:
         wall_clock: Callable[[], float] = time.time,
         evaluation: EvaluationPrompts | None = None,
         curriculum: Curriculum | None = None,
+        speed: float = 1.0,
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox, self.state = mailbox, state
-        self.fleet_stats = FleetStats()
+        self.fleet_stats = FleetStats(speed)
         self._actor_error = ""
         self.results = Results(self.context, queue)
         mixes_versions = admission.schedule.updates_mid_trajectory

@@ -87,7 +87,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
-        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe),
+        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe), speed=clock.speed,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.report.experiment import CpuMonitor, Experiment, Result, busy_and_all
 from headrace.launch.report.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
 from headrace.launch.report.plots import draw_comparison, draw_gantt
+from headrace.launch.report.scaling import curves_of, scaling_table
 from headrace.launch.report.timeline import Span, Timeline
 from headrace.launch.report.tuning import Knobs, key_of, read_tuned, save_tuned
 from headrace.launch.run import prepare
@@ -82,12 +83,24 @@ def test_rows_compare_with_the_peer_of_the_same_run():
             "partial-64gpus": 1.5,
             "headrace-64gpus": 1.8,
             "headrace-over-partial-64gpus": 1.2,
-            "weight-wait": 0.25,
+            "weight-wait-64gpus": 0.25,
             "repack-tokens": 1.2,
             "repack-kv-utilisation": 1.25,
         }
     )
     assert math.isnan(next(rows_of({"headrace": result(1)}, 64)).ratio)
+
+
+def test_a_schedules_share_of_perfect_scaling_is_that_of_its_tokens_per_device():
+    few = {"sync-colocated": result(1000).figures, "headrace": result(1200).figures, "partial": result(1).figures}
+    many = {"sync-colocated": result(2000).figures, "headrace": result(4800).figures}
+    curves = curves_of({256: many, 64: few})
+    assert curves == {"sync-colocated": {64: 1000, 256: 2000}, "headrace": {64: 1200, 256: 4800}}
+    lines = scaling_table(curves, "sync-colocated").splitlines()
+    assert lines[0] == "| schedule | 64 GPUs | 256 GPUs |"
+    assert lines[2] == "| sync-colocated | 1,000 (1.00, 100%) | 2,000 (1.00, 50%) |"
+    assert lines[3] == "| headrace | 1,200 (1.20, 100%) | 4,800 (2.40, 100%) |"
+    assert "| 4,800 (100%) |" in scaling_table({"headrace": curves["headrace"]}, "sync-colocated")
 
 
 def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():

@@ -16,7 +16,7 @@ from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from headrace.launch.config.load import read_recipe
 from headrace.launch.placement import is_restartable
-from headrace.launch.processes.spare import is_spare
+from headrace.launch.processes.spare import is_ready, is_spare
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 from headrace.relay.hub.exits import ProcessExit, take_exits
 
@@ -37,12 +37,13 @@ class RunningSupervisor:
         store: bool,
         shutdown_s: float,
         spare_after_s: float,
+        settings: tuple[str, ...],
     ):
         self.run_dir = run_dir
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
-        words = [name, str(run_dir), "store" if store else "-", str(shutdown_s), str(spare_after_s)]
+        words = [name, str(run_dir), "store" if store else "-", str(shutdown_s), str(spare_after_s), *settings]
         command = [sys.executable, str(DRIVER), *words]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -77,9 +78,10 @@ def supervisor(run_dir: Path) -> Iterator[Callable[..., RunningSupervisor]]:
         store: bool = False,
         shutdown_s: float = 200.0,
         spare_after_s: float = 200.0,
+        settings: tuple[str, ...] = (),
     ) -> RunningSupervisor:
         times = {"shutdown_s": shutdown_s, "spare_after_s": spare_after_s}
-        started.append(RunningSupervisor(name, script, run_dir, store=store, **times))
+        started.append(RunningSupervisor(name, script, run_dir, store=store, **times, settings=settings))
         return started[-1]
 
     yield start
@@ -189,7 +191,9 @@ sys.stdin.read()
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         folder = Path(f"/proc/{process.pid}")
+        until(lambda: (folder / "cmdline").read_bytes() or None)  # the kernel sets it at the end of the exec
         assert is_spare(folder), "before its modules are imported"
+        until(lambda: True if is_ready(folder) else None)
         process.stdin.write(told)
         process.stdin.flush()
         if not told:
@@ -199,10 +203,43 @@ sys.stdin.read()
             assert not is_spare(folder)
 
 
+def test_every_rank_of_the_trainer_has_a_spare(supervisor):
+    running = supervisor("actor-1", {"actor-1": ["wait", "end"]}, spare_after_s=0.1)
+    (first,), (spare,) = running.wait_for("actor-1 start"), running.wait_for("actor-1 spare")
+    os.kill(int(first.split()[2]), signal.SIGKILL)
+    assert running.end()[0] == 0
+    assert running.events("actor-1 start")[1].split()[2] == spare.split()[2]
+
+
 def test_a_rollout_has_no_spare(supervisor):
     running = supervisor("rollout-0", {"rollout-0": ["die", "die", "end"]}, spare_after_s=0.0)
     assert running.end()[0] == 0
     assert not running.events("rollout-0 spare")
+
+
+def test_a_trainer_that_is_not_started_again_has_no_spare(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["wait"]}, spare_after_s=0.0, settings=("run.save_rows=false",))
+    running.wait_for("actor-0 start")
+    running.process.send_signal(signal.SIGUSR1)  # the supervisor takes it first, and looks for spares that are due
+    running.process.terminate()
+    assert running.end()[0] == 0
+    assert not running.events("actor-0 spare")
+
+
+def test_the_modules_of_spares_ask_for_no_device():
+    script = """
+import importlib
+import torch
+
+def refuse(*_):
+    raise AssertionError("a spare asks for a device")
+
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = refuse
+from headrace.launch.processes.spare import SPARED
+for name in {name for names in SPARED.values() for name in names}:
+    importlib.import_module(name)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S)
 
 
 def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.emulated_run import EMULATED
 
-from headrace.comm.recipe import Recipe
+from headrace.comm.recipe import EmulatedSettings, Recipe
 from headrace.launch import compare
 from headrace.launch.config.load import read_recipe
 from headrace.launch.report.experiment import Result
@@ -82,6 +82,14 @@ def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_o
         trained_s = num_tokens * settings.train_us * 1e-6 / settings.train_gpus
         expected.append(device.seconds + trained_s + broadcast_s + 4 * MESSAGE_S)
     assert figures.step_s == pytest.approx(sum(expected) / 2, abs=0.002)
+
+
+def test_the_seconds_in_which_the_trainer_starved_are_emulated_like_those_in_which_it_waited(tmp_path: Path):
+    run_of(tmp_path, emulated__train_us=1)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    waited = [line["timing_s/wait_data"] for line in lines]
+    starved = [line["queue/starved_s"] for line in lines[1:]]
+    assert starved[1:] == pytest.approx(waited[1:-1], rel=0.1), "each line has those of the step before"
 
 
 def test_each_update_of_a_version_costs_its_time_once(tmp_path: Path):
@@ -171,6 +179,31 @@ def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path,
     assert Counter(name.split("-")[-1] for name in ratios) == {"16gpus": 4, "32gpus": 4}
     assert ratios["headrace-over-partial-16gpus"] > 0 and ratios["sync-colocated-32gpus"] == 1.0
     assert "virtual time" in capsys.readouterr().out
+    assert "| schedule | 16 GPUs | 32 GPUs |" in (tmp_path / "runs" / "scaling.md").read_text()
+    assert (tmp_path / "runs" / "scaling.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(("model", "billions", "layers", "kv_heads"), [("7b", 7.6, 28, 4), ("72b", 72.7, 80, 8)])
+def test_the_devices_of_other_models_follow_from_the_shares_of_the_hardware_that_32b_uses(
+    model: str, billions: float, layers: int, kv_heads: int
+):
+    base, other = EmulatedSettings(), read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []).emulated
+    larger, gpus = billions / 32.5, other.gpus_per_rollout / base.gpus_per_rollout
+    bytes_ratio = layers * kv_heads / (64 * 8)
+    activations_gb = (
+        0.85 * 80 * base.gpus_per_rollout - base.weights_gb - base.kv_tokens * base.kv_token_bytes / 1e9
+    ) * gpus
+    expected = {
+        "weights_gb": base.weights_gb * larger,
+        "weights_ms": base.weights_ms * larger / gpus,
+        "request_us": base.request_us * larger / gpus,
+        "prefill_us": base.prefill_us * larger / gpus,
+        "kv_token_bytes": base.kv_token_bytes * bytes_ratio,
+        "kv_ns": base.kv_ns * bytes_ratio / gpus,
+        "kv_tokens": (0.85 * 80 * other.gpus_per_rollout - other.weights_gb - activations_gb) * 1e9 / other.kv_token_bytes,
+        "train_us": base.train_us * larger,
+    }  # fmt: skip
+    assert {name: getattr(other, name) for name in expected} == pytest.approx(expected, rel=0.01)
 
 
 def test_an_entrant_is_tuned_within_its_budget_and_then_compared_with_several_seeds(

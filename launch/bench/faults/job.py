@@ -6,6 +6,7 @@ It needs nothing but this package. It is started again with `run.resume=auto` wh
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 from ....comm.errors import WaitTimeout
 from ....comm.trace import FAILPOINTS
 from ....comm.waits import waiting
+from ....relay.journal import events as ev
 from ...processes.child import Child
+from ...processes.spare import SPARED
 from ...recipes import sort_digits
 from ...recipes.tiny_policy import build_policy
 from .journal_tail import JournalTail
-from .processes import find, processes_of, send
+from .processes import find, processes_of, send, started_at
 
 ENDLESS = 1_000_000
 START_S, END_S = 240.0, 180.0
@@ -56,6 +59,9 @@ class FaultyJob:
         self.failpoints = home / "failpoints"
         self.tail = JournalTail(self.dir / "journal.jsonl")
         self.num_starts = 0
+        self.trainer_load_s = 0.0
+        """Seconds from the start of the trainer's process to its first step, without those in which it waited for rows: at the
+        last start of the run."""
         self._num_relays = num_relays
         self._launcher: Child | None = None
 
@@ -86,20 +92,24 @@ class FaultyJob:
         environment = {FAILPOINTS: str(self.failpoints), "TMPDIR": str(self.temporary)}
         log = self.home / "console.log"
         self.num_starts += 1
+        since = time.time()
         self._launcher = Child(
             "run", words, environment=environment, log=log, console=False, death_signal=signal.SIGTERM
         )
-        self.tail.read()
-        before = self.tail.steps
+        steps: list[ev.Trained] = []
 
         def has_trained() -> bool:
-            self.tail.remember_units(self.tail.read())
+            events = self.tail.read()
+            self.tail.remember_units(events)
+            steps.extend(event for event in events if isinstance(event, ev.Trained) and event.t >= since)
             if not self.is_running():
                 raise WaitTimeout("the run ended before its first step")
-            return self.tail.steps > before
+            return bool(steps)
 
         with waiting("the run", "its first step", START_S) as wait:
             wait.until(has_trained, 0.1)
+        for pid in self.pids("actor-0"):
+            self.trainer_load_s = steps[0].t - started_at(pid) - steps[0].waited_s
 
     def is_running(self) -> bool:
         return self._launcher is not None and self._launcher.poll() is None
@@ -109,6 +119,10 @@ class FaultyJob:
         names = {process.name for process in processes_of(self.failpoints).values()}
         relays = {f"relay-{index}" for index in range(self._num_relays)}
         return names >= {"hub", "actor-0", "rollout-0", "rollout-1", *relays}
+
+    def has_spare(self, name: str) -> bool:
+        """Whether the spare of a target is ready; True if targets of its kind have none."""
+        return name.partition("-")[0] not in SPARED or bool(self.pids(f"spare of {name}"))
 
     def interrupt(self) -> None:
         """End the run in order."""

@@ -57,7 +57,8 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
     """Seconds from a fault of `target` at `since` (wall clock) until what its role does is done again, by name.
 
     A dead rollout's leases are back (`failover`) and its next process has weights (`restart`); rows are ready in a unit
-    of the relay that is not one of `units`; the hub is open; the trainer has trained a step. `step` is the next step of any run.
+    of the relay that is not one of `units`; the hub is open; the trainer has trained a step, and rows are ready meanwhile. `step`
+    is the next step of any run.
     """
     known, times = set(units), dict[str, float]()
     name = target.removeprefix("host of ").removeprefix("supervisor of ")
@@ -73,6 +74,8 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
                 times.setdefault("rollout-restart", seconds)
             case ev.RowReady(units=found) if any(unit.startswith(f"{name}#") for unit in {*found} - known):
                 times.setdefault("relay-restart", seconds)
+            case ev.RowReady() if role == "actor":
+                times.setdefault("actor-next-row", seconds)
             case ev.Opened() | ev.HubRestarted() if role == "hub":
                 times.setdefault("hub-restart", seconds)
             case ev.Trained():

@@ -6,13 +6,14 @@ A process belongs to the run if its environment has the run's failpoint socket, 
 import os
 import re
 import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....comm.trace import FAILPOINTS
-from ...processes.spare import is_spare
+from ...processes.spare import is_ready, is_spare
 
 _ROLE = re.compile(r"--role (\w+) --index (\d+)")
 _MODULE = re.compile(r"-m ([\w.]+)")
@@ -26,7 +27,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the run. Two supervisors have the names of their roles, as `supervisor of rollout-0`."""
+    """A process of the run. Supervisors, spares and guardians are named by another process, as `supervisor of rollout-0`."""
 
     pid: int
     parent: int
@@ -52,9 +53,11 @@ def processes_of(address: Path) -> dict[int, Process]:
                 continue
             words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            name = "spare" if is_spare(folder) else _name_of(words)
+            name = _name_of(words)
+            if is_spare(folder):
+                name = f"spare of {name}" if is_ready(folder) else f"new spare of {name}"
             found[int(folder.name)] = Process(int(folder.name), parent, name)
-    return _with_supervisors(found)
+    return _with_parents(found)
 
 
 def _name_of(words: str) -> str:
@@ -66,13 +69,15 @@ def _name_of(words: str) -> str:
     return next((_NAMES[module] for module in modules if module in _NAMES), "helper")
 
 
-def _with_supervisors(found: dict[int, Process]) -> dict[int, Process]:
-    """Name each supervisor by its role; of two children the role that is not the hub counts."""
+def _with_parents(found: dict[int, Process]) -> dict[int, Process]:
+    """Name each supervisor by its role, where of two children the one that is not the hub counts, and guardians of rewards."""
     named = dict(found)
     for process in found.values():
         parent = found.get(process.parent)
-        if parent is not None and parent.name == "launcher" and re.search(r"-\d+$", process.name):
+        if parent is not None and parent.name == "launcher" and re.fullmatch(r"\w+-\d+", process.name):
             named[parent.pid] = Process(parent.pid, parent.parent, f"supervisor of {process.name}")
+        elif parent is not None and parent.name == process.name == "reward":
+            named[parent.pid] = Process(parent.pid, parent.parent, "guardian of reward")
     return named
 
 
@@ -96,6 +101,13 @@ def send(pids: Iterable[int], number: signal.Signals) -> int:
             os.kill(pid, number)
             count += 1
     return count
+
+
+def started_at(pid: int) -> float:
+    """When a process started, on the wall clock. Raises OSError if it has ended."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime_s + int(words[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def usage_of(pid: int) -> Usage | None:

@@ -84,12 +84,15 @@ class Striker:
     shared_memory: set[str] = field(default_factory=shared_memory_names)
     _killed_at: dict[str, float] = field(default_factory=dict)
 
-    def strike(self, fault: Fault) -> Strike:
-        """Let one fault strike the run, which is started first if it does not run; prints the verdict."""
+    def strike(self, fault: Fault, *, with_spares: bool = False) -> Strike:
+        """Let one fault strike the run, which is started first if it does not run; prints the verdict.
+
+        with_spares: the fault waits until its targets have their spares.
+        """
         strike = Strike(fault)
         self.strikes.append(strike)
         try:
-            self._make_ready(fault)
+            self._make_ready(fault, with_spares=with_spares)
             self._strike(strike)
         except WaitTimeout as error:
             first_line = str(error).partition("\n")[0]
@@ -109,13 +112,16 @@ class Striker:
             self.flatness.sample()
             time.sleep(min(left, 0.5))
 
-    def _make_ready(self, fault: Fault) -> None:
+    def _make_ready(self, fault: Fault, *, with_spares: bool) -> None:
         if not self.job.is_running():
             self.job.start()
         last = max(self._killed_at.get(name, 0.0) for name in fault.targets)
         self.rest(last + _BETWEEN_S - time.time())
         with waiting("the run", "all of its processes", GOES_ON_S) as wait:
             wait.until(self.job.is_complete, 0.2)
+        if with_spares:
+            with waiting("the run", "the spares of the targets", GOES_ON_S) as wait:
+                wait.until(lambda: all(map(self.job.has_spare, fault.targets)), 0.2)
 
     def _strike(self, strike: Strike) -> None:
         fault, tail = strike.fault, self.job.tail
@@ -176,6 +182,9 @@ class Striker:
         with waiting("the run", f"its next steps after {fault}", GOES_ON_S) as wait:
             wait.until(goes_on, 0.1)
         job.tail.remember_units(seen)
+        if "actor-next-step" in strike.recovery:
+            strike.recovery["actor-load"] = job.trainer_load_s
+            strike.recovery["actor-next-step-less-load"] = strike.recovery["actor-next-step"] - job.trainer_load_s
 
     def finish(self) -> list[str]:
         """End the run in order; returns what does not hold then."""

@@ -32,8 +32,8 @@ LAUNCHING = (
 """Targets whose death ends the run at whatever moment."""
 TARGETS_OF_TWO_RELAYS = (("relay-0",), ("relay-0", "relay-1"))
 FREEZES_S = (5.0, 14.0, 30.0, 60.0)
-AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0}
-"""Seconds that a recovery may take."""
+AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0, "actor-next-step-less-load": 3.0}
+"""Seconds that a recovery may take; the trainer's beyond the time of its undisturbed start."""
 _PAUSES_S = (5.0, 20.0)
 _FREEZE_SHARE, _ENDING_SHARE = 0.15, 0.1
 
@@ -58,14 +58,14 @@ def chaos(name: str, options: Options) -> list[Measurement]:
 
 
 def kill_matrix(name: str, options: Options) -> list[Measurement]:
-    """SIGKILL of each target at each moment, and of each of `LAUNCHING` at any."""
+    """SIGKILL of each target, once it has its spare, at each moment, and of each of `LAUNCHING` at any."""
     moments = [moment for moment in MOMENTS if moment != "forwarding"]
     cells = [*product(moments, TARGETS), *product(["any"], LAUNCHING)]
     rows: list[Measurement] = []
     for num_relays, faults in ((1, cells), (2, product(MOMENTS, TARGETS_OF_TWO_RELAYS))):
         with open_striker(options.seed, num_relays) as striker:
             for moment, targets in faults:
-                striker.strike(Fault(targets, moment))
+                striker.strike(Fault(targets, moment), with_spares=True)
             rows += summarize(f"{name}-{num_relays}-relays", striker)
     return rows
 
