@@ -8,10 +8,11 @@ import torch
 from ..comm.fleet import Fleet
 from ..comm.recipe import CommSettings, LoraSettings
 from ..relay.weights.checkpoint_source import CheckpointSource
+from ..relay.weights.device_versions import DeviceVersionReader
 from ..relay.weights.layout import Layout
 from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
-from ..relay.weights.slots import Receipt
+from ..relay.weights.slots import Receipt, StoredVersion
 from ..trainer.policy.adapter_files import read_adapter
 from ..trainer.policy.lora import A, B, adapter_shapes, merged, target_layers
 from ..trainer.policy.model import Policy, load_policy
@@ -47,6 +48,9 @@ class RolloutWeights:
         archive = None if run_dir is None else CheckpointSource(Path(run_dir), self._content.read_checkpoint)
         rank = split.rank if self.layout.tp > 1 else 0
         self._reader = WeightReader(fleet, self.layout, settings, archive, rank)
+        self._device_reader: DeviceVersionReader | None = None
+        if settings.cuda_ipc:
+            self._device_reader = DeviceVersionReader(fleet, self.layout, rank, self._reader.slots)
 
     def newest(self) -> int:
         newest = self._reader.newest()
@@ -54,14 +58,28 @@ class RolloutWeights:
 
     def pull(self, deadline_s: float) -> Receipt:
         """Take the newest version. The policy must not run meanwhile."""
+        if (receipt := self._copied(self._reader.slots.newest_stored())) is not None:
+            return receipt
         return self._switched(self._reader.pull(self._content.buffer, deadline_s))
 
     def pull_version(self, version: int) -> Receipt:
         """Take one version, older ones included: from a relay that holds it, else from its checkpoint.
 
-        Raises `VersionNotAvailable` if neither has it.
+        Raises `VersionNotAvailable` if neither has it; the weights are undefined then.
         """
+        if (receipt := self._copied(self._reader.slots.find(version))) is not None:
+            return receipt
         return self._switched(self._reader.pull_version(version, self._content.buffer))
+
+    def _copied(self, stored: StoredVersion | None) -> Receipt | None:
+        """Take a version that the relay has from the actor's device; None if it cannot be had there."""
+        reader, content = self._device_reader, self._content
+        if reader is None or stored is None or isinstance(content, _Adapter):
+            return None
+        if not reader.read(stored, content.flat):
+            return None
+        self.version = stored.version
+        return Receipt(stored.version, stored.digest)
 
     def _switched(self, receipt: Receipt) -> Receipt:
         self._content.apply()
@@ -69,6 +87,8 @@ class RolloutWeights:
         return receipt
 
     def close(self) -> None:
+        if self._device_reader is not None:
+            self._device_reader.close()
         self._reader.close()
 
 
@@ -81,18 +101,16 @@ class _Whole:
         own = self.layout.of_rank(tensor_parallel.rank)
         self.buffer: np.ndarray = host_buffer(own.num_bytes)
         self._dtype = policy.dtype
-        self._device: torch.Tensor | None = None
-        flat = torch.from_numpy(self.buffer)
-        if device.type != "cpu":
-            flat = self._device = flat.to(device)
+        self.flat = torch.from_numpy(self.buffer).to(device)
+        """The bytes that the parameters are views of: those in `buffer`, or on another device a copy."""
         policy.split(tensor_parallel)
-        policy.bind(own.views(flat))
+        policy.bind(own.views(self.flat))
         policy.to(device)
 
     def apply(self) -> None:
         """Use the bytes in `buffer`."""
-        if self._device is not None:
-            self._device.copy_(torch.from_numpy(self.buffer))
+        if self.flat.device.type != "cpu":
+            self.flat.copy_(torch.from_numpy(self.buffer))
 
     def read_checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
         return load_policy(folder / "hf", self._dtype).weights()

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.comm.links.device_memory import DeviceBuffer
 from headrace.comm.recipe import Recipe
 from headrace.launch.bench.policies import build
 from headrace.launch.config.load import read_recipe
@@ -76,13 +78,19 @@ def mismatch(folder: Path) -> None:
     show("quickstart", steps=len(rows), **{name: float(newest[name]) for name in names})
 
 
-def decoding(path: Path, num_rows: int) -> Engine:
-    """An engine in whose rows nothing changes for 100 steps."""
-    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192)
-    engine.add_group([5] * CONTEXT, SamplingParams(max_new_tokens=200, ignore_eos=True), range(num_rows))
+def fill(engine: Engine, num_rows: int, **filters: Any) -> None:
+    """Let rows decode in which nothing changes for 100 steps."""
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True, **filters)
+    engine.add_group([5] * CONTEXT, params, range(num_rows))
     for _ in range(8):
         engine.step()
     assert engine.num_running == num_rows
+
+
+def decoding(path: Path, num_rows: int) -> Engine:
+    """An engine whose rows are filled."""
+    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192)
+    fill(engine, num_rows)
     return engine
 
 
@@ -105,6 +113,10 @@ def decode(folder: Path) -> None:
                 over_bytes=step_s / (num_bytes * byte_s),
                 tokens_s=num_rows / step_s,
             )
+            for row in range(num_rows):
+                engine.cancel(row)
+            fill(engine, num_rows, top_k=50, top_p=0.95, repetition_penalty=1.1)
+            show(f"decode {size} x{num_rows} filtered", ms=seconds(engine.step, 40) * 1e3)
             del engine, policy
 
 
@@ -164,6 +176,30 @@ def copies(folder: Path) -> None:
                 num_bytes / seconds(lambda into=into, source=source: into.copy_(source, non_blocking=True), 10) / 1e9
             )
         show(way, gb_s=speeds["ours"], of_pinned=speeds["ours"] / speeds["torch"])
+    another_process(device)
+
+
+OWNER = """
+import sys, torch
+from headrace.comm.links.device_memory import DeviceBuffer
+buffer = DeviceBuffer.allocate(int(sys.argv[1]), torch.device(sys.argv[2]))
+print(buffer.handle, int(buffer.tensor.fill_(7).sum(dtype=torch.int64)), flush=True)
+sys.stdin.read()
+"""
+
+
+def another_process(local: torch.Tensor) -> None:
+    """A copy from the device memory of another process (`comm.cuda_ipc`) over one of the same size within this process."""
+    command = [sys.executable, "-c", OWNER, str(local.numel()), str(DEVICE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        handle, _ = owner.stdout.readline().split()
+        source, into = DeviceBuffer.open(handle).tensor, torch.empty_like(local)
+        theirs, ours = (seconds(lambda each=each: into.copy_(each), 10) for each in (source, local))
+        into.copy_(source)
+        show(
+            "another process", gb_s=local.numel() / theirs / 1e9, of_local=ours / theirs, right=bool((into == 7).all())
+        )
 
 
 def profile(folder: Path) -> None:

@@ -137,6 +137,8 @@ def actor_memory(
         states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
     if recipe.batch.updates_per_version * recipe.batch.passes > 1 and recipe.algorithm.proximal == "version":
         states["weights of the version's start"] = 4 * share
+    if recipe.comm.cuda_ipc:
+        states["versions for rollouts"] = 2 * sizes.version_bytes(recipe) / ranks
     work: dict[str, float] = {}
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.

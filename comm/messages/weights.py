@@ -16,8 +16,8 @@ class Delta(msgspec.Struct, frozen=True):
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
 
-    `spans` are the part's byte ranges in the layout, none means all; offsets count along them. `incarnation` is that of the
-    trainer which made the version: its rank 0's, for all parts.
+    `spans` are the part's byte ranges in the layout, empty for a single part, which has all; offsets count along them.
+    `incarnation` is that of the trainer which made the version: its rank 0's, for all parts.
     """
 
     version: int

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from ...relay.weights.chunk_size import START_S, best_num_chunks, push_seconds
+from ...relay.weights.transfer import START_S, best_num_chunks, push_seconds
 from ..processes.child import print_message
 from .harness import Measurement, Options, best_seconds
 from .network_namespaces import Network, can_shape

@@ -24,6 +24,7 @@ from ...trainer.policy.families import FAMILIES, check_exact_supported, check_su
 from ..placement import check_replicas
 from .adapter_checks import check_lora
 from .algorithm_checks import check_algorithm
+from .comm_checks import check_comm
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, read_config
@@ -76,10 +77,7 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("generator.exact: set model.dtype=float32, since the trainer keeps float32 weights")
     if exact and roles.actor > 1:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
-    if recipe.comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
-        raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
-    if recipe.comm.tls:
-        _check_tls(recipe)
+    check_comm(recipe)
     _check_schedule(recipe)
     if queue.on_stale == "evict" and queue.max_staleness is None:
         raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
@@ -108,14 +106,6 @@ def _check_schedule(recipe: Recipe) -> None:
     for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
         if rules.whole_batches and isinstance(most, int) and most < prompts:
             raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")
-
-
-def _check_tls(recipe: Recipe) -> None:
-    if recipe.comm.link == "nccl":
-        raise SettingError("comm.tls: NCCL encrypts nothing; set comm.link=tcp, or comm.tls=false")
-    from ...comm.links.tls import TlsIdentity
-
-    TlsIdentity()
 
 
 def _check_trainer(recipe: Recipe) -> None:

@@ -53,8 +53,8 @@ class ByteRanges:
 
 
 def ranges_of(offer: "Offer") -> ByteRanges:
-    """The byte ranges of the part that is offered."""
-    return ByteRanges(offer.spans or ((0, offer.num_bytes),))
+    """The byte ranges of the part that is offered; a rank may have none."""
+    return ByteRanges(((0, offer.num_bytes),) if offer.num_parts == 1 else offer.spans)
 
 
 def chunk_digest(buffer: np.ndarray, start: int) -> bytes:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 def pin(buffer: np.ndarray) -> bool:
     """Register a buffer; False without a GPU, and where CUDA refuses, which makes copies slower."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or not buffer.nbytes:
         return False
     error = int(_runtime().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
     if error:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
@@ -20,6 +21,7 @@ from ...comm.messages.weights import SlotReserved
 from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
 from .chain import chain_order
+from .device_versions import DeviceVersions
 from .layout import Layout
 from .pinned import host_buffer
 from .protocol import IDLE_S, SILENCE_S, send_idle
@@ -52,6 +54,8 @@ class WeightPublisher:
         self._fleet = fleet
         self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._handover = _Handover(self._part, incarnation or fleet.incarnation)
+        self._device: DeviceVersions | None = None
+        self._wants_device = settings.cuda_ipc
         sender = _Sender(fleet, self._mailbox, settings, self._part, self._handover)
         self._thread = threading.Thread(target=sender.run, name=f"{fleet.name} publisher", daemon=True)
 
@@ -76,8 +80,12 @@ class WeightPublisher:
         Raises the error that ended the thread, if it has ended.
         """
         self.start()
+        device = self._device_versions(tensors)
         pending = self._handover.begin(version)
-        self._part.write(tensors, pending.buffer)
+        if device is None:
+            self._part.write(tensors, pending.buffer)
+        else:
+            torch.from_numpy(pending.buffer).copy_(device.write(version, tensors))
         self._handover.commit(pending)
         return Receipt(version, "")
 
@@ -86,6 +94,15 @@ class WeightPublisher:
         self._handover.close(lambda: bool(self._fleet.alive_members("relay", having="segment")))
         join_thread(self._thread, _CLOSE_S)
         self._mailbox.close()
+        if self._device is not None:
+            self._device.close()
+
+    def _device_versions(self, tensors: Mapping[str, Tensor]) -> DeviceVersions | None:
+        """The versions on the device of these tensors, once a rollout of this host can open them."""
+        if self._wants_device and any(m.host == self._fleet.me.host for m in self._fleet.members("rollout")):
+            self._wants_device = False
+            self._device = DeviceVersions.open(self._fleet, self._part, self._handover.incarnation, tensors)
+        return self._device
 
 
 class _Handover:

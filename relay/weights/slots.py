@@ -69,8 +69,10 @@ def choose_slot(stored: Sequence[StoredVersion | None], newest: int | None, lock
 class VersionSlots:
     """The versions of one segment. One thread writes; any number of processes and threads read."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, num_slots: int = NUM_SLOTS) -> None:
+        """`num_slots` are those that `prepare` allocates."""
         self.segment = segment
+        self._num_slots = num_slots
         self._mapped: dict[int, np.ndarray | None] = {}
         """The slots that `pin` has mapped; None for those that are not pinned."""
 
@@ -86,7 +88,7 @@ class VersionSlots:
                 "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
             )
         if not self.fingerprint:
-            self.segment.allocate(NUM_SLOTS, num_bytes)
+            self.segment.allocate(self._num_slots, num_bytes)
             self.segment.slot(0)
             self.segment.words[_LAYOUT] = fingerprint
 
@@ -97,15 +99,15 @@ class VersionSlots:
 
         With `force` it takes the oldest of those: its readers find their copies torn, and read again.
         """
-        newest = self.newest_stored()
-        stored = [self._stored(i) for i in range(NUM_SLOTS)]
-        owned = [self.segment.try_lock(i, Lock.EXCLUSIVE) for i in range(NUM_SLOTS)]
+        newest, indices = self.newest_stored(), range(self.segment.num_slots)
+        stored = [self._stored(i) for i in indices]
+        owned = [self.segment.try_lock(i, Lock.EXCLUSIVE) for i in indices]
         slot = choose_slot(stored, newest.slot if newest else None, [not own for own in owned])
         for i, own in enumerate(owned):
             if own and i != slot:
                 self.segment.unlock(i, Lock.EXCLUSIVE)
         if slot is None and force:
-            slot = choose_slot(stored, newest.slot if newest else None, [False] * NUM_SLOTS)
+            slot = choose_slot(stored, newest.slot if newest else None, [False] * len(indices))
         if slot is None:
             return None
         words = self._slot(slot)
@@ -130,6 +132,12 @@ class VersionSlots:
         if self._slot(write.slot)[_GENERATION] == write.generation:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
+
+    def withdraw(self) -> None:
+        """Make all versions unreadable: the memory that they are in is about to go."""
+        for index in range(self.segment.num_slots):
+            words = self._slot(index)
+            words[_GENERATION] += 1 + words[_GENERATION] % 2
 
     def pin(self, slot: int) -> None:
         """Map a slot's pages, and pin them for copies from a GPU, once."""
@@ -164,7 +172,7 @@ class VersionSlots:
         return None
 
     def complete_versions(self) -> list[StoredVersion]:
-        return sorted(s for i in range(NUM_SLOTS) if self.fingerprint and (s := self._stored(i)) is not None)
+        return sorted(s for i in range(self.segment.num_slots) if (s := self._stored(i)) is not None)
 
     def find(self, version: int | None) -> StoredVersion | None:
         """A complete version, or the newest for None."""

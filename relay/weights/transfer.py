@@ -1,5 +1,11 @@
-"""Versions between a link and a version store: a receiver stores what the other end offers, a sender sends its versions on."""
+"""Versions between a link and a version store: a receiver stores what the other end offers, a sender sends its versions on.
 
+The size of a chunk is by Laminar's model, in seconds and bytes. With p nodes (the sender included), M bytes in k chunks, and a
+chunk costing M / k * T_byte + T_start per hop, the last node has the last chunk after T(k) = (p + k - 2) * (M * T_byte / k + T_start).
+With few chunks the nodes behind wait long; many chunks cost start-ups.
+"""
+
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +19,6 @@ from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from .byte_ranges import digest, ranges_of
-from .chunk_size import START_S, chunk_bytes
 from .protocol import (
     IDLE_S,
     SILENCE_S,
@@ -35,7 +40,10 @@ if TYPE_CHECKING:
     from .incoming import IncomingVersion
     from .version_store import VersionStore
 
+START_S = 400e-6
+"""Seconds that a data frame costs besides its bytes: headers, wake-ups and Python at both ends."""
 _FIRST_BYTE_S = 1 / 2e9  # before the link's speed is known
+_LEAST_BYTES, _MOST_BYTES = 64 << 10, 32 << 20
 
 
 def receive_versions(
@@ -135,6 +143,22 @@ def _fill(link: Link, into: np.ndarray, what: str) -> None:
             raise LinkBroken(f"{what} ended after {at} of {into.nbytes} bytes")
         link.receive(into[at : at + num_bytes], SILENCE_S)
         at += num_bytes
+
+
+def push_seconds(num_nodes: int, num_bytes: float, num_chunks: float, byte_s: float, start_s: float) -> float:
+    """T(k): seconds until the last of `num_nodes` nodes has everything."""
+    return (num_nodes + num_chunks - 2) * (num_bytes * byte_s / num_chunks + start_s)
+
+
+def best_num_chunks(num_nodes: int, num_bytes: float, byte_s: float, start_s: float) -> float:
+    """k*: the number of chunks with the smallest T(k), at least 1."""
+    return max(1.0, math.sqrt(max(num_nodes - 2, 0) * num_bytes * byte_s / start_s))
+
+
+def chunk_bytes(num_nodes: int, num_bytes: int, byte_s: float, start_s: float) -> int:
+    """Bytes of a chunk at k*, within the range that links carry well (64 KiB to 32 MiB)."""
+    best = num_bytes / best_num_chunks(num_nodes, num_bytes, byte_s, start_s)
+    return int(min(max(best, _LEAST_BYTES), _MOST_BYTES))
 
 
 class ChunkedSender:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
+from headrace.launch.config.checks import check_combinations
 from headrace.launch.config.help import field_docs, usage
 from headrace.launch.config.load import (
     CONFIG_FILE,
@@ -136,3 +137,17 @@ def test_a_new_run_folder_is_readable_by_its_owner_alone_and_an_old_one_stays_as
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o755)
     assert make_run_folder(tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("lora.rank=8", "not with lora.rank"),
+        ("trainer.offload=true", "not with trainer.offload"),
+        ("rollout.engine=mine.py:Engine", "rollout.engine=mine.py:Engine takes its weights from host memory"),
+    ],
+)
+def test_copies_from_gpu_to_gpu_need_the_weights_on_a_gpu_at_both_ends(word: str, reason: str):
+    check_combinations(read_recipe(None, ["comm.cuda_ipc=true"]))
+    with pytest.raises(SettingError, match=f"comm.cuda_ipc: {reason}"):
+        check_combinations(read_recipe(None, ["comm.cuda_ipc=true", word]))

@@ -16,10 +16,10 @@ from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
 from headrace.relay.weights import push, server, transfer
 from headrace.relay.weights.chain import chain_order, successor_of
-from headrace.relay.weights.chunk_size import best_num_chunks, chunk_bytes, push_seconds
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.server import WeightServer
+from headrace.relay.weights.transfer import best_num_chunks, chunk_bytes, push_seconds
 
 PATIENCE_S = 60.0
 

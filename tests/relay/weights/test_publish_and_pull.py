@@ -19,7 +19,7 @@ from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
-from headrace.relay.weights.shards import WeightShard
+from headrace.relay.weights.shards import ShardRun, WeightShard
 from headrace.relay.weights.slots import VersionNotAvailable
 
 PATIENCE_S = 60.0
@@ -55,8 +55,9 @@ class WeightsScene:
         self.fleets.append(fleet)
         return server
 
-    def publisher(self):
-        self.closing.append(WeightPublisher(self.join("actor"), self.layout, self.settings).start())
+    def publisher(self, index=0, part=None):
+        publisher = WeightPublisher(self.join("actor", index), self.layout, self.settings, part)
+        self.closing.append(publisher.start())
         return self.closing[-1]
 
     def reader(self, index=0, layout=None):
@@ -122,6 +123,16 @@ def test_tensors_may_change_once_publish_has_returned(scene):
     publisher.publish(1, tensors)
     for tensor in tensors.values():
         tensor.zero_()
+    assert_is(pulled(reader)[1], 1)
+
+
+def test_a_rank_of_the_actor_without_rows_of_its_own_does_not_hold_a_version_up(scene):
+    runs = [ShardRun(e, *run) for e in scene.layout.entries for run in e.runs(0, SHAPES[e.name][0])]
+    parts = [WeightShard(scene.layout, rank, 2, tuple(own)) for rank, own in enumerate((runs, []))]
+    publishers, reader = [scene.publisher(rank, part) for rank, part in enumerate(parts)], scene.reader()
+    for publisher in publishers:
+        publisher.publish(1, weights(1))
+    until(lambda: reader.newest() == 1)
     assert_is(pulled(reader)[1], 1)
 
 
