@@ -103,6 +103,8 @@ def _check_schedule(recipe: Recipe) -> None:
         raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
     if rules.takes_share_at_once and recipe.rollout.batch_groups is not None:
         raise SettingError(f"rollout.batch_groups: {schedule} gives each rollout an equal share; leave this at null")
+    if recipe.rollout.max_age is not None and rules.name != "headrace":
+        raise SettingError(f"rollout.max_age: {schedule} has its own rule for new weights; take headrace, or null here")
     for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
         if rules.whole_batches and isinstance(most, int) and most < prompts:
             raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")

@@ -46,7 +46,7 @@ from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
 from ..queue.evaluation_prompts import open_evaluation
-from ..queue.schedules import SCHEDULES
+from ..queue.schedules import schedule_of
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
 from .hub import Hub
@@ -82,7 +82,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     mailbox = fleet.open_mailbox("hub")
     pool = open_prompts(recipe.data, recipe.run.seed)
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
-    schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
+    schedule, sampler = schedule_of(recipe), open_sampler(queue.sampler)
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(

@@ -24,6 +24,7 @@ from headrace.comm.messages import (
     RequestRows,
     RowDone,
     RowsNotFound,
+    RowsStreamed,
     StatusReport,
     StatusRequested,
     StepTrained,
@@ -166,6 +167,23 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
     assert not s.hub.state.groups[old.leases[0].group].is_complete
     s.finish(new, "rollout-1")
     assert s.hub.state.groups[old.leases[0].group].is_complete
+
+
+@pytest.mark.parametrize("bound", [4, 1])
+def test_where_versions_may_mix_a_begun_row_continues_unless_its_first_tokens_are_too_old(scene: MakeScene, bound: int):
+    s = scene(per_step=1, max_age=1, max_staleness=bound, lead=4)
+    begun = s.lease().leases[0].group
+    unit = ["relay-0#1"]
+    s.say("rollout-0", RowsStreamed(rows=[begun.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=unit))
+    s.hub.on_process_death("rollout-0", "dead")
+    for step in range(2):
+        s.hub.context.commit(ev.Trained(step=step))
+        s.hub.context.commit(ev.Published(version=step + 1, digest="", relay="relay-0"))
+    s.say("rollout-1", LeaseRequest(1, 2, 1, can_continue=True))
+    (grant,) = s.heard("rollout-1")
+    assert isinstance(grant, LeaseGrant)
+    assert (grant.version, grant.leases[0].group) == (2, begun)
+    assert len(grant.leases[0].partials) == (bound == 4)
 
 
 def test_rows_that_a_dead_rollout_wrote_without_a_report_are_dropped(scene: MakeScene):
