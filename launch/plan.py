@@ -202,7 +202,7 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
     if job is not None:
         enough, busy = job.relays(found.tokens_per_s)
         relays = enough if enough > (relays or 1) else relays
-        yield f"relays: {job.recipe.roles.relay or 1}, busy {busy:.1%} of the time at that speed; {enough} are enough"
+        yield f"relays: {job.recipe.roles.relay or 1}, busy {busy:.1%} of the time at that speed; needed: {enough}"
         yield _micro_batch_line(e.micro_batch_s, found, most)
     yield "settings: " + " ".join((
         f"{'emulated.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",

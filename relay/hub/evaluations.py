@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseRequest, SampleScored
-from ..dataset import MAX_ROW_BYTES, row_problem
+from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten

@@ -23,7 +23,7 @@ from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
 from ...comm.signing import Envelope
 from ..checkpoints import CheckpointFolder
-from ..dataset import MixedPrompts, PromptPool
+from ..dataset.order import PromptSource
 from ..journal import events as ev
 from ..journal.hub_state import HubState
 from ..journal.journal import Journal
@@ -53,7 +53,7 @@ class Hub:
         mailbox: Mailbox,
         state: HubState,
         journal: Journal,
-        pool: PromptPool | MixedPrompts,
+        pool: PromptSource,
         admission: Admission,
         queue: QueueSettings,
         repack: RepackSettings,

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
-from ..dataset import MAX_ROW_BYTES
+from ..dataset.rows import MAX_ROW_BYTES
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext

@@ -99,7 +99,7 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
     job = MeasuredJob(real, relay_seconds(tmp_path / "run", real))
     *_, weights, relays, micro_batches, settings = proposal(again, again.devices.own, job)
     assert weights.startswith("weights: ") and micro_batches.startswith("micro-batches: ")
-    assert relays.startswith("relays: 1, busy 4.") and relays.endswith("1 are enough")
+    assert relays.startswith("relays: 1, busy 4.") and relays.endswith("needed: 1")
     assert settings.startswith("settings: roles.actor=3 roles.relay=null roles.rollout=3 ")
 
 

@@ -18,7 +18,8 @@ from headrace.comm.messages import LeaseGrant, LeaseRequest, RequestRows, RowDon
 from headrace.comm.messages.weights import VersionReady
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.signing import Envelope
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal

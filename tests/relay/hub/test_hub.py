@@ -34,7 +34,8 @@ from headrace.comm.messages import (
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import MAX_ROW_BYTES, JsonLines
 from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
@@ -259,6 +260,19 @@ def test_a_process_whose_connection_is_lost_gives_its_leases_back_once(scene: Ma
     dead.crash()
     loop.step()
     assert len(returned(s)) == 1, "the heartbeat that stops later changes nothing"
+
+
+def test_hosts_with_other_files_under_model_path_end_the_run(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "actor").announce(config_digest="a", weights_digest="b")
+    MemoryFleet.join_network(s.network, "rollout").announce(config_digest="a")
+    assert loop.step() is None and not s.hub.context.failure
+    MemoryFleet.join_network(s.network, "rollout", 1).announce(config_digest="a", weights_digest="c")
+    loop = HubLoop(s.hub, loop.fleet)
+    end = [loop.step() for _ in range(2)][-1]
+    assert end is not None and end.status == "failed"
+    assert "rollout-1" in end.error and " has other weights than actor-0 on " in end.error
 
 
 def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):
