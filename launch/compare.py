@@ -287,19 +287,18 @@ def table(results: Mapping[str, Result]) -> str:
     rows: list[dict[str, str]] = []
     for name, result in results.items():
         f = result.figures
-        staleness = sum(int(lag) * share for lag, share in f.staleness.items())
         cells = {
             "schedule": name,
             "rollouts + train GPUs": f"{result.rollouts} + {result.train_gpus}",
             "knobs": result.knobs or "-",
             "tokens/s": f"{f.tokens_per_s:,.0f}{spread(result)}",
             "over sync-colocated": f"{f.tokens_per_s / base.figures.tokens_per_s:.2f}" if base else "-",
-            "s/step": f"{f.step_s:.0f}",
+            "s/step": f"{f.step_s:.0f}{'' if f.is_settled else ' TOO FEW STEPS'}",
             "idle trainer": f"{f.idle_actor:.1%}",
             "idle rollouts": f"{f.idle_rollout:.1%}",
             "KV in use": f"{f.kv_util:.1%}",
             "computed again": f"{f.recompute_share:.1%}",
-            "staleness mean (max)": f"{staleness:.2f} ({max(map(int, f.staleness))})",
+            "staleness mean (max)": f"{f.mean_staleness:.2f} ({max(map(int, f.staleness))})",
             "latency mean / max, s": f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
             "weight wait, s": f"{f.weight_wait_s:.1f}",
             "machine's CPU (own), lag": load_of(result),

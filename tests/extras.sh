@@ -23,4 +23,5 @@ with_packages packages "accelerate==1.15.0 peft==0.21.2 math-verify==0.9.0 latex
     tests/trainer/policy/test_lora.py tests/rollout/rewards
 with_packages triton-3.6.0 triton==3.6.0 tests/rollout/engine/test_triton_compiled.py
 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton_compiled.py
-TRITON_INTERPRET=1 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py tests/trainer/policy/test_kernels.py
+TRITON_INTERPRET=1 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
+    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py

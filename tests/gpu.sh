@@ -44,7 +44,8 @@ figures() { part "$1" "$2" "$python" tests/gpu_figures.py "$1"; }
 figures environment 20
 mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
 tests gpu-tests 95 -m gpu "${files[@]}"
-tests kernels 50 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py tests/trainer/policy/test_kernels.py
+tests kernels 50 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
+    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py
 run=$logs/quickstart
 rm -rf "$run"
 part quickstart 90 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \

@@ -78,13 +78,19 @@ def mismatch(folder: Path) -> None:
     show("quickstart", steps=len(rows), **{name: float(newest[name]) for name in names})
 
 
-def decoding(path: Path, num_rows: int) -> Engine:
-    """An engine in whose rows nothing changes for 100 steps."""
-    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192)
-    engine.add_group([5] * CONTEXT, SamplingParams(max_new_tokens=200, ignore_eos=True), range(num_rows))
+def fill(engine: Engine, num_rows: int, **filters: Any) -> None:
+    """Let rows decode in which nothing changes for 100 steps."""
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True, **filters)
+    engine.add_group([5] * CONTEXT, params, range(num_rows))
     for _ in range(8):
         engine.step()
     assert engine.num_running == num_rows
+
+
+def decoding(path: Path, num_rows: int) -> Engine:
+    """An engine whose rows are filled."""
+    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192)
+    fill(engine, num_rows)
     return engine
 
 
@@ -107,6 +113,10 @@ def decode(folder: Path) -> None:
                 over_bytes=step_s / (num_bytes * byte_s),
                 tokens_s=num_rows / step_s,
             )
+            for row in range(num_rows):
+                engine.cancel(row)
+            fill(engine, num_rows, top_k=50, top_p=0.95, repetition_penalty=1.1)
+            show(f"decode {size} x{num_rows} filtered", ms=seconds(engine.step, 40) * 1e3)
             del engine, policy
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.journal import read_events
@@ -60,6 +61,13 @@ class Figures(msgspec.Struct, frozen=True):
     latency: Latency
     staleness: dict[str, float]
     """Share of the trajectories by staleness: the version that was trained minus the version that began the trajectory."""
+    is_settled: bool = True
+    """As much work is under way as in a longer run: trajectories that last for s steps fill the queue in about 2 s, and in the
+    last s steps no new work starts. These steps have to be outside of the window."""
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(int(lag) * share for lag, share in self.staleness.items())
 
 
 def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: float) -> Figures:
@@ -72,7 +80,7 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
         trained.update(row["staleness/hist"])
     waits = [weight_wait_s(timeline.spans[name], window) for name in rollouts]
     kv_utils = [util for name in rollouts for util in _inside(timeline.samples[name], "kv_util", window)]
-    return Figures(
+    figures = Figures(
         tokens_per_s=sum(row["perf/throughput"] * row["timing_s/step"] for row in inside) / window.seconds,
         step_s=window.seconds / len(inside),
         idle_actor=1 - _share(timeline.spans["actor-0"], "train", window),
@@ -83,6 +91,8 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
         latency=_latency(run_dir, timeline.speed, window),
         staleness={lag: trained[lag] / trained.total() for lag in sorted(trained, key=int)},
     )
+    before, after = window.first, len(lines) - window.last
+    return replace(figures, is_settled=2 * figures.mean_staleness <= before and figures.mean_staleness <= after)
 
 
 def window_of(timeline: Timeline, num_steps: int) -> Window:

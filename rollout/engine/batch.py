@@ -1,15 +1,18 @@
 """The rows that decode together, as arrays. The small changes of a step are made in place."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .sampling import SamplingBatch, sampling_columns
+from .kernels.seen_tokens import SeenTokens
+from .sampling import SamplingBatch, has_kernels, sampling_columns
 from .to_device import to_device, to_device_together
 
 if TYPE_CHECKING:
+    from ...trainer.policy.model import Policy
     from .page_pool import PagePool
     from .sequence import Sequence
 
@@ -21,11 +24,10 @@ class DecodeBatch:
     (`advance`). Numpy arrays are on the host, tensors on the device; all int64.
     """
 
-    def __init__(self, pool: "PagePool", max_pages: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
-        self.device = device
+    def __init__(self, pool: "PagePool", policy: "Policy", max_running: int) -> None:
+        self.vocab_size, self.device = policy.vocab_size, policy.device
         self.pool = pool
-        self.max_pages = max_pages
+        self.max_pages = pool.pages_for(policy.context)
         self.sequences: list[Sequence] = []
         self.generation = 0
         """Counts changes of rows or pages."""
@@ -35,15 +37,17 @@ class DecodeBatch:
         """Row, column and page of each entry that this step's `extend` added to the table."""
         self.at_refill: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         """On the device, the positions and the table (int32, as wide as the longest row) that the rows began with."""
+        self.seen = SeenTokens(max_running, self.vocab_size, self.device) if has_kernels(self.device) else None
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def refill(self, sequences: "list[Sequence]") -> None:
-        """Make these sequences the rows, in this order."""
+    def refill(self, sequences: "list[Sequence]", entered: "Collection[Sequence]" = ()) -> None:
+        """Make these sequences the rows, in this order; `entered` are those of them that have come since the last refill."""
         self.generation += 1
         self.num_refills += 1
         self.grown = []
+        seen = {} if self.seen is None else self.seen.columns(self.sequences, sequences, entered)
         self.sequences = list(sequences)
         count = len(sequences)
         self.positions = np.array([s.num_cached for s in sequences], dtype=np.int64)
@@ -62,13 +66,18 @@ class DecodeBatch:
                 "positions": self.positions.copy(),
                 "table": self.table[:, :width].astype(np.int32),
                 **sampling_columns(params, [s.key for s in sequences]),
+                **seen,
             },
             self.device,
         )
         self.tokens, self.num_drawn = columns["tokens"], columns["num_drawn"]
         self.at_refill = columns["positions"], columns["table"]
-        self.sampling = SamplingBatch(params, columns)
-        self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
+        if self.seen is None:
+            self.sampling = SamplingBatch(params, columns)
+            self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
+        else:
+            self.seen.update(columns)
+            self.sampling = SamplingBatch(params, columns, self.seen.bits[:count])
 
     def extend(self) -> None:
         """Add the pages that the scheduler gave to the running sequences since."""

@@ -49,7 +49,7 @@ class Runner:
         self.head = Head(policy, exact)
         shape = (-(-max_running // BLOCK) * BLOCK, policy.vocab_size)
         self._logits = torch.empty(shape, device=policy.device)
-        self._scratch = None if has_kernels(self._logits) else torch.empty_like(self._logits)
+        self._scratch = None if has_kernels(policy.device) else torch.empty_like(self._logits)
         self._graphs: DecodeGraphs | None = None
 
     def use(self, cache: "KVCache", attention: str) -> None:

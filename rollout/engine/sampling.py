@@ -82,7 +82,7 @@ def _is_count(number: object) -> bool:
 def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> dict[str, np.ndarray]:
     """The parameters of rows and the keys of their random streams, an array each: [B], or [B, 1] where logits meet it.
 
-    Filters and penalties are left out where no row has any.
+    Filters and penalties are left out where no row has any; a row without them has 0, or 1 for top_p and penalty.
     """
 
     def column(values: Sequence[float]) -> np.ndarray:
@@ -93,44 +93,49 @@ def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> d
         "is_greedy": np.array([p.temperature == 0 for p in params], dtype=bool),
         "scale": column([1 / (p.temperature or 1) for p in params]),
     }
-    free = [p.is_plain for p in params]
-    if not all(free):
-        top_k = [0 if f else p.top_k for f, p in zip(free, params, strict=True)]
-        columns["top_p"] = column([1 if f else p.top_p for f, p in zip(free, params, strict=True)])
-        columns["min_p"] = column([0 if f else p.min_p for f, p in zip(free, params, strict=True)])
-        columns["top_k"] = np.array([k or (1 << 30) for k in top_k], dtype=np.int64)[:, None]
-    if any(p.repetition_penalty != 1 for p in params):
+    if not all(p.is_plain and p.repetition_penalty == 1 for p in params):
+        columns["top_k"] = np.array([0 if p.is_plain else p.top_k for p in params], dtype=np.int64)[:, None]
+        columns["top_p"] = column([1 if p.is_plain else p.top_p for p in params])
+        columns["min_p"] = column([0 if p.is_plain else p.min_p for p in params])
         columns["penalty"] = column([p.repetition_penalty for p in params])
     return columns
+
+
+class Filters(NamedTuple):
+    """Filters and repetition penalties of rows, [B, 1] each, off where `sampling_columns` says."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
 
 
 class SamplingBatch:
     """The sampling parameters of the sequences that decode together, by row, on the device of the logits."""
 
-    def __init__(self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor]) -> None:
-        """columns: those of `sampling_columns`, on the device."""
+    def __init__(
+        self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor], seen: Tensor | None = None
+    ) -> None:
+        """columns: those of `sampling_columns`, on the device; seen: for kernels, the bits of `SeenTokens`."""
         self.keys, self.is_greedy = columns["keys"], columns["is_greedy"]
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
         self.scale = None if all(p.temperature in (0, 1) for p in params) else columns["scale"]
-        self.is_plain = "top_p" not in columns
-        if not self.is_plain:
-            self.top_p, self.min_p, self.top_k = columns["top_p"], columns["min_p"], columns["top_k"]
-        self.seen: Tensor | None = None
-        self._has_penalty = "penalty" in columns
-        if self._has_penalty:
-            self.penalty = columns["penalty"]
+        self.is_plain = all(p.is_plain for p in params)
+        self.filters = Filters(*(columns[name] for name in Filters._fields)) if "penalty" in columns else None
+        self.seen = seen
+        self._has_penalty = any(p.repetition_penalty != 1 for p in params)
 
     @classmethod
     def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
         """Plain rows, greedy or not, with parameters in tensors that may be overwritten: for captured graphs."""
         rows = cls([], {"keys": keys, "is_greedy": is_greedy})
         rows.scale = scale
-        rows.has_greedy = rows.has_random = rows.is_plain = True
+        rows.has_greedy = rows.has_random = True
         return rows
 
     def record_tokens(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
-        """Mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
+        """For operators, mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
         if self._has_penalty:
             self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.keys.device)
             for seen, own in zip(self.seen, tokens, strict=True):
@@ -160,11 +165,16 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     Greedy rows report it at temperature 1. A row whose logits are not finite gets the log-probability NaN. logits: fp32 [B, vocab], may be overwritten; positions: int64 [B], index in the response
     of the token to draw; scratch: a tensor of the logits' shape, which saves an allocation where `has_kernels` is false.
     """
-    if has_kernels(logits) and rows.is_plain and rows.seen is None:
-        from .triton_draw import draw  # Triton is installed only where there is a GPU
-
+    if has_kernels(logits.device):  # Triton is installed only where there is a GPU
         scale = logits.new_ones(len(logits), 1) if rows.scale is None else rows.scale
-        return Sample(*draw(logits, scale, rows.is_greedy, rows.keys, positions))
+        inputs = logits, scale, rows.is_greedy, rows.keys, positions
+        if rows.filters is None or rows.seen is None:
+            from .kernels.draw import draw
+
+            return Sample(*draw(*inputs))
+        from .kernels.filters import draw_filtered
+
+        return Sample(*draw_filtered(*inputs, rows.filters, rows.seen))
     scratch = torch.empty_like(logits) if scratch is None else scratch
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
     logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
@@ -186,28 +196,30 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     return Sample(tokens, logprobs.gather(1, at)[:, 0])
 
 
-def has_kernels(logits: Tensor) -> bool:
-    """Whether plain sampling of these logits is kernels, which take no `scratch`."""
-    return logits.is_cuda and _HAS_TRITON
+def has_kernels(device: torch.device) -> bool:
+    """Whether sampling is kernels on this device. They take no `scratch`, and `seen` as bits."""
+    return device.type == "cuda" and _HAS_TRITON
 
 
 def _penalized(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """Logits [B, vocab] with those of seen tokens lowered by the row's repetition penalty."""
-    if rows.seen is None:
+    if rows.seen is None or rows.filters is None:
         return scaled
-    return torch.where(rows.seen, torch.where(scaled > 0, scaled / rows.penalty, scaled * rows.penalty), scaled)
+    penalty = rows.filters.penalty
+    return torch.where(rows.seen, torch.where(scaled > 0, scaled / penalty, scaled * penalty), scaled)
 
 
 def _filtered(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """Logits [B, vocab] with -inf where top-k, then top-p, then min-p drop a token."""
-    if rows.is_plain:
+    if rows.is_plain or rows.filters is None:
         return scaled
+    top_k, top_p, min_p, _ = rows.filters
     values, order = scaled.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[-1], device=values.device)
-    values = values.masked_fill(rank >= rows.top_k, float("-inf"))
+    values = values.masked_fill(rank >= torch.where(top_k > 0, top_k, values.shape[-1]), float("-inf"))
     probs = values.softmax(-1)
     before = probs.cumsum(-1) - probs
-    drop = (before >= rows.top_p) | (probs < rows.min_p * probs[:, :1])
+    drop = (before >= top_p) | (probs < min_p * probs[:, :1])
     drop[:, 0] = False
     values = values.masked_fill(drop, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, order, values)

@@ -48,6 +48,8 @@ class Scheduler:
         self.paused: list[Sequence] = []
         self._untouched: dict[bytes, SequenceGroup] = {}
         """Waiting groups that no step has reached yet, by the digest of their tokens."""
+        self._refused: tuple[SequenceGroup, int] | None = None
+        """The group that found too few pages last, and how many were to spare."""
         self.num_preempted = 0
         self.num_prefilled = 0
         """Tokens prefilled."""
@@ -75,8 +77,8 @@ class Scheduler:
 
     def may_change_rows(self) -> bool:
         """Whether sequences may enter or leave rows in the next step."""
-        may_enter = bool(self.waiting) and len(self.running) < self.max_running
-        is_short = self.pool.num_free < len(self.running)
+        may_enter = bool(self.waiting) and len(self.running) < self.max_running and not self._is_refused()
+        is_short = self.pool.num_free < sum(self._needs_page(s) for s in self.running)
         is_last = any(len(s.token_ids) + 1 >= s.limit for s in self.running)
         return may_enter or is_short or is_last or any(self.is_outdated(s) for s in self.running)
 
@@ -96,7 +98,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence in preempted:
                 continue
-            while len(sequence.pages) * self.pool.page_size <= sequence.num_cached:
+            while self._needs_page(sequence):
                 if self.pool.num_free > 0:
                     sequence.pages.append(self.pool.take())
                 elif not self._drop_something():
@@ -122,9 +124,10 @@ class Scheduler:
                 continue
             stop = group.num_cached + min(missing, budget)
             while not self._take_pages(group, stop):
-                if self._drop_behind(group):
+                if self._drop_something(keep=group, is_behind=True):
                     continue
                 if self.running or chunks or not self._drop_something(keep=group):
+                    self._refused = (group, self._num_spare()) if not chunks else None
                     return chunks
             chunks.append(Chunk(group, group.num_cached, stop))
             budget -= stop - group.num_cached
@@ -142,9 +145,10 @@ class Scheduler:
             if group.num_cached < group.prefix_length:
                 break
             while not self._can_fork(group):
-                if self._drop_behind(group):
+                if self._drop_something(keep=group, is_behind=True):
                     continue
                 if self.running or not self._drop_something(keep=group):
+                    self._refused = group, self._num_spare()
                     return forks
             self._untouched.pop(group.digest, None)  # a prompt of one token needs no chunk
             forks.append(self._fork(group))
@@ -262,10 +266,23 @@ class Scheduler:
     def _must_recompute(self, num_cached: int, position: int) -> bool:
         return self._rope is not None and self._rope.must_recompute(num_cached, position)
 
+    def _needs_page(self, sequence: Sequence) -> bool:
+        """Whether the page of a running sequence's next token is missing."""
+        return len(sequence.pages) * self.pool.page_size <= sequence.num_cached
+
+    def _num_spare(self) -> int:
+        """Free pages beyond the reserve of one per running row."""
+        return self.pool.num_free - len(self.running)
+
+    def _is_refused(self) -> bool:
+        """Whether the pages did not suffice for the oldest waiting group, and no more are free since."""
+        group, num_spare = self._refused or (None, 0)
+        return group is self.waiting[0] and self._num_spare() <= num_spare
+
     def _take_pages(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Grow a group's pages to hold `num_tokens`. One free page per running row stays in reserve."""
         missing = self.pool.pages_for(num_tokens) - len(group.pages)
-        if missing + len(self.running) > self.pool.num_free:
+        if missing > self._num_spare():
             return False
         num_shared = group.prefix_length // self.pool.page_size if len(group.sequences) > 1 else 0
         for _ in range(missing):
@@ -304,30 +321,16 @@ class Scheduler:
         self._release(sequence)
         self.waiting.appendleft(SequenceGroup([sequence], tokens, num_dropped=num_dropped))
 
-    def _drop_behind(self, group: SequenceGroup) -> bool:
-        """Free the pages of the newest paused sequence, else of the newest waiting group behind `group`.
-
-        Else resumed sequences in the queue would hold all pages, and few sequences would run.
-        """
-        for sequence in reversed(self.paused):
-            if sequence.pages:
-                self._release(sequence)
-                return True
-        for other in reversed(self.waiting):
-            if other is group:
-                return False
-            if other.pages:
-                self._forget_prefix(other)
-                return True
-        return False
-
-    def _drop_something(self, keep: SequenceGroup | None = None) -> bool:
-        """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`."""
+    def _drop_something(self, keep: SequenceGroup | None = None, is_behind: bool = False) -> bool:
+        """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`, or behind it.
+        Else resumed sequences in the queue would hold all pages, and few sequences would run."""
         for sequence in reversed(self.paused):
             if sequence.pages:
                 self._release(sequence)
                 return True
         for group in reversed(self.waiting):
+            if group is keep and is_behind:
+                return False
             if group.pages and group is not keep:
                 self._forget_prefix(group)
                 return True

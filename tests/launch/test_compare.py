@@ -126,6 +126,12 @@ def test_a_row_whose_processes_were_late_by_more_than_a_hundredth_of_a_step_is_m
     assert "1.1 s INVALID" in lines[2] and "INVALID" not in lines[3] and "0.9 s" in lines[3]
 
 
+def test_a_row_of_too_few_steps_for_its_staleness_is_marked():
+    short = structs.replace(result(1000), figures=structs.replace(result(1000).figures, is_settled=False))
+    lines = table({"headrace": short, "partial": result(1000)}).splitlines()
+    assert "| 100 TOO FEW STEPS |" in lines[2] and "TOO FEW" not in lines[3]
+
+
 def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
     chosen = middle([result(1400, kv_util=0.9), result(1000), result(1100, kv_util=0.7)])
     assert (chosen.figures.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))

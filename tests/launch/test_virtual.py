@@ -135,6 +135,9 @@ def test_rollouts_take_more_than_their_part_of_a_step_where_trajectories_last_fo
         events = [event for _, event in read_events(tmp_path / length / "journal.jsonl")]
         leases = Counter((event.holder, event.request_id) for event in events if isinstance(event, Leased))
         taken[length] = max(leases.values())
+        timeline = Timeline.read(tmp_path / length)
+        figures = figures_of(tmp_path / length, timeline, window_of(timeline, 10), 0.0)
+        assert figures.is_settled == (length == "short"), "of 10 steps, 4 and 2 do not count"
     assert taken["long"] > 1 and taken["short"] == 1, "a part of a step is one group"
 
 

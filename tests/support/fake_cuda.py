@@ -3,15 +3,20 @@
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from pytest import MonkeyPatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.rollout import Engine
 from headrace.rollout.engine import cuda_graphs, sampling
 from headrace.rollout.engine.attention.cuda import TableAttention
 from headrace.rollout.engine.cuda_graphs import DecodeGraphs
+from headrace.rollout.engine.kernels.seen_tokens import SeenTokens
+from headrace.rollout.engine.sampling import SamplingBatch
 from headrace.trainer.policy.attention import masked_attention
 
 
@@ -57,9 +62,10 @@ def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
     capture = DecodeGraphs._capture
 
-    def capture_step(self, size, width):
-        capture(self, size, width)
-        self._graphs[size, width].work = lambda: self._step(size, width)
+    def capture_step(self, *key):
+        graph: Any = capture(self, *key)
+        graph.work = lambda: self._step(*key)
+        return graph
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture_step)
     runner, pool = engine.runner, engine.pool
@@ -129,6 +135,24 @@ def rotated(heads, rule):
     return torch.cat((x, rest), -1)
 
 
+def draw(logits, scale, is_greedy, keys, positions, filters=None, seen=None):
+    """`kernels.draw` by its formula, which is that of the operators."""
+    rows = SamplingBatch.fixed(keys, scale, is_greedy)
+    rows.filters, rows.seen, rows.is_plain = filters, seen, filters is None
+    with MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "has_kernels", lambda device: False)
+        return sampling.sample(logits.clone(), rows, positions)
+
+
+def draw_filtered(logits, scale, is_greedy, keys, positions, filters, seen):
+    """`kernels.filters` by its formula."""
+    flags = np.unpackbits(seen.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]].astype(bool)
+    drawn = draw(logits, scale, is_greedy, keys, positions, filters, torch.from_numpy(flags))
+    for word, token in zip(seen, drawn.tokens.tolist(), strict=True):
+        word[token // 32] |= int(np.uint32(1 << token % 32).view(np.int32))
+    return drawn
+
+
 def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
     """Let an engine that `use_graphs` has changed run the kernels of a GPU by their formulas; counts what it launches."""
     count = LaunchCount()
@@ -136,19 +160,12 @@ def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
     monkeypatch.setitem(sys.modules, f"{kernels}.gate", SimpleNamespace(silu_mul=count.one(silu_mul)))
     monkeypatch.setitem(sys.modules, f"{kernels}.heads", SimpleNamespace(store_heads=count.one(store_heads)))
     monkeypatch.setattr(torch.nn.functional, "rms_norm", count.one(F.rms_norm, "rms_norm"))  # one kernel on a GPU
-    plain = sampling.sample
-
-    def draw(logits, scale, is_greedy, keys, positions):
-        """`triton_draw` by its formula."""
-        monkeypatch.setattr(sampling, "has_kernels", lambda logits: False)
-        drawn = plain(logits.clone(), sampling.SamplingBatch.fixed(keys, scale, is_greedy), positions)
-        monkeypatch.setattr(sampling, "has_kernels", lambda logits: True)
-        return drawn
-
-    monkeypatch.setitem(
-        sys.modules, "headrace.rollout.engine.triton_draw", SimpleNamespace(draw=count.one(draw, "sums", "draw"))
-    )
-    monkeypatch.setattr(sampling, "has_kernels", lambda logits: True)
+    modules = {"draw": (draw, "sums", "draw"), "filters": (draw_filtered, "filtered_sums", "filtered_draw")}
+    for name, (function, *launches) in modules.items():
+        module = SimpleNamespace(**{function.__name__: count.one(function, *launches)})
+        monkeypatch.setitem(sys.modules, f"headrace.rollout.engine.kernels.{name}", module)
+    monkeypatch.setattr(sampling, "has_kernels", lambda device: True)
+    engine.batch.seen = SeenTokens(engine.scheduler.max_running, engine.policy.vocab_size, torch.device("cpu"))
     attention = engine.runner.attention
     assert isinstance(attention, TableAttention)
     monkeypatch.setattr(attention, "attend", count.one(attention.attend, "split", "merge"))

@@ -377,3 +377,19 @@ def test_reading_one_step_late_changes_nothing(llama):
         engine.check()
         assert engine.idle and engine.pool.num_free == engine.pool.num_pages - 1
     assert [tokens for tokens, _ in outcomes[0]] == [tokens for tokens, _ in outcomes[1]]
+
+
+def test_a_step_waits_for_the_one_before_it_only_when_a_row_may_change(llama):
+    """While pages and not rows are short, a waiting prompt is tried again when pages are free, not at every step."""
+    engine = Engine(llama, max_running=8, page_size=16, kv_gb=25 * 16 * 512 / 1e9)
+    engine._is_async = True
+    for index, length in enumerate((60, 60, 60, 200)):
+        engine.add_group([5 + index] * length, SamplingParams(max_new_tokens=150, ignore_eos=True), [index])
+    drain, reads = engine._drain, []
+    engine._drain = lambda: reads.append(engine._in_flight is not None) or drain()
+    for _ in range(60):
+        engine.step()
+    assert (engine.num_running, engine.num_waiting, engine.pool.num_free) == (3, 1, 0)
+    assert sum(reads) <= 1, "when the fourth prompt finds no room"
+    assert len([*iter_until_idle(engine)]) == 4
+    engine.check()

@@ -21,7 +21,7 @@ INF = float("inf")
 
 def draw(logits, temperatures):
     """The tokens that the kernels draw, and their random numbers."""
-    from headrace.rollout.engine.triton_draw import draw
+    from headrace.rollout.engine.kernels.draw import draw
 
     scales = torch.tensor([[1 / (t or 1)] for t in temperatures])
     is_greedy = torch.tensor([t == 0 for t in temperatures])

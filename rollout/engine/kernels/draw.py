@@ -6,7 +6,7 @@ depend on the other rows.
 """
 
 # Kernels are written in Triton's language, and Triton is installed only where there is a GPU.
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import torch
@@ -14,29 +14,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .streams import FACTORS
+from ..streams import FACTORS
 
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(factor) for factor in FACTORS)
 BLOCK = 4096
 """Tokens of one program."""
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _sums_kernel(logits, scales, peaks, sums, best, vocab, num_blocks, BLOCK: tl.constexpr):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")) * tl.load(scales + row)
+@triton.jit
+def block_sum(x):
+    """The largest score of a block, and the sum of the exponentials of the scores less it."""
     peak = tl.max(x, 0)
     # Of a block without probability the peak is -inf, which must not be subtracted from itself.
-    total = tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0)
-    place = row * num_blocks + block
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, total)
-    tl.store(best + place, block * BLOCK + tl.argmax(x, 0))
+    return peak, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0)
 
 
 @triton.jit
-def _uniform(key, position):
+def row_sum(peaks, sums, blocks, num_blocks):
+    """The peaks of a row's blocks, the number that exponentials of the row are relative to, and the blocks' sums of them."""
+    peak_of = tl.load(peaks + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    peak = tl.max(peak_of, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    return peak_of, base, tl.load(sums + blocks, mask=blocks < num_blocks, other=0.0) * tl.exp(peak_of - base)
+
+
+@triton.jit
+def best_token(peak_of, best, num_blocks):
+    """The most likely token of a row."""
+    # The place of the largest of numbers that are not finite may be one that does not exist.
+    return tl.load(best + tl.minimum(tl.argmax(peak_of, 0), num_blocks - 1))
+
+
+@triton.jit
+def choose(weights, places, aim):
+    """The first place with weight whose running sum is above the aim, and the aim less the sum before the place."""
+    running = tl.cumsum(weights, 0)
+    # By rounding the last sum may be below the aim: then the last place with weight counts.
+    last = tl.max(tl.where(weights > 0, places, 0), 0)
+    place = tl.min(tl.where((running > aim) & (weights > 0), places, last), 0)
+    return place, aim - tl.sum(tl.where(places == place, running - weights, 0.0), 0)
+
+
+@triton.jit
+def uniform(key, position):
     """`streams.uniforms` of one row."""
     x = key + (position + 1) * GOLDEN
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX_1
@@ -46,37 +66,40 @@ def _uniform(key, position):
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
+def _sums_kernel(logits, scales, peaks, sums, best, vocab, num_blocks, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")) * tl.load(scales + row)
+    peak, total = block_sum(x)
+    place = row * num_blocks + block
+    tl.store(peaks + place, peak)
+    tl.store(sums + place, total)
+    tl.store(best + place, block * BLOCK + tl.argmax(x, 0))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
 def _draw_kernel(
     logits, scales, peaks, sums, best, is_greedy, keys, positions, tokens, logprobs, vocab, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blocks, offsets = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
-    place = row * num_blocks + blocks
-    peak_of = tl.load(peaks + place, mask=blocks < num_blocks, other=float("-inf"))
-    peak = tl.max(peak_of, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.load(sums + place, mask=blocks < num_blocks, other=0.0) * tl.exp(peak_of - base)
+    logits += row * vocab
+    place = row * num_blocks
+    peak_of, base, weights = row_sum(peaks + place, sums + place, blocks, num_blocks)
     total = tl.sum(weights, 0)
     scale = tl.load(scales + row)
     if tl.load(is_greedy + row):
-        # The place of the largest of numbers that are not finite may be one that does not exist.
-        token = tl.load(best + row * num_blocks + tl.minimum(tl.argmax(peak_of, 0), num_blocks - 1))
+        token = best_token(peak_of, best + place, num_blocks)
     else:
-        aim = _uniform(tl.load(keys + row), tl.load(positions + row)) * total
-        running = tl.cumsum(weights, 0)
-        # By rounding the last sum may be below the aim: then the last block with probability counts.
-        last = tl.max(tl.where(weights > 0, blocks, 0), 0)
-        block = tl.min(tl.where((running > aim) & (weights > 0), blocks, last), 0)
-        aim -= tl.sum(tl.where(blocks == block, running - weights, 0.0), 0)
+        block, aim = choose(weights, blocks, uniform(tl.load(keys + row), tl.load(positions + row)) * total)
         inside = block * BLOCK + offsets
-        x = tl.load(logits + row * vocab + inside, mask=inside < vocab, other=float("-inf")) * scale
-        parts = tl.exp(x - base)
-        last = tl.max(tl.where(parts > 0, offsets, 0), 0)
-        token = block * BLOCK + tl.min(tl.where((tl.cumsum(parts, 0) > aim) & (parts > 0), offsets, last), 0)
+        x = tl.load(logits + inside, mask=inside < vocab, other=float("-inf")) * scale
+        offset, _ = choose(tl.exp(x - base), offsets, aim)
+        token = block * BLOCK + offset
     token = tl.minimum(token, vocab - 1)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, tl.load(logits + row * vocab + token) * scale - base - tl.log(total))
+    tl.store(logprobs + row, tl.load(logits + token) * scale - base - tl.log(total))
 
 
 def draw(logits: Tensor, scales: Tensor, is_greedy: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
