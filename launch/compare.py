@@ -24,7 +24,7 @@ from .bench.harness import Measurement, write_json
 from .config.checks import is_emulated
 from .config.load import read_recipe
 from .processes.child import print_message
-from .report.experiment import Experiment, Result
+from .report.experiment import Experiment, Result, exit_code
 from .report.paired_latency import paired_table
 from .report.plots import draw_comparison, draw_scaling, pyplot
 from .report.scaling import curves_of, scaling_table
@@ -116,23 +116,15 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     arguments = parser.parse_intermixed_args(words)
-    try:
-        recipe = read_recipe(arguments.recipe, arguments.overrides)
-        if not is_emulated(recipe):
-            raise SettingError("rollout.engine: a comparison of schedules needs emulated devices")
-        if arguments.seeds < 1 or arguments.tune < 0:
-            raise SettingError("--seeds: at least 1; --tune: at least 0")
-        compare(recipe, arguments)
-    except SettingError as error:
-        print_message(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: compare(read_recipe(arguments.recipe, arguments.overrides), arguments))
 
 
 def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
-    """Run the variants of each number of GPUs, then write tables, plots and rows into `run.dir`."""
+    """Run the variants of each number of GPUs, then write tables, plots and rows into `run.dir`. Raises `SettingError`."""
+    if not is_emulated(recipe):
+        raise SettingError("rollout.engine: a comparison of schedules needs emulated devices")
+    if arguments.seeds < 1 or arguments.tune < 0:
+        raise SettingError("--seeds: at least 1; --tune: at least 0")
     _check_overrides(arguments.overrides, arguments.tune)
     pyplot()  # where matplotlib is missing, say so before the first run
     per_rollout = recipe.emulated.gpus_per_rollout

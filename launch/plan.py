@@ -8,89 +8,41 @@ explains the figures.
 """
 
 import argparse
+import math
 import signal
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 from msgspec import structs
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from ..rollout.generators.emulated_device import EmulatedDevice, response_length
+from ..trainer.policy.checkpoint_files import find_checkpoint
 from .config.checks import is_emulated
+from .config.gpus import Gpus
 from .config.load import CONFIG_FILE, read_recipe, recipe_yaml
-from .processes.child import print_message
-from .report.experiment import Experiment
+from .config.memory_plan import MemoryPlan
+from .config.model_files import read_config
+from .placement import count_ranks, place_ranks
+from .report.devices import Devices
+from .report.experiment import Experiment, exit_code
 from .report.figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
-from .report.profile import emulated_recipe, measured_part, profile_of
-from .report.tuning import Knobs, Ladder, climb
+from .report.profile import emulated_recipe, measured_part, profile_of, relay_seconds
+from .report.tuning import Knobs, climb
 
 WARM_UP = 20
 """Steps of a warm-up run."""
 MOST_STEPS = 24
 """Steps of a simulated run, unless the recipe has fewer."""
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
-SAMPLE = 256
-"""Responses whose lengths give the mean ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """A recipe on emulated devices, and how many of them there are."""
-
-    recipe: Recipe
-    num_gpus: int
-
-    @staticmethod
-    def of(recipe: Recipe, num_gpus: int | None = None) -> "Devices":
-        """The devices of an emulated recipe, or `num_gpus` like them. Raises `SettingError` for too few."""
-        e = recipe.emulated
-        if e.colocated:
-            raise SettingError("emulated.colocated: colocated devices have no split to plan")
-        total = e.train_gpus + e.gpus_per_rollout * recipe.roles.rollout if num_gpus is None else num_gpus
-        if total <= e.gpus_per_rollout:
-            raise SettingError(f"--gpus: {total} are too few; a trainer needs 1 and a rollout {e.gpus_per_rollout}")
-        return Devices(recipe, total)
-
-    @property
-    def most_rollouts(self) -> int:
-        return (self.num_gpus - 1) // self.recipe.emulated.gpus_per_rollout
-
-    def train_gpus(self, knobs: Knobs) -> int:
-        return self.num_gpus - self.recipe.emulated.gpus_per_rollout * knobs.rollouts
-
-    @property
-    def own(self) -> Knobs:
-        """The split of the recipe."""
-        return Knobs(self.recipe.roles.rollout, self.recipe.generator.max_running)
-
-    @property
-    def balanced(self) -> Knobs:
-        """The split at which full rollouts generate as fast as the trainer trains, by means alone: the climb's start."""
-        recipe, e = self.recipe, self.recipe.emulated
-        longest, most = recipe.sampling.max_new_tokens, recipe.generator.max_running
-        lengths = [response_length(recipe.run.seed, number, e, longest) for number in range(SAMPLE)]
-        response = fmean(lengths)
-        in_cache = e.prompt_tokens + fmean(length**2 for length in lengths) / 2 / response
-        running = max(1, min(most, int(e.kv_tokens / in_cache)))
-        step_s = EmulatedDevice(e, most).steps_s(running, int(running * in_cache), 1)
-        trained_s = (e.prompt_tokens + response) * e.train_us * 1e-6 * running / max(response * step_s, 1e-9)
-        rollouts = round(self.num_gpus / (trained_s + e.gpus_per_rollout))
-        return Knobs(min(max(rollouts, 1), self.most_rollouts), most)
-
-    def ladders(self, start: Knobs) -> dict[str, Ladder]:
-        """All splits, of many devices in steps of a sixteenth; the concurrency up to twice the recipe's."""
-        step, running = max(1, start.rollouts // 16), start.max_running or 1
-        splits = {start.rollouts, *range(start.rollouts % step or step, self.most_rollouts + 1, step)}
-        return {
-            "rollouts": sorted(splits),
-            "max_running": sorted({max(1, running // 4), max(1, running // 2), running, 2 * running}),
-        }
+WORTH = 1.01
+"""Gain in tokens/s from which on a larger micro-batch is proposed."""
+RELAY_BUSY = 0.5
+"""Share of its time from which on a relay, which computes on one processor, is taken for too busy."""
 
 
 @dataclass(slots=True)
@@ -109,17 +61,52 @@ class Simulation:
         (folder / "devices.yaml").write_text(text, encoding="utf-8")
         return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, is_virtual=True, draws=False))
 
-    def figures(self, knobs: Knobs) -> Figures:
-        train_gpus = self.devices.train_gpus(knobs)
-        folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in knobs.settings.items())
-        return self.experiment.run(
-            f"{folder}-{train_gpus}gpus", {**knobs.settings, "emulated.train_gpus": train_gpus}
-        ).figures
+    def figures(self, knobs: Knobs, times: int = 1) -> Figures:
+        """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
+        recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
+        micro_tokens = max(1, times * recipe.optimizer.micro_tokens * train_gpus // recipe.emulated.train_gpus)
+        settings = {**knobs.settings, "emulated.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
+        folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
+        return self.experiment.run(folder, settings).figures
 
     def best(self, budget: int) -> Knobs:
         """The fastest knobs that a climb of at most `budget` runs finds from the balanced ones."""
         start = self.devices.balanced
         return climb(start, self.devices.ladders(start), lambda knobs: self.figures(knobs).tokens_per_s, budget)
+
+    def micro_batches(self, knobs: Knobs, most: float) -> int:
+        """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
+        times, costs_time = 1, self.devices.recipe.emulated.micro_batch_s > 0
+        while costs_time and 2 * times <= most:
+            if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
+                break
+            times *= 2
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredJob:
+    """The recipe of a job on devices that were measured, and the seconds of a processor that its relays take for a token."""
+
+    recipe: Recipe
+    relay_s: float
+
+    def with_split(self, devices: Devices, knobs: Knobs) -> Recipe:
+        roles = structs.replace(
+            self.recipe.roles, actor=devices.train_gpus(knobs), rollout=knobs.rollouts * self.recipe.rollout.tp
+        )
+        return structs.replace(self.recipe, roles=roles)
+
+    def relays(self, tokens_per_s: float) -> tuple[int, float]:
+        """How many relays are enough, and the share of its time that each of the present ones is busy.
+
+        Beside another relay each row has a second copy, so the second one doubles the work.
+        """
+        num = self.recipe.roles.relay or 1
+        busy = self.relay_s * tokens_per_s
+        if busy <= RELAY_BUSY * num:
+            return num, busy / num
+        return max(2, math.ceil((1 + (num == 1)) * busy / RELAY_BUSY)), busy / num
 
 
 def main(words: Sequence[str]) -> int:
@@ -132,27 +119,19 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, metavar="N", help=f"steps of a simulated run; at most {MOST_STEPS} else")
     parser.add_argument("--runs", type=int, default=24, metavar="N", help="most simulated runs (24)")
     arguments = parser.parse_intermixed_args(words)
-    try:
-        recipe = read_recipe(arguments.recipe, arguments.overrides)
-        steps = min(recipe.run.steps, MOST_STEPS) if arguments.steps is None else arguments.steps
-        if steps < LEAST_STEPS or arguments.runs < 1:
-            raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
-        plan(recipe, arguments, steps)
-    except SettingError as error:
-        print_message(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: plan(read_recipe(arguments.recipe, arguments.overrides), arguments))
 
 
-def plan(recipe: Recipe, arguments: argparse.Namespace, steps: int) -> None:
-    """Measure, simulate and print."""
+def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    """Measure, simulate and print. Raises `SettingError`."""
+    steps = min(recipe.run.steps, MOST_STEPS) if arguments.steps is None else arguments.steps
+    if steps < LEAST_STEPS or arguments.runs < 1:
+        raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
     home, run = Path(f"{recipe.run.dir}-plan"), arguments.run
     if run is None and not is_emulated(recipe):
         warm_up = Experiment(arguments.recipe, arguments.overrides, home, draws=False)
         run = Path(warm_up.run("warm-up", {"run.steps": WARM_UP}).folder)
-    is_real = not is_emulated(recipe)
+    job: MeasuredJob | None = None
     if run is not None:
         measured = _recipe_of(run)
         own = _emulated(measured, run, measured, steps)
@@ -161,11 +140,13 @@ def plan(recipe: Recipe, arguments: argparse.Namespace, steps: int) -> None:
         simulation = Simulation.of(Devices.of(own), home)
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run, own), simulation.devices)), flush=True)
+        if not is_emulated(recipe):
+            job = MeasuredJob(recipe, relay_seconds(run, measured))
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
     simulation = Simulation.of(Devices.of(recipe, arguments.gpus), home)
-    print("\n".join(proposal(simulation, simulation.best(arguments.runs), is_real=is_real)))
+    print("\n".join(proposal(simulation, simulation.best(arguments.runs), job)))
 
 
 def _recipe_of(run: Path) -> Recipe:
@@ -200,26 +181,58 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
     yield ""
 
 
-def proposal(simulation: Simulation, best: Knobs, *, is_real: bool) -> Iterator[str]:
+def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
     devices = simulation.devices
     e, own = devices.recipe.emulated, devices.own
-    columns = {"proposed": _cells(simulation.figures(best))}
+    micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_tokens
+    most = None if job is None else most_micro_tokens(job.with_split(devices, best))
+    times = simulation.micro_batches(best, math.inf if most is None else most / micro_tokens)
+    found = simulation.figures(best, times)
+    columns = {"proposed": _cells(found)}
     if devices.train_gpus(own) == e.train_gpus:
         columns["present"] = _cells(simulation.figures(own))
     yield f"proposed for {devices.num_gpus} GPUs: {_split(devices, best)}"
     yield from _table(
         {name: tuple(cells[name] for cells in columns.values()) for name in columns["proposed"]}, [*columns]
     )
-    ranks = e.gpus_per_rollout if is_real else 1
-    trainer = "roles.actor" if is_real else "emulated.train_gpus"
+    relays = devices.recipe.roles.relay
+    weights_s = sum(e.weights_gb / speed for speed in (e.push_gb_s, e.chain_gb_s, e.pull_gb_s))
+    yield f"weights: the rollouts have a version {weights_s:.3g} s after its step, {weights_s / found.step_s:.1%} of a step"
+    if job is not None:
+        enough, busy = job.relays(found.tokens_per_s)
+        relays = enough if enough > (relays or 1) else relays
+        yield f"relays: {job.recipe.roles.relay or 1}, busy {busy:.1%} of the time at that speed; needed: {enough}"
+        yield _micro_batch_line(e.micro_batch_s, found, most)
     yield "settings: " + " ".join((
-        f"{trainer}={devices.train_gpus(best)}",
-        f"roles.relay={msgspec.json.encode(devices.recipe.roles.relay).decode()}",
-        f"roles.rollout={best.rollouts * ranks}",
+        f"{'emulated.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",
+        f"roles.relay={msgspec.json.encode(relays).decode()}",
+        f"roles.rollout={best.rollouts * (1 if job is None else e.gpus_per_rollout)}",
         f"generator.max_running={best.max_running}",
-        f"optimizer.micro_tokens={devices.recipe.optimizer.micro_tokens}",
+        f"optimizer.micro_tokens={int(min(times * micro_tokens, math.inf if most is None else most))}",
     ))  # fmt: skip
+
+
+def most_micro_tokens(recipe: Recipe) -> int | None:
+    """The largest micro-batch for which GPUs like this host's, one for each rank, have memory; None without GPUs or the policy here."""
+    gpus = Gpus.of_this_host()
+    if not gpus.gb:
+        return None
+    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
+    names = tuple(str(place.slot) for place in places if place.slot is not None)
+    try:
+        config = read_config(find_checkpoint(recipe.model.path))
+    except SettingError:
+        return None
+    return MemoryPlan.micro_tokens(recipe, config, places, Gpus(names, gpus.gb))
+
+
+def _micro_batch_line(micro_batch_s: float, figures: Figures, most: int | None) -> str:
+    room = "no GPU here tells the most tokens" if most is None else f"memory is enough for {most:,} tokens"
+    if not micro_batch_s:
+        return f"micro-batches: their number in a step tells no time of one beside its tokens; {room}"
+    share = figures.micro_batches * micro_batch_s / figures.step_s
+    return f"micro-batches: {micro_batch_s * 1e3:.3g} ms each beside their tokens, {share:.1%} of a step; {room}"
 
 
 def _split(devices: Devices, knobs: Knobs) -> str:
@@ -232,14 +245,14 @@ def _split(devices: Devices, knobs: Knobs) -> str:
 
 
 def _cells(figures: Figures) -> dict[str, str]:
-    staleness = sum(int(lag) * share for lag, share in figures.staleness.items())
     return {
         "tokens/s": f"{figures.tokens_per_s:,.0f}",
         "s/step": f"{figures.step_s:.3g}",
-        "staleness": f"{staleness:.2f}",
+        "staleness": f"{figures.mean_staleness:.2f}",
         "idle trainer": f"{figures.idle_actor:.1%}",
         "idle rollouts": f"{figures.idle_rollout:.1%}",
         "latency, s": f"{figures.latency.mean:.3g}",
+        "micro-batches": f"{figures.micro_batches:.1f}",
     }
 
 

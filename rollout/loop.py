@@ -1,7 +1,8 @@
 """The rollout's loop: request leases, generate, score, write; load new weights once its own work has drained.
 
 Consumes leases and weight versions. It waits only when it holds nothing: for the first version, or for a lease; messages of
-the hub wake it. One version generates a trajectory from its first token to its last, unless the schedule is `partial`.
+the hub wake it. One version generates a trajectory from its first token to its last, unless the schedule is `partial` or
+`rollout.max_age` is set.
 """
 
 import logging
@@ -141,7 +142,7 @@ class Rollout:
 
     def _take_leases(self, grant: LeaseGrant) -> None:
         """Start the groups of a grant, on the newest version if nothing runs; begun ones and evaluations on their own."""
-        is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.updates_mid_trajectory
+        is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.mixes_versions
         is_pinned = is_begun or grant.is_evaluation
         if is_pinned and not self.leases.is_answered(grant) and not self._has_version(grant):
             return
@@ -185,9 +186,9 @@ class Rollout:
     def _update_weights(self) -> bool:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
         weights = self.generator.weights
-        is_outdated = weights.newest() > weights.version
-        if self.migration.is_under_way or not self._pacing.takes_weights(is_outdated, self._is_idle):
-            return is_outdated
+        age = weights.newest() - weights.version
+        if self.migration.is_under_way or not self._pacing.takes_weights(age, self._is_idle):
+            return age > 0
         if self.leases.pins_version:
             return True
         self._take_weights()

@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 
 from ..comm.recipe import Recipe
-from ..relay.queue.schedules import SCHEDULES
+from ..relay.queue.schedules import Schedule, schedule_of
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPacing:
     """The rules that one rollout follows under a schedule."""
 
-    updates_mid_trajectory: bool
-    """It loads new weights at once, under its running trajectories; else when its own work has drained."""
+    max_age: float
+    """It loads new weights when its own work has drained, or under its running trajectories once its own are more versions behind."""
     share: int | None
     """Groups that it takes before it drains, at least; None without a limit."""
     takes_share_at_once: bool
@@ -23,21 +23,20 @@ class RolloutPacing:
     """Its long trajectories may move to another rollout."""
 
     @staticmethod
-    def of(schedule: str, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":
-        """The rules of `run.schedule`; the default share is an equal part of a step."""
-        rules = SCHEDULES[schedule]
+    def of(rules: Schedule, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":
+        """The rules of a schedule; the default share is an equal part of a step."""
         share = None if rules.takes_share_at_once else batch_groups
-        follows_window = share is None and not (rules.updates_mid_trajectory or rules.takes_share_at_once)
-        if share is None and not rules.updates_mid_trajectory:
+        follows_window = share is None and not (rules.updates_at_once or rules.takes_share_at_once)
+        if share is None and not rules.updates_at_once:
             share = -(-prompts_per_step // num_rollouts)
         repacks = rules.repacks and num_rollouts > 1
         num_sharing = num_rollouts if follows_window else 0
-        return RolloutPacing(rules.updates_mid_trajectory, share, rules.takes_share_at_once, num_sharing, repacks)
+        return RolloutPacing(rules.max_age, share, rules.takes_share_at_once, num_sharing, repacks)
 
     @staticmethod
     def from_recipe(recipe: Recipe) -> "RolloutPacing":
         settings = (recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas)
-        return RolloutPacing.of(recipe.run.schedule, *settings)
+        return RolloutPacing.of(schedule_of(recipe), *settings)
 
     def share_of(self, window: int) -> float:
         """Groups that it takes before it drains, where all rollouts together have `window` groups under way.
@@ -53,6 +52,11 @@ class RolloutPacing:
         """Trajectories that it may start now, its share aside."""
         return 1 << 30 if self.takes_share_at_once else max_running - num_held
 
-    def takes_weights(self, is_outdated: bool, is_idle: bool) -> bool:
-        """Whether it switches to the newest version now."""
-        return is_outdated and (is_idle or self.updates_mid_trajectory)
+    @property
+    def mixes_versions(self) -> bool:
+        """A trajectory may continue on another version than it began on."""
+        return self.max_age < math.inf
+
+    def takes_weights(self, age: int, is_idle: bool) -> bool:
+        """Whether it switches to the newest version now, which is `age` versions after its own."""
+        return age > 0 and (is_idle or age > self.max_age)

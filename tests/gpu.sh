@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in at most 9 minutes: checks and figures, and one table at the end. A part that fails
-# stops no other one. It needs the packages of pyproject.toml and pytest, hypothesis and psutil; no network.
+# stops no other one. It needs the packages of pyproject.toml and pytest, pytest-timeout, hypothesis and psutil; no network.
 #   bash tests/gpu.sh [--json FILE] [--dry-run]
 # --dry-run goes through all parts on the CPU in tiny sizes. PYTHON names the interpreter, LOGS the folder of the logs.
 set -uo pipefail
@@ -16,6 +16,16 @@ while (($#)); do
 done
 mkdir -p "$logs"
 export PYTHONPATH=$PWD/.types${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+POLICIES=$(mktemp -d)
+export POLICIES
+trap 'rm -rf "$POLICIES"' EXIT  # several GB
+missing=$("$python" -c 'from importlib.util import find_spec
+modules = "torch transformers safetensors numpy tensorboard yaml msgspec xxhash pytest pytest_timeout hypothesis psutil"
+print(*(name for name in modules.split() if find_spec(name) is None))')
+if [[ $missing ]]; then
+  echo "$python lacks $missing: install them, or put them on PYTHONPATH (pip install --target FOLDER WHEELS)" >&2
+  exit 2
+fi
 if ((dry)); then
   export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 elif ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
@@ -38,26 +48,30 @@ part() {  # NAME SECONDS COMMAND...: run it, and keep its result for the table; 
   sed -n 's/^=\([^=]\)/\1/p' "$logs/$name.log"
   [[ $result == ok || $result == nothing* ]] || tail -n 15 "$logs/$name.log"
 }
-tests() { part "$1" "$2" "$python" -m pytest -q -p no:cacheprovider "${@:3}"; }
+# The warnings of other versions of libraries are no failures here.
+tests() { part "$1" "$2" "$python" -m pytest -q -p no:cacheprovider -W default "${@:3}"; }
 figures() { part "$1" "$2" "$python" tests/gpu_figures.py "$1"; }
 
+timeout $((dry ? 600 : 120)) "$python" tests/gpu_figures.py policies >"$logs/policies.log" 2>&1 &  # by the CPU, beside the tests
+making=$!
 figures environment 20
 mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
 tests gpu-tests 95 -m gpu "${files[@]}"
 tests kernels 50 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
     tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py
+wait "$making"
 run=$logs/quickstart
 rm -rf "$run"
-part quickstart 90 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
+part quickstart 70 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
   model.dtype=$( ((dry)) && echo float32 || echo bfloat16)
 RUN=$run figures mismatch 15
 if ! ((dry)); then
-  part generator 100 "$python" -m headrace.launch.bench 0.5b-bf16-gpu --json "$logs/generator.json"
+  part generator 120 "$python" -m headrace.launch.bench 0.5b-bf16-gpu --json "$logs/generator.json"
 fi
-figures decode 50
+figures decode 60
 figures train 50
 figures copies 20
-figures profile 40
+figures profile 30
 
 echo
 printf '%-14s %-16s %s\n' part result seconds

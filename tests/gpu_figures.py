@@ -23,6 +23,8 @@ from headrace.comm.links.device_memory import DeviceBuffer
 from headrace.comm.recipe import Recipe
 from headrace.launch.bench.policies import build
 from headrace.launch.config.load import read_recipe
+from headrace.launch.quickstart import RECIPE as QUICKSTART
+from headrace.launch.quickstart import missing_parts
 from headrace.relay.weights.pinned import host_buffer
 from headrace.rollout import Engine, SamplingParams
 from headrace.trainer.batch import Trajectory, pack
@@ -78,6 +80,23 @@ def mismatch(folder: Path) -> None:
     show("quickstart", steps=len(rows), **{name: float(newest[name]) for name in names})
 
 
+def policy_of(size: str, scratch: Path) -> Path:
+    """A policy of random weights; all parts share one, since the CPU takes long to draw and save 1.5 billion numbers."""
+    made = Path(os.environ.get("POLICIES", scratch)) / size
+    if not made.is_dir():
+        unfinished = made.parent / f"unfinished-{os.getpid()}"
+        build(size, unfinished).replace(made)
+        unfinished.rmdir()
+    return made
+
+
+def policies(folder: Path) -> None:
+    """The policies of all parts, the quickstart's included."""
+    missing_parts(read_recipe(QUICKSTART, []), is_dry_run=False)
+    for size in SIZES:
+        policy_of(size, folder)
+
+
 def fill(engine: Engine, num_rows: int, **filters: Any) -> None:
     """Let rows decode in which nothing changes for 100 steps."""
     params = SamplingParams(max_new_tokens=200, ignore_eos=True, **filters)
@@ -100,7 +119,7 @@ def decode(folder: Path) -> None:
     into = torch.empty_like(source)
     byte_s = seconds(lambda: into.copy_(source), 10) / (2 * source.numel())
     for size in SIZES:
-        path = build(size, folder)
+        path = policy_of(size, folder)
         for num_rows in ROWS:
             engine = decoding(path, num_rows)
             policy = engine.policy
@@ -147,7 +166,7 @@ def train(folder: Path) -> None:
     flops = 2 * side**3 / seconds(lambda: matrix @ matrix, 10)
     show("matrix product", tflops=flops / 1e12)
     for size in SIZES:
-        path = build(size, folder)
+        path = policy_of(size, folder)
         for checkpointed in (False, True):
             policy, step, num_tokens = training(path, checkpointed)
             if HAS_GPU:
@@ -204,7 +223,7 @@ def another_process(local: torch.Tensor) -> None:
 
 def profile(folder: Path) -> None:
     """20 decode steps and 3 training steps: the GPU's busy share, and its ten longest gaps with the kernels around them."""
-    path = build(SIZES[0], folder)
+    path = policy_of(SIZES[0], folder)
     engine, (_, step, _) = decoding(path, ROWS[-1]), training(path, checkpointed=False)
     for name, work, count in (("decode", engine.step, 20), ("train", step, 3)):
         work()
@@ -247,6 +266,6 @@ if __name__ == "__main__":
     if part == "json":
         table()
     else:
-        works = (environment, mismatch, decode, train, copies, profile)
+        works = (environment, policies, mismatch, decode, train, copies, profile)
         with tempfile.TemporaryDirectory() as scratch:
             next(work for work in works if work.__name__ == part)(Path(scratch))

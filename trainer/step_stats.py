@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss",
+    "router_loss", "staleness",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -34,6 +34,8 @@ class StepStats:
     def __init__(self) -> None:
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
+        self.num_micro_batches = 0
+        """Of each rank: all run equally many."""
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
@@ -51,6 +53,7 @@ class StepStats:
 
     def add(self, batch: "Batch") -> None:
         """Add the groups of a batch, which are the same on all ranks, and the responses of this rank."""
+        self.num_micro_batches += len(batch.micro_batches)
         for group in batch.row_batch.groups:
             self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
             self.rows += group.rows()
@@ -79,6 +82,7 @@ class StepStats:
         ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
+        self._add(staleness=batch.staleness[mask].sum())
         fresh = mask & batch.is_fresh
         if fresh.any():
             ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
@@ -114,6 +118,7 @@ class StepStats:
             "response_length/mean": s["response_tokens"] / s["responses"],
             "response_length/max": self._maxima["response_tokens"],
             "response_length/clip_ratio": s["truncated"] / s["responses"],
+            "perf/micro_batches": float(self.num_micro_batches),
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,
             "actor/pg_loss": s["pg_loss"] / max(s["weight"], 1.0),
@@ -127,6 +132,7 @@ class StepStats:
             "is/ess": s["ratio"] ** 2 / max(n * s["ratio_squared"], 1e-9),
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": float(max(staleness)),
+            "staleness/token_mean": s["staleness"] / n,
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
         out = {f"reward/{name}": total / count for name, (total, count) in self._notes.items()} | out

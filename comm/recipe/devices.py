@@ -55,6 +55,8 @@ class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Microseconds of one GPU to train one token of prompt or response."""
     update_s: NotNegative = 0.0
     """Seconds of the trainer for each optimizer update, beside those of its tokens."""
+    micro_batch_s: NotNegative = 0.0
+    """Seconds of the trainer for each micro-batch of `optimizer.micro_tokens`, beside those of its tokens."""
     weights_gb: NotNegative = 65.0
     """Size of one version of the weights in GB."""
     push_gb_s: Positive = 100.0

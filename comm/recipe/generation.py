@@ -57,6 +57,8 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
     batch_groups: Count | None = None
     """Groups between two checks for a newer version; null is its share of a step or of the window, for `partial` no limit."""
+    max_age: Count | None = None
+    """Most versions that a rollout's weights are behind the newest: beyond, its running trajectories go on under new ones; null is off."""
     stream_tokens: OptionalCount = 256
     """If a rollout dies, others continue its trajectories: at most this many tokens of each are generated again; 0 is off."""
     tp: Count = 1

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ...comm.errors import SettingError
 from ...comm.recipe import LoraSettings, Recipe
+from ...relay.checkpoints import CheckpointFolder
 
 
 def check_lora(recipe: Recipe, folder: Path) -> list[str]:
@@ -28,6 +29,18 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     if lora.path:
         shapes = adapter_shapes(layers, lora.rank)
         start_adapter(shapes, lora, start_folder(recipe), AdapterBase.read(recipe.model.path))
+    warnings = _warn_of_start(recipe)
     if FAMILIES[policy.config.model_type].has_experts:
-        return [f"lora.targets: the experts of model type '{policy.config.model_type}' are fused and take no adapter"]
-    return []
+        warnings.append(
+            f"lora.targets: the experts of model type '{policy.config.model_type}' are fused and take no adapter"
+        )
+    return warnings
+
+
+def _warn_of_start(recipe: Recipe) -> list[str]:
+    """A warning if a run that continues from a checkpoint began with another adapter than that of `lora.path`."""
+    from ...trainer.policy.adapter_files import has_other_start
+
+    if not CheckpointFolder(Path(recipe.run.dir)).whole() or not has_other_start(recipe):
+        return []
+    return ["lora.path has no effect: the run began with another adapter, and continues from its checkpoint"]

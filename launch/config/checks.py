@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from msgspec import structs
 
 from ...comm.errors import SettingError
-from ...comm.recipe import DataSettings, Recipe, RewardSettings
+from ...comm.recipe import Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
-from ...relay.dataset import checked_prompts, open_rows
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
@@ -25,13 +23,11 @@ from ..placement import check_replicas
 from .adapter_checks import check_lora
 from .algorithm_checks import check_algorithm
 from .comm_checks import check_comm
+from .data_checks import check_data, check_lengths
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
-from .model_files import ModelFiles, read_config
+from .model_files import ModelFiles, model_digests, read_config
 from .run_folder import make_run_folder
-
-_SPECIAL_TOKENS = 16
-"""More than any tokenizer adds around a text."""
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
@@ -103,6 +99,8 @@ def _check_schedule(recipe: Recipe) -> None:
         raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
     if rules.takes_share_at_once and recipe.rollout.batch_groups is not None:
         raise SettingError(f"rollout.batch_groups: {schedule} gives each rollout an equal share; leave this at null")
+    if recipe.rollout.max_age is not None and rules.name != "headrace":
+        raise SettingError(f"rollout.max_age: {schedule} has its own rule for new weights; take headrace, or null here")
     for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
         if rules.whole_batches and isinstance(most, int) and most < prompts:
             raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")
@@ -130,6 +128,8 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError("batch.passes: emulated devices train each group once")
     if emulated and recipe.lora.rank:
         raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
+    if emulated and recipe.data.streaming:
+        raise SettingError("data.streaming: emulated devices run on a clock of their own; set it to false")
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
     if recipe.emulated.colocated and recipe.run.schedule != "sync":
@@ -216,6 +216,14 @@ def check_files(role: str, recipe: Recipe) -> None:
             check_function("queue.tasks", task.function)
 
 
+def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
+    """What a process of `role` announces of its `model.path`: the hub ends a run whose hosts have different ones."""
+    if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
+        return {}
+    with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
+    return model_digests(recipe.model.path, with_weights=with_weights)
+
+
 def check_rewards(settings: RewardSettings) -> None:
     """Every reward function exists, and has a weight if there are any."""
     functions = settings.functions
@@ -260,60 +268,6 @@ def check_function(setting: str, path: str) -> None:
     if function not in names and "*" not in names:
         defined = ", ".join(sorted(n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)))
         raise SettingError(f"{setting}: {file} has no function {function!r}; it defines {defined or 'none'}")
-
-
-def check_data(settings: DataSettings) -> list[Any]:
-    """The prompts of the data; every row is checked."""
-    _given("data.path", "".join(settings.paths), "a file or data set with a column of prompts")
-    weights = settings.weights
-    if weights and (len(weights) != len(settings.paths) or not sum(weights)):
-        raise SettingError(
-            f"data.weights: {len(weights)} weights, not all 0, for {len(settings.paths)} sets of data.path"
-        )
-    each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
-    return [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column)]
-
-
-def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
-    """Every prompt leaves room for a response in the policy's context, unless `data.too_long` drops the others."""
-    context, wanted = policy.context, recipe.sampling.max_new_tokens
-    if not context:
-        return []
-    lengths = _long_lengths(prompts, policy, recipe, room=context - wanted)
-    too_long = [number for number, length in lengths.items() if length >= context]
-    if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
-        number = too_long[0]
-        raise SettingError(
-            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room"
-            f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
-            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are too long. Shorten them, take a model"
-            " with a longer context, or set data.too_long=drop to leave them out"
-        )
-    num_cut = sum(context - wanted < length < context for length in lengths.values())
-    warnings = [f"data.too_long=drop leaves out {len(too_long)} of {len(prompts)} prompts"] if too_long else []
-    if num_cut:
-        warnings.append(
-            f"{num_cut} of {len(prompts)} prompts leave less than sampling.max_new_tokens={wanted}"
-            f" of the context of {context} tokens; their responses are cut to fit"
-        )
-    return warnings
-
-
-def _long_lengths(prompts: list[Any], policy: ModelFiles, recipe: Recipe, room: int) -> dict[int, int]:
-    """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
-    doubtful = [
-        number
-        for number, prompt in enumerate(prompts)
-        if not isinstance(prompt, str) or len(prompt.encode()) + _SPECIAL_TOKENS > room
-    ]
-    if not doubtful:
-        return {}
-    from ...rollout.engine.chat_template import prompt_tokens
-    from ...rollout.environments.tools import tool_schemas
-    from ...trainer.policy.model import load_tokenizer
-
-    form = load_tokenizer(policy.folder), recipe.data, tool_schemas(recipe.environment)
-    return {number: len(prompt_tokens({"prompt": prompts[number]}, *form)) for number in doubtful}
 
 
 def _given(name: str, value: str, meaning: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ...relay.dataset import JsonLines
+from ...relay.dataset.rows import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
@@ -76,7 +76,7 @@ def _batch(recipe: Recipe) -> Iterator[str]:
 
 
 def _epochs(recipe: Recipe) -> str:
-    if not all(path.endswith(".jsonl") for path in recipe.data.paths):
+    if recipe.data.streaming or not all(path.endswith(".jsonl") for path in recipe.data.paths):
         return ""
     try:
         num_rows = sum(len(JsonLines(Path(path))) for path in recipe.data.paths)

@@ -6,7 +6,8 @@ from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
-from ...relay.dataset import REASONING_GYM, checked_prompts, open_rows
+from ...relay.dataset.gym_tasks import REASONING_GYM
+from ...relay.dataset.opening import checked_prompts, open_rows
 from ...relay.journal.evaluations import pass_sizes
 from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
 

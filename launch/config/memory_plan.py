@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from ...comm.recipe import Recipe
 from ...trainer.memory import (
     CONTEXT_BYTES,
@@ -43,6 +45,29 @@ class MemoryPlan:
         }
         if recipe.roles.reference:
             self.needs["reference"] = reference_memory(self.sizes, recipe)
+
+    @staticmethod
+    def micro_tokens(recipe: Recipe, config: Mapping[str, Any], places: Sequence[Placement], gpus: Gpus) -> int:
+        """The recipe's `optimizer.micro_tokens`, halved until the memory is enough for it, or doubled as long as it is.
+
+        At most all tokens of a step. Halves are of use down to the longest response, which a micro-batch has to hold in any case;
+        `trainer.activation_checkpointing=auto` stays as it is.
+        """
+        longest = recipe.sampling.max_new_tokens
+        most = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt * longest
+
+        def plan_of(tokens: int) -> tuple[int, bool]:
+            optimizer = structs.replace(recipe.optimizer, micro_tokens=tokens)
+            plan = MemoryPlan(structs.replace(recipe, optimizer=optimizer), config, places, gpus)
+            return len(plan.shortages()), plan.is_checkpointed
+
+        tokens, (least, _) = recipe.optimizer.micro_tokens, plan_of(1)
+        while tokens > longest and plan_of(tokens)[0] > least:
+            tokens //= 2
+        fitting = (least, plan_of(tokens)[1])
+        while 2 * tokens <= most and plan_of(2 * tokens) == fitting:
+            tokens *= 2
+        return tokens
 
     def lines(self) -> Iterator[str]:
         """A row for each role, then one for GPUs that carry the same roles."""

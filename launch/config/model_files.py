@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ...comm.errors import SettingError
-from ...trainer.policy.checkpoint_files import find_checkpoint, language_model, weight_files
+from ...trainer.policy.checkpoint_files import find_checkpoint, language_model, weight_files, weights_digest
 from ...trainer.policy.families import text_part
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_OTHER_TOKENIZER_FILES = ("merges.txt", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja")
+_WRITTEN_BY = ("_name_or_path", "transformers_version")
+"""Settings of a configuration that say where it comes from."""
+_SAMPLE_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise SettingError(f"model.path: {folder} has no config.json, so it is not a Hugging Face checkpoint") from None
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: cannot read {folder / 'config.json'}: {error}") from error
+
+
+def model_digests(path: str, *, with_weights: bool) -> dict[str, str]:
+    """What all hosts must have alike of `model.path`: a digest of configuration and tokenizer, and one of the beginnings of all weights."""
+    folder = find_checkpoint(path)
+    config = {key: value for key, value in read_config(folder).items() if key not in _WRITTEN_BY}
+    state = xxhash.xxh3_64(json.dumps(config, sort_keys=True).encode())
+    for name in (*_TOKENIZER_FILES, *_OTHER_TOKENIZER_FILES):
+        if (folder / name).exists():
+            state.update(name.encode() + (folder / name).read_bytes())
+    weights = {"weights_digest": weights_digest(folder, _SAMPLE_BYTES)} if with_weights else {}
+    return {"config_digest": state.hexdigest(), **weights}
 
 
 def _count_elements(file: Path) -> int:

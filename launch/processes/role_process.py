@@ -37,7 +37,7 @@ from ...comm.errors import (
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
-from ..config.checks import check_files
+from ..config.checks import check_files, model_facts
 from ..config.load import parse_recipe
 from ..placement import count_ranks, is_restartable, place_ranks
 from .agent import has_other_hosts
@@ -127,6 +127,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     code = 0
     try:
         check_files(role, recipe)
+        fleet.announce(**model_facts(role, recipe))
         main_of(role, recipe)(fleet, recipe)
     except Exception as error:  # noqa: BLE001 - the last frame of the process: it reports every error
         code = _fail(mailbox, recipe, role, error)

@@ -47,6 +47,18 @@ class Result(msgspec.Struct, frozen=True):
     """Tokens per second of all seeds, in ascending order, where this is the median of several."""
 
 
+def exit_code(command: Callable[[], None]) -> int:
+    """Carry out a command of runs: 0, 2 after a user's mistake, which is printed, and 130 after Ctrl-C or SIGTERM."""
+    try:
+        command()
+    except SettingError as error:
+        print_message(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """Runs of one recipe with different settings, each in a folder under `home`."""

@@ -61,6 +61,8 @@ class Figures(msgspec.Struct, frozen=True):
     latency: Latency
     staleness: dict[str, float]
     """Share of the trajectories by staleness: the version that was trained minus the version that began the trajectory."""
+    micro_batches: float = 0.0
+    """Micro-batches of a step on each rank of the trainer."""
     is_settled: bool = True
     """As much work is under way as in a longer run: trajectories that last for s steps fill the queue in about 2 s, and in the
     last s steps no new work starts. These steps have to be outside of the window."""
@@ -90,6 +92,7 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
         weight_wait_s=sum(waits) / len(waits) / len(inside),
         latency=_latency(run_dir, timeline.speed, window),
         staleness={lag: trained[lag] / trained.total() for lag in sorted(trained, key=int)},
+        micro_batches=sum(row.get("perf/micro_batches", 0.0) for row in inside) / len(inside),
     )
     before, after = window.first, len(lines) - window.last
     return replace(figures, is_settled=2 * figures.mean_staleness <= before and figures.mean_staleness <= after)

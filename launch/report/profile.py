@@ -5,6 +5,7 @@ docs/planner.md has the formulas.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,13 @@ def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
     )
 
 
+def relay_seconds(run_dir: Path, recipe: Recipe) -> float:
+    """Seconds of a processor that the relays together take for a trained token, in the run of `recipe` in `run_dir`."""
+    steps = _steps(run_dir)[WARM_UP_STEPS:-LAST_STEPS]
+    busy = [(1 - step.get("idle/relay", 1.0)) * step["timing_s/step"] for step in steps]
+    return (recipe.roles.relay or 1) * sum(busy) / sum(map(_num_tokens, steps))
+
+
 def emulated_recipe(recipe: Recipe, profile: EmulatedSettings) -> Recipe:
     """The recipe on the emulated devices of a profile. Raises `SettingError` for work that they do not have."""
     queue, run = recipe.queue, recipe.run
@@ -83,7 +91,7 @@ def emulated_recipe(recipe: Recipe, profile: EmulatedSettings) -> Recipe:
         generator=recipe.generator,
         rollout=structs.replace(recipe.rollout, engine="emulated", tp=1),
         trainer=structs.replace(recipe.trainer, engine="emulated", shard_ranks=None),
-        optimizer=recipe.optimizer,
+        optimizer=structs.replace(recipe.optimizer, micro_tokens=recipe.optimizer.micro_tokens * actors),
         queue=structs.replace(queue, sampler=""),
         repack=recipe.repack,
         emulated=structs.replace(profile, train_gpus=actors, gpus_per_rollout=recipe.rollout.tp),
@@ -94,6 +102,25 @@ def equal_parts(lengths: Sequence[int]) -> tuple[int, ...]:
     """At most `MOST_LENGTHS` lengths with the distribution and the mean of the given ones: means of equal parts in order."""
     parts = np.array_split(np.sort(np.maximum(lengths, 1)), min(MOST_LENGTHS, len(lengths)))
     return tuple(max(1, round(float(part.mean()))) for part in parts)
+
+
+def training_costs(tokens: np.ndarray, micro_batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """Seconds of an update, of a token and of a micro-batch, from the steps of a run, [n] each; they explain the mean step.
+
+    The least-squares term of a micro-batch counts from twice its standard error on; before that the steps do not tell it from the
+    update and the tokens, where its time is then. It is the slope through what tokens leave of counts and of seconds (Frisch and Waugh, 1933).
+    """
+    columns = np.column_stack([np.ones(len(tokens)), tokens])
+    both = np.column_stack([micro_batches, seconds])
+    counts, left = (both - columns @ np.linalg.lstsq(columns, both, rcond=None)[0]).T
+    spread, num_free = float(counts @ counts), len(tokens) - 3
+    micro_batch_s = 0.0
+    if num_free > 0 and spread > 1e-6 * float(np.square(micro_batches).sum()):
+        slope = float(counts @ left) / spread
+        error = math.sqrt(float(np.square(left - slope * counts).sum()) / num_free / spread)
+        micro_batch_s = min(slope, float(seconds.mean() / micro_batches.mean())) if slope > 2 * error else 0.0
+    update_s, token_s = line_through(tokens.tolist(), (seconds - micro_batch_s * micro_batches).tolist())
+    return update_s, token_s, micro_batch_s
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -154,19 +181,21 @@ def _generators(timeline: Timeline, window: Window, num_prefilled: int) -> dict[
 
 
 def _trainer(spans: Sequence[Span], first: int, steps: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """Time of a token and of an update, from each step's training; fetching rows that are ready counts with the update."""
+    """Times of a token, an update and a micro-batch, from each step's training; fetching rows that are ready counts with the update."""
     seconds: defaultdict[int, float] = defaultdict(float)
     for span in spans:
         if span.state == "train":
             seconds[span.facts["step"]] += span.end - span.start
     trained = [seconds[first + number] for number in range(len(steps))]
-    update_s, token_s = line_through([*map(_num_tokens, steps)], trained)
+    tokens, micro_batches = np.array([(_num_tokens(step), step.get("perf/micro_batches", 0.0)) for step in steps]).T
+    update_s, token_s, micro_batch_s = training_costs(tokens, micro_batches, np.array(trained))
     update_s += fmean(map(_fetch_s, steps))
     actors = recipe.roles.actor
     return {
         "train_gpus": actors,
         "train_us": token_s * actors * 1e6,
         "update_s": update_s / recipe.batch.updates_per_version,
+        "micro_batch_s": micro_batch_s,
     }
 
 

@@ -11,6 +11,7 @@ from ...comm.mailbox import Mailbox
 from ...comm.messages import RequestRows, TrainBatch
 from ...comm.recipe import Recipe
 from ...relay.queue.batch import TRAIN, Batch
+from ...relay.queue.micro_batches import rounds
 from ...relay.weights.slots import Receipt
 from .world import World
 
@@ -67,8 +68,8 @@ class VirtualStream:
             self._mailbox.send("hub", RequestRows(next(self._request_ids), [TRAIN], *place, (), self._micro_tokens))
 
     def _batch(self, answer: TrainBatch) -> Batch:
-        """One micro-batch, since an emulated trainer counts tokens; of the columns, those that its statistics read."""
-        batch = Batch(answer, [answer.rows()])
+        """Of the columns, those that the statistics of an emulated trainer read."""
+        batch = Batch(answer, [parts[0] for parts in rounds(answer.rows(), 1, self._micro_tokens)])
         for row in batch.rows:
             length = row.num_tokens - self._prompt_tokens
             is_cut = np.array([length >= self._longest], np.uint8)

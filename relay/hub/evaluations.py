@@ -10,13 +10,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ...comm.messages import Lease, LeaseRequest, SampleScored
-from ..dataset import MAX_ROW_BYTES, row_problem
+from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
 
 if TYPE_CHECKING:
     from ..queue.evaluation_prompts import EvaluationPrompts
+    from ..queue.schedules import Schedule
     from .partial_pool import PartialPool
 
 
@@ -28,15 +29,13 @@ class Evaluations(Handler):
         context: HubContext,
         prompts: "EvaluationPrompts | None",
         partials: "PartialPool",
-        *,
-        mixes_versions: bool,
+        schedule: "Schedule",
     ) -> None:
-        """`mixes_versions`: a rollout takes new weights at once, so it is never idle and does not go back."""
         super().__init__(context)
         self.prompts = prompts
         self._partials = partials
         self.log = self.state.evaluations
-        self._mixes_versions = mixes_versions
+        self._schedule = schedule
         self._gone = -1
         """The newest version that a rollout could not go back to."""
         self._failures: Counter[str] = Counter()
@@ -56,7 +55,7 @@ class Evaluations(Handler):
             return request.version, []
         if self.log.begun and self.log.open and self.log.begun.num_prompts != self.prompts.num_prompts:
             self.give_up("the prompts of eval.path have changed")
-        may_go_back = request.can_continue and not self._mixes_versions
+        may_go_back = request.can_continue and not self._schedule.updates_at_once  # such a rollout is never idle
         if self._is_left_behind(request) and not may_go_back:
             self.give_up("no rollout has its version any more")
         self._begin_if_due(self.prompts, request, may_go_back=may_go_back)

@@ -23,7 +23,7 @@ from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
 from ...comm.signing import Envelope
 from ..checkpoints import CheckpointFolder
-from ..dataset import MixedPrompts, PromptPool
+from ..dataset.order import PromptSource
 from ..journal import events as ev
 from ..journal.hub_state import HubState
 from ..journal.journal import Journal
@@ -53,7 +53,7 @@ class Hub:
         mailbox: Mailbox,
         state: HubState,
         journal: Journal,
-        pool: PromptPool | MixedPrompts,
+        pool: PromptSource,
         admission: Admission,
         queue: QueueSettings,
         repack: RepackSettings,
@@ -69,9 +69,9 @@ class Hub:
         self.fleet_stats = FleetStats(speed)
         self._actor_error = ""
         self.results = Results(self.context, queue)
-        mixes_versions = admission.schedule.updates_mid_trajectory
-        self.partials = PartialPool(self.context, clock, mixes_versions=mixes_versions)
-        self.evaluations = Evaluations(self.context, evaluation, self.partials, mixes_versions=mixes_versions)
+        schedule = admission.schedule
+        self.partials = PartialPool(self.context, clock, mixes_versions=schedule.mixes_versions)
+        self.evaluations = Evaluations(self.context, evaluation, self.partials, schedule)
         self.prompts = Prompts(self.context, pool, curriculum)
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, self.prompts, self.partials, clock)

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
-from ..dataset import MAX_ROW_BYTES
+from ..dataset.rows import MAX_ROW_BYTES
 from ..journal import events as ev
 from ..journal.records import Grant, Group, RowStatus
 from .context import Handler, HubContext
@@ -147,7 +147,7 @@ class Leases(Handler):
         return None if holder in self.holders() else next(iter(older), None)
 
     def _may_continue(self, version: int, group: Group, request: LeaseRequest) -> bool:
-        """Whether a group may be trained if it continues on an older version; else it starts again at the prompt."""
+        """Whether a group may be trained with tokens of an older version; else it starts again at the prompt."""
         may = self.admission.may_lease
         if may(self.state, version, group):
             return True
@@ -208,7 +208,10 @@ class Leases(Handler):
         """The first group that came back and may be leased on this version; `allowed` are those by which it may have begun."""
         for group_id in self.state.unassigned:
             group = self.state.groups[group_id]
-            begun = self.partials.version_of(self.partials.wanted(group)) if request.can_continue else None
-            if begun in allowed and self.admission.may_lease(self.state, version, group):
+            partials = self.partials.wanted(group) if request.can_continue else {}
+            oldest = min([version, *(partial.version for partial in partials.values())])
+            if self.partials.version_of(partials) not in allowed:
+                continue
+            if self._may_continue(oldest, group, request) or self.admission.may_lease(self.state, version, group):
                 return group
         return None

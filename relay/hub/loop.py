@@ -38,7 +38,6 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
-from ..dataset import open_prompts
 from ..journal import events as ev
 from ..journal.journal import Journal, account_dict, cut_at_checkpoint, last_opened, replay
 from ..journal.records import RowStatus
@@ -46,17 +45,19 @@ from ..journal.state import HubState, apply
 from ..queue.admission import Admission
 from ..queue.batch import TRAIN
 from ..queue.evaluation_prompts import open_evaluation
-from ..queue.schedules import SCHEDULES
+from ..queue.schedules import schedule_of
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
 from .hub import Hub
-from .prompts import open_curriculum
+from .prompts import open_curriculum, open_prompts
 from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
 
 WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
+_MODEL_FACTS = {"config_digest": "another configuration or tokenizer", "weights_digest": "other weights"}
+"""Facts about the policy's files that members announce, and the meaning of a difference."""
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
@@ -72,6 +73,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
     write_summary(Path(recipe.run.dir), ended | {"hosts": names_by_host(loop.seen.values())})
+    hub.prompts.pool.close()
     hub.context.journal.close()
     hub.mailbox.close()
 
@@ -80,9 +82,10 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     """The hub of a recipe, with its inbox, and its journal in the run folder."""
     queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
-    pool = open_prompts(recipe.data, recipe.run.seed)
+    pool = open_prompts(recipe)
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
-    schedule, sampler = SCHEDULES[recipe.run.schedule], open_sampler(queue.sampler)
+    pool.start(state.cursor)
+    schedule, sampler = schedule_of(recipe), open_sampler(queue.sampler)
     micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(
@@ -104,6 +107,8 @@ class HubLoop:
         self._lost: dict[str, int] = {}
         self._replaced: set[str] = set()
         self._printed = {""}
+        self._models: dict[str, Member] = {}
+        """The first member that announced each fact about its policy."""
         self._broken: ProcessExit | None = None
         """The exit of a process that is not started again."""
         self._checked_at = 0.0
@@ -122,6 +127,8 @@ class HubLoop:
         is_last = isinstance(message, TrainingDone | Failed | Interrupted)
         if is_last or time.monotonic() - self._checked_at >= WATCH_S:
             self._check_fleet()
+        if envelope is None and self.hub.prompts.is_waiting:
+            self.hub.advance()
         if envelope is None or (self._broken is not None and isinstance(message, Failed | Interrupted)):
             return None  # a broken process is the cause of the message; the next step tells it
         match message:
@@ -194,6 +201,7 @@ class HubLoop:
         for exit_ in take_exits(self._run_dir):
             self._on_exit(exit_)
         self._print_generators()
+        self._check_models()
 
     def _replace_if_lost(self, relay: Member) -> None:
         """Have a relay that was silent, and is back, start again: the rows of its storage unit are given up already."""
@@ -209,6 +217,17 @@ class HubLoop:
             if description not in self._printed:
                 self._printed.add(description)
                 print(f"generator: {description}", flush=True)
+
+    def _check_models(self) -> None:
+        """All processes read the same policy; on another host `model.path` may name another one."""
+        for member in self.seen.values():
+            for fact, difference in _MODEL_FACTS.items():
+                first = self._models.setdefault(fact, member) if fact in member.info else member
+                if first.info.get(fact) != member.info.get(fact):
+                    self.hub.context.failure = (
+                        f"model.path: {member.name} on {member.host_name} has {difference} than {first.name} on"
+                        f" {first.host_name}; give all hosts the same files"
+                    )
 
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
         """Act on the first report about a process that is still in the fleet.
@@ -290,6 +309,10 @@ def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> No
         )
     if before.num_rows and len(before.num_rows) != len(opened.num_rows):
         raise SettingError(f"data.path: the run in {recipe.run.dir} began with {len(before.num_rows)} sets")
+    if before.num_rows and (0 in before.num_rows) != recipe.data.streaming:
+        raise SettingError(
+            f"data.streaming: the run in {recipe.run.dir} began {'without' if recipe.data.streaming else 'with'} it"
+        )
     for path, had, has in zip(recipe.data.paths, before.num_rows, opened.num_rows, strict=False):
         if had != has:
             raise SettingError(

@@ -6,15 +6,20 @@ for a response or the template refuses it. Every later turn of a dropped prompt 
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ...comm.errors import SettingError
 from ...comm.messages import GroupId, PromptRefused
 from ...comm.plugins import load_object
 from ...comm.recipe import Recipe
-from ..dataset import MixedPrompts, PromptPool, row_problem
+from ..dataset.opening import open_rows
+from ..dataset.order import MixedPrompts, PromptPool, PromptSource
+from ..dataset.rows import row_problem
+from ..dataset.stream import StreamedPrompts
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext, is_power_of_ten
@@ -49,40 +54,71 @@ def open_curriculum(recipe: Recipe) -> Curriculum | None:
     return Curriculum(load_object("data.curriculum", path), recipe.run.seed) if path else None
 
 
+def open_prompts(recipe: Recipe) -> PromptSource:
+    """The prompts that `data.*` describes, in the order of a run. Raises `SettingError`."""
+    settings, seed = recipe.data, recipe.run.seed
+    if settings.streaming:  # the other processes wait while the hub waits for a row
+        return StreamedPrompts(settings, seed, Path(recipe.run.dir), recipe.comm.deadline_s / 2)
+    each = [open_rows(msgspec.structs.replace(settings, path=path)) for path in settings.paths]
+    pools = [PromptPool(rows, shuffle=settings.shuffle, seed=seed) for rows in each]
+    return pools[0] if len(pools) == 1 else MixedPrompts(pools, settings.weights or [len(rows) for rows in each], seed)
+
+
 class Prompts(Handler):
     """Finds the next prompt, and drops those that cannot be used."""
 
-    def __init__(
-        self, context: HubContext, pool: PromptPool | MixedPrompts, curriculum: Curriculum | None = None
-    ) -> None:
+    def __init__(self, context: HubContext, pool: PromptSource, curriculum: Curriculum | None = None) -> None:
         super().__init__(context)
         self.pool = pool
         self._curriculum = curriculum
+        self._awaited: tuple[int, int, int] | None = None
+        """Step and position of a search that waits for a row, and the prompts that it has passed over."""
         self.routes = {PromptRefused: self._on_refused}
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next prompt is still to be read."""
+        return self._awaited is not None
+
     def next(self) -> tuple[GroupId, int] | None:
-        """The next group of the data, and the number of prompts passed over before it. Without any the run ends: None."""
-        until = time.monotonic() + _LONGEST_SEARCH_S
-        if self._curriculum:
+        """The next group of the data, and the number of prompts passed over before it.
+
+        None while its row is still to be read. Without any that can be used: None, and the run ends.
+        """
+        try:
+            return self._search()
+        except SettingError as error:
+            self.context.failure = str(error)
+            return None
+
+    def _search(self) -> tuple[GroupId, int] | None:
+        until, step, cursor = time.monotonic() + _LONGEST_SEARCH_S, self.state.step, self.state.cursor
+        first = self._awaited[2] if self._awaited and self._awaited[:2] == (step, cursor) else 0
+        self._awaited = None
+        if self._curriculum and not first:
             self._curriculum.had_chance = False
-        for passed_over in range(_LONGEST_SEARCH):
+        for passed_over in range(first, _LONGEST_SEARCH):
             if passed_over >= self.pool.whole_turn and not (self._curriculum and self._curriculum.had_chance):
                 break
             if time.monotonic() >= until:
                 self.context.failure = f"data.path: no prompt that can be used was found in {_LONGEST_SEARCH_S:g} s"
                 return None
-            group_id = self.pool.group_at(self.state.cursor + passed_over)
+            if (group_id := self.pool.group_at(cursor + passed_over)) is None:
+                self._awaited = step, cursor, passed_over
+                return None
             if self.is_offered(group_id):
                 return group_id, passed_over
             if self.context.failure:
                 return None
-        taken = f" and that data.curriculum takes at step {self.state.step}" if self._curriculum else ""
-        self.context.failure = f"data.path: no prompt is left that can be used{taken}"
-        if num_dropped := len(self.state.passed_over):
-            self.context.failure += (
-                f"; {num_dropped} are dropped, the last one because {[*self.state.dropped.values()][-1]}"
-            )
+        self.context.failure = self._reason_for_none()
         return None
+
+    def _reason_for_none(self) -> str:
+        taken = f" and that data.curriculum takes at step {self.state.step}" if self._curriculum else ""
+        reason = f"data.path: no prompt is left that can be used{taken}"
+        if num_dropped := len(self.state.passed_over):
+            reason += f"; {num_dropped} are dropped, the last one because {[*self.state.dropped.values()][-1]}"
+        return reason
 
     def row(self, group_id: GroupId) -> msgspec.Raw:
         """The row of a group, as JSON."""
@@ -90,7 +126,8 @@ class Prompts(Handler):
 
     def between(self, cursor: int) -> list[GroupId]:
         """The groups of the data from the present position up to another one, those that are passed over included."""
-        return [self.pool.group_at(position) for position in range(self.state.cursor, cursor)]
+        groups = map(self.pool.group_at, range(self.state.cursor, cursor))
+        return [group_id for group_id in groups if group_id is not None]
 
     def is_offered(self, group_id: GroupId) -> bool:
         """Whether a prompt is given to rollouts; one whose row cannot be used is dropped here."""

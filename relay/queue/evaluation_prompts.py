@@ -8,7 +8,9 @@ import msgspec
 from ...comm.errors import SettingError
 from ...comm.messages.base import GroupId
 from ...comm.recipe import DataSettings, EvalSettings, Recipe
-from ..dataset import DatasetRows, open_rows
+from ..dataset.gym_tasks import REASONING_GYM
+from ..dataset.opening import open_rows
+from ..dataset.rows import DatasetRows
 
 
 class EvaluationPrompts:
@@ -39,10 +41,10 @@ class EvaluationPrompts:
 
 
 def evaluation_names(settings: EvalSettings) -> dict[str, str]:
-    """The path of each file by its name in the metrics: its stem. Raises `SettingError` if two have one name."""
+    """The path of each file by its name in the metrics: its stem, or a task's name. Raises `SettingError` if two have one name."""
     named: dict[str, str] = {}
     for path in settings.paths:
-        name = Path(path).stem
+        name = Path(path.partition("?")[0] if path.startswith(REASONING_GYM) else path).stem
         if name in named:
             raise SettingError(f"eval.path: {named[name]} and {path} would both be eval/{name}/...; rename one")
         named[name] = path
@@ -53,7 +55,8 @@ def evaluation_data(data: DataSettings, settings: EvalSettings) -> dict[str, Dat
     """The settings that read each file: those of `data`, with its path and `eval.split`."""
     named = evaluation_names(settings)
     return {
-        name: msgspec.structs.replace(data, path=path, weights=(), split=settings.split) for name, path in named.items()
+        name: msgspec.structs.replace(data, path=path, weights=(), split=settings.split, streaming=False)
+        for name, path in named.items()
     }
 
 

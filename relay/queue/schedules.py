@@ -11,9 +11,10 @@
 In all but the last two, batches do not overlap: one is generated completely before the next starts, a barrier for all rollouts.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from ...comm.recipe import ScheduleName
+from ...comm.recipe import Recipe, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,25 @@ class Schedule:
     """A fixed bound, with which a batch is a barrier for all rollouts; None leaves the bound to `queue.max_staleness`."""
     whole_batches: bool = False
     """A step's groups are handed out together, once all are complete."""
-    updates_mid_trajectory: bool = False
-    """A rollout takes new weights at once, during its running trajectories; else once they have ended."""
+    max_age: float = math.inf
+    """Versions that a rollout's weights may be behind the newest. Beyond it takes the newest, and its running trajectories go on
+    under them; with 0 at once. Until then it takes new weights once its trajectories have ended."""
     takes_share_at_once: bool = False
     """A rollout takes its whole share of a batch at the start, even if it cannot run all of it together."""
     repacks: bool = False
     """Long trajectories may move to another rollout."""
     broadcasts: bool = True
     """The trainer and all rollouts update together, by a broadcast; else relays hold the versions."""
+
+    @property
+    def updates_at_once(self) -> bool:
+        """A rollout takes each version when it is there, whatever runs: it never has to drain."""
+        return self.max_age == 0
+
+    @property
+    def mixes_versions(self) -> bool:
+        """Several versions may draw the tokens of a trajectory."""
+        return self.max_age < math.inf
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -42,7 +54,13 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(name="stream_sync", staleness=0, takes_share_at_once=True),
         Schedule(name="one_step", staleness=1, whole_batches=True, takes_share_at_once=True),
         Schedule(name="stream", staleness=1, takes_share_at_once=True),
-        Schedule(name="partial", updates_mid_trajectory=True),
+        Schedule(name="partial", max_age=0),
         Schedule(name="headrace", repacks=True, broadcasts=False),
     )
 }
+
+
+def schedule_of(recipe: Recipe) -> Schedule:
+    """The schedule that a recipe chooses, with its `rollout.max_age`."""
+    schedule, max_age = SCHEDULES[recipe.run.schedule], recipe.rollout.max_age
+    return schedule if max_age is None else replace(schedule, max_age=max_age)

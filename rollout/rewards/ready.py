@@ -4,10 +4,13 @@ All but `length` are called per sample with the text of the response, so they se
 is the column `ground_truth`, `reward_model.ground_truth`, `answer` or `solution`.
 """
 
+import json
 import re
 from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 from typing import Any
+
+from ...relay.dataset.gym_tasks import open_tasks
 
 NEEDS = {"math": "math_verify", "reasoning-gym": "reasoning_gym"}
 """The package that a function needs, from an extra of the function's name."""
@@ -70,25 +73,23 @@ def reasoning_gym(solution_str: str, task: dict[str, Any]) -> float:
     """
     found = _ANSWER.findall(solution_str)
     answer = found[-1] if found else solution_str.rpartition("</think>")[2]
-    tasks = _tasks(task["name"], task["seed"], task["size"])
-    made = _task(task["name"], task["seed"], task["size"], task["index"])
+    made_by = json.dumps({key: value for key, value in task.items() if key != "index"}, sort_keys=True)
+    made = _task(made_by, task["index"])
     try:
-        return float(tasks.score_answer(answer.strip(), made))
+        return float(_tasks(made_by).score_answer(answer.strip(), made))
     except Exception:  # noqa: BLE001 - not all rules expect that an answer may be anything
         return 0.0
 
 
 @cache
-def _tasks(name: str, seed: int, size: int) -> Any:
-    from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]
-
-    return create_dataset(name, seed=seed, size=size)
+def _tasks(made_by: str) -> Any:
+    return open_tasks(json.loads(made_by))
 
 
 @lru_cache(1 << 10)
-def _task(name: str, seed: int, size: int, index: int) -> Any:
+def _task(made_by: str, index: int) -> Any:
     """The task itself: JSON would have changed the types in its metadata."""
-    return _tasks(name, seed, size)[index]
+    return _tasks(made_by)[index]
 
 
 READY = {function.__name__.replace("_", "-"): function for function in (math, gsm8k, format, length, reasoning_gym)}

@@ -12,8 +12,8 @@ SETTINGS = """
 run.dir run.seed run.steps run.schedule run.mode run.save_rows run.resume
 roles.actor roles.relay roles.rollout roles.reference roles.task
 model.path model.dtype
-data.path data.weights data.subset data.split data.prompt_column data.system_prompt data.chat_template data.chat_template_kwargs
-data.shuffle data.curriculum data.too_long
+data.path data.weights data.subset data.split data.streaming data.prompt_column data.system_prompt data.chat_template
+data.chat_template_kwargs data.shuffle data.buffer_size data.curriculum data.too_long
 reward.path reward.weights reward.batch reward.timeout_s reward.workers
 environment.path environment.tools environment.max_turns environment.timeout_s environment.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
@@ -23,7 +23,7 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.prefix_cache
 generator.exact generator.attention
-rollout.engine rollout.report_s rollout.batch_groups rollout.stream_tokens rollout.tp
+rollout.engine rollout.report_s rollout.batch_groups rollout.max_age rollout.stream_tokens rollout.tp
 eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
 lora.rank lora.alpha lora.targets lora.path
@@ -39,7 +39,7 @@ relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.step_ms emulated.weights_ms
 emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s
 emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.lengths emulated.train_us
-emulated.update_s emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
+emulated.update_s emulated.micro_batch_s emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
 emulated.reshard_gb_s emulated.buffer_kb
 comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.cuda_ipc comm.delta comm.chunk_bytes comm.max_bytes_per_s
 """

@@ -27,6 +27,10 @@ def test_the_prompts_of_each_file_are_read(prompts: Path):
     [
         (["eval.path=none.jsonl"], r"eval\.path: none\.jsonl does not exist"),
         (["eval.path=[{0},sub/easy.jsonl]"], r"eval\.path: .* would both be eval/easy/"),
+        (
+            ["eval.path=['reasoning-gym/gcd?a=.5',reasoning-gym/gcd]", "eval.max_prompts=3"],
+            r"eval\.path: .* would both be eval/gcd/",
+        ),
         (["eval.path={0}", "eval.samples=4"], r"eval\.samples=4: greedy"),
         (["eval.path=reasoning-gym/leg_counting"], r"eval\.max_prompts: reasoning-gym makes tasks without end"),
         (["eval.path={0}", "eval.temperature=1e-9"], r"eval\.temperature"),

@@ -6,7 +6,7 @@ import pytest
 from support.policies import character_tokenizer
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.checks import check_lengths
+from headrace.launch.config.data_checks import check_lengths
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.model_files import ModelFiles
 

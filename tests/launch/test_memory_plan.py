@@ -4,7 +4,13 @@ import json
 import re
 
 import pytest
+from msgspec import structs
 
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.gpus import Gpus
+from headrace.launch.config.load import read_recipe
+from headrace.launch.config.memory_plan import MemoryPlan
+from headrace.launch.placement import count_ranks, place_ranks
 from headrace.launch.run import main
 
 SMALL = {
@@ -93,3 +99,27 @@ def test_versions_for_rollouts_are_two_on_the_actor_s_gpus_and_each_rank_has_its
     code, text = dry_run(LARGE, *words, "comm.cuda_ipc=true")
     assert code == 0 and "versions for rollouts 7.616" in text  # 2 x 7.616e9 parameters x 2 bytes / 4 ranks
     assert "versions for rollouts" not in dry_run(LARGE, *words)[1]
+
+
+def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_for():
+    words = [
+        "model.dtype=bfloat16",
+        "optimizer.micro_tokens=1024",
+        "sampling.max_new_tokens=256",
+        "batch.prompts_per_step=512",
+    ]
+    recipe = read_recipe(None, [*words, "batch.samples_per_prompt=8", "trainer.activation_checkpointing=true"])
+    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    names = tuple(str(place.slot) for place in places if place.slot is not None)
+
+    def largest(gb: float, recipe: Recipe = recipe) -> int:
+        return MemoryPlan.micro_tokens(recipe, SMALL, places, Gpus(names, gb))
+
+    def is_enough(tokens: int, gb: float) -> bool:
+        optimizer = structs.replace(recipe.optimizer, micro_tokens=tokens)
+        return not MemoryPlan(structs.replace(recipe, optimizer=optimizer), SMALL, places, Gpus(names, gb)).shortages()
+
+    assert largest(24) >= 2048 and is_enough(largest(24), 24) and not is_enough(2 * largest(24), 24)
+    halved = structs.replace(recipe, optimizer=structs.replace(recipe.optimizer, micro_tokens=1 << 20))
+    assert largest(24, halved) == largest(24)
+    assert largest(10_000) == 1 << 20, "all tokens of a step: 512 prompts of 8 samples of 256"

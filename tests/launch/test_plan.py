@@ -10,8 +10,17 @@ from support.emulated_run import EMULATED
 
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe, recipe_yaml, save_recipe
-from headrace.launch.plan import Devices, Simulation, main
-from headrace.launch.report.profile import MOST_LENGTHS, emulated_recipe, equal_parts, line_through, profile_of
+from headrace.launch.plan import MeasuredJob, Simulation, main, proposal
+from headrace.launch.report.devices import Devices
+from headrace.launch.report.profile import (
+    MOST_LENGTHS,
+    emulated_recipe,
+    equal_parts,
+    line_through,
+    profile_of,
+    relay_seconds,
+    training_costs,
+)
 from headrace.launch.report.tuning import Knobs
 from headrace.launch.virtual.run import VirtualRun
 
@@ -52,11 +61,11 @@ def run_of(folder: Path, **settings: object) -> Recipe:
 
 
 def as_measured(folder: Path, recipe: Recipe) -> None:
-    """Write what a real trainer reports and an emulated one does not: the bytes of its weights."""
+    """Write what a real run reports and a virtual one does not: the bytes of its weights, and how busy its relay is."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    size = {"weights/bytes": recipe.emulated.weights_gb * 1e9}
-    path.write_text("".join(json.dumps(line | size) + "\n" for line in lines))
+    real = {"weights/bytes": recipe.emulated.weights_gb * 1e9, "idle/relay": 0.96}
+    path.write_text("".join(json.dumps(line | real) + "\n" for line in lines))
 
 
 def test_the_profile_of_a_run_has_the_settings_of_its_devices(tmp_path: Path):
@@ -87,6 +96,50 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
     predicted, measured = (each.figures(each.devices.own) for each in (again, run))
     assert predicted.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.05)
     assert predicted.idle_rollout == pytest.approx(measured.idle_rollout, abs=0.05)
+    job = MeasuredJob(real, relay_seconds(tmp_path / "run", real))
+    *_, weights, relays, micro_batches, settings = proposal(again, again.devices.own, job)
+    assert weights.startswith("weights: ") and micro_batches.startswith("micro-batches: ")
+    assert relays.startswith("relays: 1, busy 4.") and relays.endswith("needed: 1")
+    assert settings.startswith("settings: roles.actor=3 roles.relay=null roles.rollout=3 ")
+
+
+def test_relays_are_added_where_the_present_ones_would_be_busy_for_half_of_their_time():
+    def with_relays(number: int) -> MeasuredJob:
+        return MeasuredJob(structs.replace(Recipe(), roles=structs.replace(Recipe().roles, relay=number)), relay_s=1e-3)
+
+    assert with_relays(1).relays(400) == pytest.approx((1, 0.4))
+    assert with_relays(1).relays(600) == pytest.approx((3, 0.6)), "beside a second one each row has two copies"
+    assert with_relays(2).relays(1200) == pytest.approx((3, 0.6))
+
+
+def test_the_time_of_a_micro_batch_is_told_where_their_number_varies_beside_the_tokens():
+    random = np.random.default_rng(0)
+    tokens, counts = random.uniform(1000, 5000, 30), random.integers(2, 9, 30).astype(float)
+    exact = 0.5 + 1e-3 * tokens + 0.2 * counts
+    assert training_costs(tokens, counts, exact) == pytest.approx((0.5, 1e-3, 0.2))
+    noise = random.normal(0, 0.05, 30)
+    assert training_costs(tokens, counts, exact + noise) == pytest.approx((0.5, 1e-3, 0.2), rel=0.2)
+    assert training_costs(tokens, counts, 0.5 + 1e-3 * tokens + noise)[2] == 0.0, "nothing is there to find"
+    for dependent in (np.full(30, 4.0), tokens / 500):
+        update_s, token_s, micro_batch_s = training_costs(tokens, dependent, 1 + 1e-3 * tokens + 0.2 * dependent)
+        assert micro_batch_s == 0.0
+        assert update_s + token_s * tokens.mean() == pytest.approx(1 + 1e-3 * tokens.mean() + 0.2 * dependent.mean())
+
+
+def test_micro_batches_grow_as_long_as_their_own_time_is_worth_it_and_memory_is_enough(tmp_path: Path):
+    words = {"emulated__micro_batch_s": 1.5, "emulated__train_us": 20_000, "optimizer__micro_tokens": 400}
+    recipe = run_of(tmp_path / "run", **words)
+    as_measured(tmp_path / "run", recipe)
+    real = structs.replace(recipe, roles=structs.replace(recipe.roles, actor=3))
+    assert profile_of(tmp_path / "run", real).micro_batch_s == pytest.approx(1.5, rel=0.1)
+    simulation = Simulation.of(Devices.of(recipe), tmp_path / "plan")
+    own = simulation.devices.own
+    times = simulation.micro_batches(own, most=4.5)
+    assert times == 4 and simulation.micro_batches(own, most=2.5) == 2
+    few, many = simulation.figures(own, times), simulation.figures(own)
+    assert few.micro_batches < many.micro_batches and few.tokens_per_s > 1.1 * many.tokens_per_s
+    free = structs.replace(recipe, emulated=structs.replace(recipe.emulated, micro_batch_s=0.0))
+    assert Simulation.of(Devices.of(free), tmp_path / "free").micro_batches(own, most=16) == 1
 
 
 @pytest.mark.parametrize("train_us", [20_000, 100_000])

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from headrace.launch.report.tuning import read_tuned
 from headrace.launch.virtual.network import MESSAGE_S
 from headrace.launch.virtual.run import VirtualRun
 from headrace.launch.virtual.world import OwnClock, World, WorldClock
-from headrace.relay.journal.events import Leased, Moved
+from headrace.relay.journal.events import Leased, Moved, Received
 from headrace.relay.journal.journal import read_events, replay
 from headrace.relay.queue.schedules import SCHEDULES
 from headrace.rollout.generators.emulated_device import EmulatedDevice, EmulatedSequence, response_length
@@ -50,6 +51,22 @@ def test_every_schedule_trains_each_row_once_at_its_staleness(tmp_path: Path, sc
         assert max(run.hub.state.staleness) == (schedule not in ("sync", "stream_sync"))
     mixed = [n for n in run.hub.state.versions_per_trajectory if n > 1]
     assert bool(mixed) == (schedule == "partial"), "versions change within a trajectory"
+
+
+def test_weights_that_are_too_far_behind_are_replaced_under_running_trajectories(tmp_path: Path):
+    words = {"emulated__p99_over_median": 30, "emulated__update_s": 2, "repack__enabled": "false"}
+    longest: dict[str, int] = {}
+    for max_age in ("null", "2"):
+        run = run_of(tmp_path / max_age, roles__rollout=4, run__steps=16, rollout__max_age=max_age, **words)
+        assert replay(tmp_path / max_age / "journal.jsonl") == run.hub.state and run.hub.state.is_balanced
+        events = [event for _, event in read_events(tmp_path / max_age / "journal.jsonl")]
+        versions: dict[str, list[int]] = {}
+        for event in events:
+            if isinstance(event, Received):
+                versions.setdefault(event.holder, []).append(event.version)
+        longest[max_age] = max(new - old for each in versions.values() for old, new in pairwise(each))
+        assert (max(run.hub.state.versions_per_trajectory) > 1) == (max_age != "null")
+    assert longest["2"] == 3 < longest["null"]
 
 
 def test_a_run_depends_on_its_recipe_alone(tmp_path: Path):

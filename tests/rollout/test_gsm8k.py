@@ -8,7 +8,7 @@ import pytest
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings
 from headrace.launch.config.load import read_recipe
-from headrace.relay.dataset import checked_prompts, open_rows
+from headrace.relay.dataset.opening import checked_prompts, open_rows
 from headrace.rollout.engine.chat_template import prompt_tokens
 from headrace.rollout.rewards.function import RewardFunction
 from headrace.rollout.rewards.ready import gsm8k

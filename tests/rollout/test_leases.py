@@ -7,6 +7,7 @@ import pytest
 from support.in_memory import MemoryMailboxes
 
 from headrace.comm.messages import GroupId, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Message
+from headrace.relay.queue.schedules import SCHEDULES
 from headrace.rollout.engine.sequence import Completion
 from headrace.rollout.leases import HeldLeases, LeasedRow
 from headrace.rollout.pacing import RolloutPacing
@@ -20,7 +21,7 @@ class Desk:
     def __init__(self) -> None:
         self.mailboxes = MemoryMailboxes()
         self.hub = self.mailboxes.open("hub")
-        pacing = RolloutPacing.of("headrace", None, prompts_per_step=4, num_rollouts=1)
+        pacing = RolloutPacing.of(SCHEDULES["headrace"], None, prompts_per_step=4, num_rollouts=1)
         self.leases = HeldLeases(self.mailboxes.open("rollout-0"), 1, samples_per_prompt=2, pacing=pacing)
 
     def request(self, version: int) -> LeaseRequest:

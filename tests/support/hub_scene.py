@@ -1,6 +1,8 @@
 """A hub with its journal, and mailboxes for the processes that it talks to."""
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from support.in_memory import MemoryNetwork
@@ -8,7 +10,8 @@ from support.in_memory import MemoryNetwork
 from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.signing import Envelope
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
@@ -35,6 +38,7 @@ class Scene:
         prompt: str = "p",
         evaluation: EvaluationPrompts | None = None,
         schedule: str = "headrace",
+        max_age: float = math.inf,
         **queue: int | bool | str,
     ) -> None:
         data = folder / "data.jsonl"
@@ -48,13 +52,14 @@ class Scene:
         self.now = 0.0
         settings = QueueSettings(**queue)  # pyright: ignore[reportArgumentType]
         batch = BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples, updates_per_version=updates)
+        rules = replace(SCHEDULES[schedule], max_age=min(max_age, SCHEDULES[schedule].max_age))
         needs = tasks[TRAIN].needs if tasks else frozenset[str]()
         self.hub = Hub(
             self.mailboxes.open("hub"),
             HubState(),
             self.journal,
             PromptPool(JsonLines(data), shuffle=True, seed=3),
-            Admission(batch, settings, 10, SCHEDULES[schedule], sampler=open_sampler(settings.sampler)),
+            Admission(batch, settings, 10, rules, sampler=open_sampler(settings.sampler)),
             settings,
             repack or RepackSettings(),
             clock=lambda: self.now,

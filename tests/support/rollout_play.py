@@ -13,7 +13,8 @@ from headrace.comm.messages.migration import MigrateOrder, MigrateResult
 from headrace.comm.recipe import Recipe
 from headrace.comm.signing import Envelope
 from headrace.launch.config.load import read_recipe
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, read_events, replay

@@ -18,12 +18,14 @@ from headrace.comm.messages import LeaseGrant, LeaseRequest, RequestRows, RowDon
 from headrace.comm.messages.weights import VersionReady
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.signing import Envelope
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
+from headrace.relay.queue.schedules import SCHEDULES
 from headrace.rollout.pacing import RolloutPacing
 
 
@@ -90,7 +92,7 @@ class VirtualRun:
             settings, RepackSettings(enabled=False), clock=lambda: self.now, wall_clock=lambda: self.now,
         )  # fmt: skip
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=fleet.samples))
-        self.pacing = RolloutPacing.of("headrace", None, fleet.per_step, fleet.num_rollouts)
+        self.pacing = RolloutPacing.of(SCHEDULES["headrace"], None, fleet.per_step, fleet.num_rollouts)
         self.requests = itertools.count(1)
         self.published = 0
         self.batches: list[TrainBatch] = []

@@ -14,7 +14,8 @@ from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, Rec
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal.events import Event, Leased, Opened, Returned

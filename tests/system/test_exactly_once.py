@@ -42,7 +42,8 @@ from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassig
 from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
 from headrace.comm.signing import Envelope
-from headrace.relay.dataset import JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, replay

@@ -54,9 +54,13 @@ def check_evaluations(system: System) -> dict[int, dict[str, float]]:
     return by_version
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step", "stream", "partial", "headrace"])
-def test_each_evaluation_is_of_one_version_under_every_schedule(tmp_path: Path, schedule: str):
-    system = evaluated_system(tmp_path, **{"run.schedule": schedule, "rollout.batch_groups": 1})
+@pytest.mark.parametrize(
+    ("schedule", "max_age"),
+    [("sync", None), ("one_step", None), ("stream", None), ("partial", None), ("headrace", None), ("headrace", 1)],
+)
+def test_each_evaluation_is_of_one_version_under_every_schedule(tmp_path: Path, schedule: str, max_age: int | None):
+    own = {} if max_age is None else {"rollout.max_age": max_age}
+    system = evaluated_system(tmp_path, **{"run.schedule": schedule, "rollout.batch_groups": 1}, **own)
     summary = system.start_all().wait()
     assert summary["accounting"]["holds"] and summary["accounting"]["leased"] == summary["accounting"]["trained"] == 20
     results = check_evaluations(system)

@@ -1,5 +1,6 @@
 """The whole system in memory under each schedule: which versions draw and train the trajectories, and in which order."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from support.system import System
 
 from headrace.relay.journal.events import Handed, Leased, RowReady, Trained
+from headrace.trainer.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
 
@@ -15,6 +17,20 @@ def trained(folder: Path, schedule: str, **changes: object) -> tuple[System, dic
     words = {"run.schedule": schedule, "roles.rollout": 2, "run.steps": 4, "batch.prompts_per_step": 4}
     system = System(folder, **(words | changes)).start_all(num_rollouts=2)
     return system, system.wait()
+
+
+def versions_of_rows(system: System) -> list[list[int]]:
+    """The versions of each trained row, which only grow from token to token and are counted right."""
+    ready = {e.row.key(1): e for e in system.events() if isinstance(e, RowReady)}
+    found: list[list[int]] = []
+    for step in range(system.recipe.run.steps):
+        for batch in StepReplay(system.dir, step).batches():
+            for row, column in zip(batch.rows, batch["versions"], strict=True):
+                versions = column.tolist()
+                assert all(a <= b for a, b in pairwise(versions)) and versions[0] == row.version
+                found.append(sorted(set(versions)))
+                assert len(found[-1]) == ready[row.key].num_versions
+    return found
 
 
 def test_sync_trains_every_batch_on_the_version_that_drew_it(tmp_path: Path):
@@ -54,13 +70,20 @@ def test_partial_switches_midway_and_records_which_version_drew_each_token(tmp_p
     changes = {"run.steps": 8, "sampling.max_new_tokens": 120, "batch.prompts_per_step": 2}
     system, summary = trained(tmp_path, "partial", **changes)
     assert summary["accounting"]["holds"] and max(int(n) for n in summary["versions_per_trajectory"]) > 1
-    ready = {e.row.key(1): e for e in system.events() if isinstance(e, RowReady)}
-    most = 0
-    for step in range(8):
-        for batch in StepReplay(system.dir, step).batches():
-            for row, column in zip(batch.rows, batch["versions"], strict=True):
-                versions = column.tolist()
-                assert all(a <= b for a, b in pairwise(versions)) and versions[0] == row.version
-                assert len(set(versions)) == ready[row.key].num_versions
-                most = max(most, len(set(versions)))
-    assert most > 1
+    assert max(map(len, versions_of_rows(system))) > 1
+
+
+def test_headrace_with_an_age_switches_only_beyond_it_and_each_token_is_exactly_of_its_version(tmp_path: Path):
+    changes = {
+        "rollout.max_age": 1, "run.steps": 12, "sampling.max_new_tokens": 160, "batch.prompts_per_step": 1,
+        "rollout.batch_groups": 8, "queue.lead": 16, "generator.exact": True,
+    }  # fmt: skip
+    system, summary = trained(tmp_path, "headrace", **changes)
+    assert summary["accounting"]["holds"] and summary["accounting"]["trained"] == 24
+    found = versions_of_rows(system)
+    assert max(map(len, found)) > 1, "some trajectories went on under new weights"
+    assert all(new - old > 1 for versions in found for old, new in pairwise(versions))
+    lines = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
+    assert not any(line.get("mismatch/logprob_abs_diff") for line in lines)
+    assert any(line["staleness/token_mean"] < line["staleness/mean"] for line in lines)
+    assert replay_steps(system.recipe) == 0

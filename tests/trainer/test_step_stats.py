@@ -69,6 +69,7 @@ def test_stale_tokens_count_as_staleness_and_not_as_mismatch():
     metrics = stats_of(VERSION - 2, shift=0.1).metrics(VERSION)
     assert "mismatch/kl" not in metrics
     assert metrics["staleness/mean"] == 2
+    assert metrics["staleness/token_mean"] == 2
     assert metrics["staleness/hist"] == {"2": 2}
     assert metrics["is/mean"] == pytest.approx(math.exp(0.1), rel=1e-5)
 

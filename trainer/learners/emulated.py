@@ -43,7 +43,7 @@ class EmulatedLearner:
         self.lag_s = 0.0
         self._run_dir, self._name = Path(recipe.run.dir), fleet.name
         self._token_s = e.train_us * 1e-6 / e.train_gpus
-        self._update_s = e.update_s
+        self._micro_batch_s, self._update_s = e.micro_batch_s, e.update_s
         self._update_ends = recipe.batch.update_ends
         self._num_groups = 0
         self._transfer = EmulatedTransfer(e, recipe.run.schedule)
@@ -59,7 +59,8 @@ class EmulatedLearner:
         """Return when the devices would be done with the batch, and with the update that follows it."""
         self._begin()
         stats.add(batch)
-        self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s)
+        num_tokens = sum(row.num_tokens for row in batch.rows)
+        self._sleep_for(num_tokens * self._token_s + len(batch.micro_batches) * self._micro_batch_s)
         self._num_groups += len(batch.row_batch.groups)
         if self._num_groups in self._update_ends:
             self._sleep_for(self._update_s)

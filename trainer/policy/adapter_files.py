@@ -110,6 +110,15 @@ def keep_start(recipe: Recipe) -> None:
             write_durably(copy / name, (source / name).read_bytes())
 
 
+def has_other_start(recipe: Recipe) -> bool:
+    """Whether a run that has begun did so with another adapter than that of `lora.path`, or without; not if that one is gone."""
+    copy, source = _start_copy(recipe), Path(recipe.lora.path)
+    if not recipe.lora.path or not (copy / _CONFIG).exists():
+        return bool(recipe.lora.path) != (copy / _CONFIG).exists()
+    both = [(source / name, copy / name) for name in (_WEIGHTS, _CONFIG)]
+    return any(given.exists() and given.read_bytes() != kept.read_bytes() for given, kept in both)
+
+
 def _start_copy(recipe: Recipe) -> Path:
     return Path(recipe.run.dir) / "start_adapter"
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,10 +56,10 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def weights_digest(path: str | Path) -> str:
+def weights_digest(path: str | Path, most_bytes: int = sys.maxsize) -> str:
     """An xxh3 of the names, types, shapes and bytes of a checkpoint's weights, however they are divided over files.
 
-    It reads every byte, so a process computes it once.
+    It reads every byte, so a process computes it once; with `most_bytes` only the first so many of each tensor.
     """
     tensors: dict[str, str] = {}
     for file in weight_files(find_checkpoint(path)):
@@ -70,8 +71,9 @@ def weights_digest(path: str | Path) -> str:
                 low, high = entry["data_offsets"]
                 state = xxhash.xxh3_64(f"{name} {entry['dtype']} {entry['shape']} ".encode())
                 opened.seek(start + low)
-                for place in range(low, high, _BLOCK_BYTES):
-                    state.update(opened.read(min(_BLOCK_BYTES, high - place)))
+                end = min(high, low + most_bytes)
+                for place in range(low, end, _BLOCK_BYTES):
+                    state.update(opened.read(min(_BLOCK_BYTES, end - place)))
                 tensors[name] = state.hexdigest()
     return xxhash.xxh3_64_hexdigest("".join(tensors[name] for name in sorted(tensors)).encode())
 

@@ -30,7 +30,8 @@ from ....comm.storage import protocol as storage
 from ....comm.storage.codec import receive_frame as receive_storage_frame
 from ....comm.storage.codec import send_frame as send_storage_frame
 from ....relay.checkpoints import MANIFEST, CheckpointFolder
-from ....relay.dataset import JsonLines, checked_prompts
+from ....relay.dataset.opening import checked_prompts
+from ....relay.dataset.rows import JsonLines
 from ....relay.journal import events as ev
 from ....relay.journal.journal import JournalError, replay
 from ....relay.queue.batch import Batch

@@ -7,6 +7,9 @@ import msgspec
 
 from ....relay.journal import events as ev
 
+_OF_DEATH = ("incarnation", "was ended by", "ended with")
+"""Words of the reasons for which the leases of a dead rollout are back: by the fleet, by its supervisor."""
+
 
 class JournalTail:
     """Reads the events that a journal gained since the last call. A resumed run cuts its journal: it is read again then."""
@@ -68,7 +71,7 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
         if seconds < 0:
             continue
         match event:
-            case ev.Returned(reason=reason) if role == "rollout" and "incarnation" in reason:
+            case ev.Returned(reason=reason) if role == "rollout" and any(word in reason for word in _OF_DEATH):
                 times.setdefault("rollout-failover", seconds)
             case ev.Received(holder=holder) if holder == target:
                 times.setdefault("rollout-restart", seconds)

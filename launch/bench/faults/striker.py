@@ -182,7 +182,7 @@ class Striker:
         with waiting("the run", f"its next steps after {fault}", GOES_ON_S) as wait:
             wait.until(goes_on, 0.1)
         job.tail.remember_units(seen)
-        if "actor-next-step" in strike.recovery:
+        if "actor-next-step" in strike.recovery and not fault.frozen_s:
             strike.recovery["actor-load"] = job.trainer_load_s
             strike.recovery["actor-next-step-less-load"] = strike.recovery["actor-next-step"] - job.trainer_load_s
 

@@ -4,6 +4,7 @@ import msgspec
 
 from headrace.comm.messages import GroupId
 from headrace.launch.bench.faults.journal_tail import JournalTail, is_back, recovery_times
+from headrace.launch.processes.child import describe_exit
 from headrace.relay.journal import events as ev
 
 ROW = GroupId(0, 1).row(0)
@@ -39,6 +40,17 @@ def test_recovery_counts_from_the_fault_to_the_first_event_of_each_kind():
     times = recovery_times("rollout-0", 10.0, events, ())
     assert times == {"rollout-failover": 0.5, "rollout-next-step": 1.0, "rollout-restart": 4.0}
     assert is_back("rollout-0", times) and not is_back("relay-0", times)
+
+
+def test_leases_are_back_for_the_reason_that_a_supervisor_gives_and_not_for_another_version():
+    def returned(reason: str, t: float) -> ev.Event:
+        return ev.Returned(group=GroupId(0, 1), attempt=1, reason=reason, t=t)
+
+    events = [returned("rollout-0 switched to another version", 10.1), returned(describe_exit("rollout-0", -9), 10.5)]
+    assert recovery_times("rollout-0", 10.0, events, ()) == {"rollout-failover": 0.5}
+    assert recovery_times("rollout-0", 10.0, [returned(describe_exit("rollout-0", 1), 11.0)], ()) == {
+        "rollout-failover": 1.0
+    }
 
 
 def test_a_relay_is_back_when_a_row_is_ready_in_a_unit_that_was_not_there_before():

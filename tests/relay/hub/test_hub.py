@@ -24,6 +24,7 @@ from headrace.comm.messages import (
     RequestRows,
     RowDone,
     RowsNotFound,
+    RowsStreamed,
     StatusReport,
     StatusRequested,
     StepTrained,
@@ -33,7 +34,8 @@ from headrace.comm.messages import (
     VersionReady,
     encode,
 )
-from headrace.relay.dataset import MAX_ROW_BYTES, JsonLines, PromptPool
+from headrace.relay.dataset.order import PromptPool
+from headrace.relay.dataset.rows import MAX_ROW_BYTES, JsonLines
 from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
@@ -168,6 +170,23 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
     assert s.hub.state.groups[old.leases[0].group].is_complete
 
 
+@pytest.mark.parametrize("bound", [4, 1])
+def test_where_versions_may_mix_a_begun_row_continues_unless_its_first_tokens_are_too_old(scene: MakeScene, bound: int):
+    s = scene(per_step=1, max_age=1, max_staleness=bound, lead=4)
+    begun = s.lease().leases[0].group
+    unit = ["relay-0#1"]
+    s.say("rollout-0", RowsStreamed(rows=[begun.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=unit))
+    s.hub.on_process_death("rollout-0", "dead")
+    for step in range(2):
+        s.hub.context.commit(ev.Trained(step=step))
+        s.hub.context.commit(ev.Published(version=step + 1, digest="", relay="relay-0"))
+    s.say("rollout-1", LeaseRequest(1, 2, 1, can_continue=True))
+    (grant,) = s.heard("rollout-1")
+    assert isinstance(grant, LeaseGrant)
+    assert (grant.version, grant.leases[0].group) == (2, begun)
+    assert len(grant.leases[0].partials) == (bound == 4)
+
+
 def test_rows_that_a_dead_rollout_wrote_without_a_report_are_dropped(scene: MakeScene):
     s = scene()
     s.say("relay-0/weights", VersionReady(0, "digest"))
@@ -241,6 +260,19 @@ def test_a_process_whose_connection_is_lost_gives_its_leases_back_once(scene: Ma
     dead.crash()
     loop.step()
     assert len(returned(s)) == 1, "the heartbeat that stops later changes nothing"
+
+
+def test_hosts_with_other_files_under_model_path_end_the_run(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "actor").announce(config_digest="a", weights_digest="b")
+    MemoryFleet.join_network(s.network, "rollout").announce(config_digest="a")
+    assert loop.step() is None and not s.hub.context.failure
+    MemoryFleet.join_network(s.network, "rollout", 1).announce(config_digest="a", weights_digest="c")
+    loop = HubLoop(s.hub, loop.fleet)
+    end = [loop.step() for _ in range(2)][-1]
+    assert end is not None and end.status == "failed"
+    assert "rollout-1" in end.error and " has other weights than actor-0 on " in end.error
 
 
 def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):

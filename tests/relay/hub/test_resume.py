@@ -109,3 +109,10 @@ def test_a_run_is_not_continued_with_another_number_of_rows(tmp_path: Path, num_
             resume(run_dir, run_id, num_rows=num_rows)
     assert sorted(run_dir.iterdir()) == files
     resume(run_dir, "third", num_rows=(5, 7))[1].close()
+
+
+def test_a_run_with_a_stream_is_not_continued_without_it(tmp_path: Path):
+    run_dir = interrupted_run(tmp_path / "run")
+    resume(run_dir, num_rows=(0,))[1].close()
+    with pytest.raises(SettingError, match=r"data\.streaming: the run in .*run began with it"):
+        resume(run_dir, "third", num_rows=(7,))

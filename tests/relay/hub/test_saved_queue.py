@@ -34,7 +34,9 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def group_at(scene: Scene, position: int) -> GroupId:
-    return scene.hub.prompts.pool.group_at(position)
+    group = scene.hub.prompts.pool.group_at(position)
+    assert group is not None
+    return group
 
 
 def finished(group: GroupId, sample: int, attempt: int = 1) -> SavedRow:

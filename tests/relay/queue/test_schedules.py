@@ -141,14 +141,31 @@ def test_every_schedule_of_the_recipe_has_its_rules():
 
 
 def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
-    cycle = RolloutPacing.of("one_step", batch_groups=None, prompts_per_step=10, num_rollouts=4)
+    cycle = RolloutPacing.of(SCHEDULES["one_step"], batch_groups=None, prompts_per_step=10, num_rollouts=4)
     assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
-    assert (RolloutPacing.of("headrace", 5, 10, 4).share, RolloutPacing.of("headrace", None, 10, 4).share) == (5, 3)
-    assert [RolloutPacing.of("headrace", given, 10, 4).share_of(window=50) for given in (5, None)] == [5, 13]
-    assert RolloutPacing.of("stream", None, 10, 4).share_of(window=50) == 3
-    assert RolloutPacing.of("partial", None, 10, 4).share_of(window=50) == math.inf
-    assert RolloutPacing.of("partial", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
-    assert not RolloutPacing.of("headrace", None, 10, 4).takes_weights(is_outdated=True, is_idle=False)
+    assert (
+        RolloutPacing.of(SCHEDULES["headrace"], 5, 10, 4).share,
+        RolloutPacing.of(SCHEDULES["headrace"], None, 10, 4).share,
+    ) == (5, 3)
+    assert [RolloutPacing.of(SCHEDULES["headrace"], given, 10, 4).share_of(window=50) for given in (5, None)] == [5, 13]
+    assert RolloutPacing.of(SCHEDULES["stream"], None, 10, 4).share_of(window=50) == 3
+    assert RolloutPacing.of(SCHEDULES["partial"], None, 10, 4).share_of(window=50) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("words", "ages"),
+    [([], []), (["rollout.max_age=3"], [4, 5]), (["run.schedule=partial"], [1, 2, 3, 4, 5])],
+)
+def test_a_rollout_takes_weights_under_running_trajectories_beyond_an_age(words: list[str], ages: list[int]):
+    pacing = RolloutPacing.from_recipe(read_recipe(None, words))
+    assert [age for age in range(6) if pacing.takes_weights(age, is_idle=False)] == ages
+    assert [age for age in range(6) if pacing.takes_weights(age, is_idle=True)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step", "partial"])
+def test_an_age_is_refused_with_a_schedule_that_has_its_own_rule_for_new_weights(schedule: str):
+    with pytest.raises(SettingError, match=rf"rollout\.max_age: run\.schedule={schedule}"):
+        check_combinations(read_recipe(None, [f"run.schedule={schedule}", "rollout.max_age=4"]))
 
 
 def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
@@ -159,7 +176,7 @@ def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
 
 @pytest.mark.parametrize("schedule", ["sync", "stream_sync", "one_step", "stream"])
 def test_a_share_is_refused_with_a_schedule_that_gives_equal_ones(schedule: str):
-    assert RolloutPacing.of(schedule, 5, 10, 4).share == 3
+    assert RolloutPacing.of(SCHEDULES[schedule], 5, 10, 4).share == 3
     with pytest.raises(SettingError, match=rf"rollout\.batch_groups: run\.schedule={schedule} gives"):
         check_combinations(read_recipe(None, [f"run.schedule={schedule}", "rollout.batch_groups=5"]))
 

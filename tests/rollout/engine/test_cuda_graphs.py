@@ -174,6 +174,26 @@ def test_captured_steps_draw_what_single_steps_draw_under_filters_and_penalties(
     assert engine.scheduler.num_preempted > 0
 
 
+def test_a_sequence_that_returns_has_seen_the_tokens_of_its_environment(tmp_path, monkeypatch):
+    path, outcomes = tiny_policy(tmp_path), []
+    for is_captured in (False, True):
+        engine = Engine(path, max_running=4)
+        if is_captured:
+            use_graphs(engine, monkeypatch)
+            use_kernels(engine, monkeypatch)
+            engine._is_async = True
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=0, repetition_penalty=3.0)
+        engine.add_group([5, 6, 7], params, [0, 1])
+        for _ in range(5):
+            engine.step()
+        assert engine.pause(1) and engine.resume(1, range(40, 80))
+        done = {}
+        while not engine.idle:
+            done |= {c.trajectory_id: c.token_ids for c in engine.step()}
+        outcomes.append(done)
+    assert outcomes[0] == outcomes[1] and outcomes[0][0] != outcomes[0][1]
+
+
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_a_runner_keeps_space_for_sampling_only_without_kernels(tmp_path, monkeypatch, has_kernels):
     monkeypatch.setattr(runner, "has_kernels", lambda device: has_kernels)

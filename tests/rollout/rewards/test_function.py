@@ -121,6 +121,7 @@ def test_a_ground_truth_without_a_number_is_an_error():
         gsm8k("3", "three")
 
 
+@pytest.mark.extra
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
     pytest.importorskip("reasoning_gym")
     task = {"name": "leg_counting", "seed": 3, "size": 100, "index": 5}

@@ -12,19 +12,14 @@ import msgspec
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import DataSettings
-from headrace.launch.config.checks import check_data
-from headrace.relay.dataset import (
-    CHECKED_ROWS,
-    MAX_ROW_BYTES,
-    MixedPrompts,
-    PromptPool,
-    TableRows,
-    checked_prompts,
-    open_prompts,
-    open_rows,
-    row_problem,
-)
+from headrace.comm.recipe import DataSettings, Recipe, RunSettings
+from headrace.launch.config.data_checks import check_data
+from headrace.relay.dataset.opening import CHECKED_ROWS, checked_prompts, open_rows
+from headrace.relay.dataset.order import PromptSource
+from headrace.relay.dataset.rows import MAX_ROW_BYTES, row_problem
+from headrace.relay.dataset.tables import TableRows
+from headrace.relay.hub.prompts import open_prompts
+from headrace.rollout.rewards.ready import reasoning_gym
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
 datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data sets need the `datasets` package")
@@ -133,6 +128,18 @@ def test_a_file_that_has_changed_is_named_in_place_of_a_row(tmp_path: Path, chan
         rows[1]
 
 
+def test_a_file_that_is_touched_keeps_its_rows(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    rows = open_rows(DataSettings(path=str(path)))
+    for moment in (1, 2):
+        os.utime(path, ns=(moment, moment))
+        assert rows[0] == b'{"prompt": "a"}'
+    path.write_text('{"prompt": "b"}\n')
+    with pytest.raises(SettingError, match="has changed since the run began"):
+        rows[0]
+
+
 def test_a_file_that_takes_the_name_of_the_one_in_use_does_not_change_its_rows(tmp_path: Path):
     path, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     path.write_text('{"prompt": "a"}\n')
@@ -148,6 +155,7 @@ def test_of_a_large_set_the_first_rows_are_checked_before_the_run(tmp_path: Path
     assert len(check_data(DataSettings(path=str(path)))) == CHECKED_ROWS
 
 
+@pytest.mark.extra
 def test_tasks_of_reasoning_gym_are_the_same_for_a_split_and_others_for_another_one():
     pytest.importorskip("reasoning_gym")
     settings = DataSettings(path="reasoning-gym/leg_counting", system_prompt="Think.")
@@ -162,6 +170,27 @@ def test_tasks_of_reasoning_gym_are_the_same_for_a_split_and_others_for_another_
         open_rows(DataSettings(path="reasoning-gym/no"))
 
 
+@pytest.mark.extra
+def test_settings_of_reasoning_gym_follow_the_name_of_the_tasks():
+    pytest.importorskip("reasoning_gym")
+    rows = open_rows(DataSettings(path="reasoning-gym/leg_counting?min_animals=2&max_animals=2"))
+    assert all(len(json.loads(rows[index])["metadata"]["animals"]) == 2 for index in range(20))
+    words = "[{name: leg_counting, weight: 3, config: {max_animals: 4}}, {name: simple_equations}]"
+    rows = open_rows(DataSettings(path=f"reasoning-gym/composite?datasets={words}"))
+    made = [json.loads(rows[index]) for index in range(200)]
+    assert 130 < sum(row["metadata"]["source_dataset"] == "leg_counting" for row in made) < 170
+    for row in made:
+        assert reasoning_gym(f"<answer>{row['answer']}</answer>", row["task"]) == 1.0
+    with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/leg_counting\?animals=3: .*animals"):
+        open_rows(DataSettings(path="reasoning-gym/leg_counting?animals=3"))
+
+
+@pytest.mark.parametrize("query", ["seed=3", "max_animals", "", "a=1&b", "a=[1"])
+def test_a_setting_of_tasks_that_cannot_be_read_is_named(query: str):
+    with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/leg_counting\?.*(KEY=VALUE|is not YAML)"):
+        open_rows(DataSettings(path=f"reasoning-gym/leg_counting?{query or '='}"))
+
+
 def test_a_task_that_is_read_again_is_not_made_again(monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
 
@@ -170,7 +199,7 @@ def test_a_task_that_is_read_again_is_not_made_again(monkeypatch: pytest.MonkeyP
             made.append(index)
             return {"question": f"q{index}", "answer": "a", "metadata": {}}
 
-    package = SimpleNamespace(create_dataset=lambda **_: Tasks())
+    package = SimpleNamespace(create_dataset=lambda name, **_: Tasks())
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
     path = "reasoning-gym/slow"
     rows = open_rows(DataSettings(path=path))
@@ -235,18 +264,19 @@ def test_a_subset_of_a_hub_data_set_is_loaded(monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or ROWS)
     open_rows(DataSettings(path="openai/gsm8k", subset="main", split="test"))
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "streaming": False})]
 
 
-def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) -> PromptPool | MixedPrompts:
+def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) -> PromptSource:
     paths = [folder / f"{number}.jsonl" for number in range(len(sizes))]
     for path, size in zip(paths, sizes, strict=True):
         path.write_text("".join(json.dumps({"prompt": f"{path.stem}-{i}"}) + "\n" for i in range(size)))
-    return open_prompts(DataSettings(path=tuple(map(str, paths)), **settings), seed)
+    return open_prompts(Recipe(data=DataSettings(path=tuple(map(str, paths)), **settings), run=RunSettings(seed=seed)))
 
 
-def prompts_of(pool: PromptPool | MixedPrompts, cursors: range) -> list[str]:
-    return [json.loads(bytes(pool.row(pool.group_at(cursor))))["prompt"] for cursor in cursors]
+def prompts_of(pool: PromptSource, cursors: range) -> list[str]:
+    groups = [group for cursor in cursors if (group := pool.group_at(cursor))]
+    return [json.loads(bytes(pool.row(group)))["prompt"] for group in groups]
 
 
 def test_several_files_are_mixed_and_each_row_comes_once_in_an_epoch(tmp_path: Path):

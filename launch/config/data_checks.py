@@ -1,0 +1,80 @@
+"""Checks of `data.*`: the settings fit together, the rows can be read, and their prompts fit the policy."""
+
+from typing import Any
+
+from msgspec import structs
+
+from ...comm.errors import SettingError
+from ...comm.recipe import DataSettings, Recipe
+from ...relay.dataset.gym_tasks import REASONING_GYM
+from ...relay.dataset.opening import checked_prompts, open_rows
+from .model_files import ModelFiles
+
+_SPECIAL_TOKENS = 16
+"""More than any tokenizer adds around a text."""
+
+
+def check_data(settings: DataSettings) -> list[Any]:
+    """The prompts of the data; every row is checked."""
+    if not any(settings.paths):
+        raise SettingError("data.path is not set; it names a file or data set with a column of prompts")
+    _check_streaming(settings)
+    weights = settings.weights
+    if weights and (len(weights) != len(settings.paths) or not sum(weights)):
+        raise SettingError(
+            f"data.weights: {len(weights)} weights, not all 0, for {len(settings.paths)} sets of data.path"
+        )
+    each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
+    return [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column)]
+
+
+def _check_streaming(settings: DataSettings) -> None:
+    """A stream is of one data set of the `datasets` library."""
+    if not settings.streaming:
+        return
+    if len(settings.paths) > 1:
+        raise SettingError("data.streaming: data.path names several sets; a stream is of one")
+    if any(path.startswith(REASONING_GYM) for path in settings.paths):
+        raise SettingError("data.streaming: tasks of reasoning-gym are made when they are read; leave it out")
+
+
+def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
+    """Every prompt leaves room for a response in the policy's context, unless `data.too_long` drops the others."""
+    context, wanted = policy.context, recipe.sampling.max_new_tokens
+    if not context:
+        return []
+    lengths = _long_lengths(prompts, policy, recipe, room=context - wanted)
+    too_long = [number for number, length in lengths.items() if length >= context]
+    if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
+        number = too_long[0]
+        raise SettingError(
+            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room"
+            f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
+            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are too long. Shorten them, take a model"
+            " with a longer context, or set data.too_long=drop to leave them out"
+        )
+    num_cut = sum(context - wanted < length < context for length in lengths.values())
+    warnings = [f"data.too_long=drop leaves out {len(too_long)} of {len(prompts)} prompts"] if too_long else []
+    if num_cut:
+        warnings.append(
+            f"{num_cut} of {len(prompts)} prompts leave less than sampling.max_new_tokens={wanted}"
+            f" of the context of {context} tokens; their responses are cut to fit"
+        )
+    return warnings
+
+
+def _long_lengths(prompts: list[Any], policy: ModelFiles, recipe: Recipe, room: int) -> dict[int, int]:
+    """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
+    doubtful = [
+        number
+        for number, prompt in enumerate(prompts)
+        if not isinstance(prompt, str) or len(prompt.encode()) + _SPECIAL_TOKENS > room
+    ]
+    if not doubtful:
+        return {}
+    from ...rollout.engine.chat_template import prompt_tokens
+    from ...rollout.environments.tools import tool_schemas
+    from ...trainer.policy.model import load_tokenizer
+
+    form = load_tokenizer(policy.folder), recipe.data, tool_schemas(recipe.environment)
+    return {number: len(prompt_tokens({"prompt": prompts[number]}, *form)) for number in doubtful}

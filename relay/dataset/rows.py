@@ -1,0 +1,128 @@
+"""Rows by index, each a JSON object: those of a JSONL file, and whether a row can be used."""
+
+import json
+import math
+import os
+import re
+import weakref
+from array import array
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from xxhash import xxh3_64
+
+from ...comm.errors import SettingError
+
+MAX_ROW_BYTES = 2 << 20
+"""Most bytes of one row as JSON: it travels in a message."""
+_BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
+_BLOCK_BYTES = 1 << 20
+_NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
+
+
+class DatasetRows(Protocol):
+    """Rows by index, each the bytes of one JSON object."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> bytes: ...
+
+
+class JsonLines:
+    """A JSONL file, of which the places of its lines are in memory: 8 bytes a row. The file stays open and must not change.
+
+    A row of a file whose bytes have changed since, or that cannot be read, is a `SettingError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._starts = path, array("q")
+        place, digest = 0, xxh3_64()
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self._stamp = _stamp(self._file)
+            with os.fdopen(os.dup(self._file), "rb") as file:
+                for line in file:
+                    if line.strip(_BLANK if place else _BLANK + _BYTE_ORDER_MARK):
+                        self._starts.append(place)
+                    place += len(line)
+                    digest.update(line)
+        except FileNotFoundError:
+            raise SettingError(f"data.path: {path} does not exist") from None
+        except OSError as error:
+            raise SettingError(f"data.path: cannot read {path}: {error.strerror}") from error
+        self._starts.append(place)
+        self._digest = digest.digest()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int, /) -> bytes:
+        start, end = self._starts[index], self._starts[index + 1]
+        try:
+            line, stamp = os.pread(self._file, end - start, start), _stamp(self._file)
+            if stamp != self._stamp:
+                self._check_bytes(stamp)
+        except OSError as error:
+            raise SettingError(f"data.path: cannot read {self._path}: {error.strerror}") from error
+        return line.removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
+
+    def _check_bytes(self, stamp: tuple[int, int]) -> None:
+        """Accept a new stamp of the same bytes, as `touch` leaves it. Reads the file once."""
+        digest, place = xxh3_64(), 0
+        while block := os.pread(self._file, _BLOCK_BYTES, place):
+            digest.update(block)
+            place += len(block)
+        if digest.digest() != self._digest:
+            raise SettingError(
+                f"data.path: {self._path} has changed since the run began; put other rows into another file"
+            )
+        self._stamp = stamp
+
+
+def row_problem(raw: bytes, column: str = "prompt") -> str:
+    """Why a row cannot be used, as the end of a sentence that begins with its name; empty if it can. `column` is in the sentence."""
+    if len(raw) > MAX_ROW_BYTES:
+        return f"has {len(raw)} bytes; at most {MAX_ROW_BYTES} fit"
+    try:
+        row = msgspec.json.decode(raw)  # as its readers will
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(raw) else ""
+        return f"is not JSON ({error}){hint}"
+    except RecursionError:
+        return "has too many lists or objects one inside the other"
+    if not isinstance(row, dict) or "prompt" not in row:
+        has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
+        return f"has no `{column}` column; {has}; see data.prompt_column"
+    return (
+        ""
+        if isinstance(row["prompt"], str | list)
+        else f"has a `{column}` that is neither text nor a list of chat messages"
+    )
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    """Size and time of the last change of an open file."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def as_json(row: dict[str, Any]) -> bytes:
+    """A row as one line of JSON. Values that JSON lacks are text, numbers that are not finite are null."""
+    try:
+        return json.dumps(row, default=str, allow_nan=False).encode()
+    except ValueError:  # a table's missing numbers are NaN, which JSON lacks
+        return json.dumps(_without_nan(row), default=str).encode()
+
+
+def _without_nan(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _without_nan(each) for key, each in value.items()}
+        case list():
+            return [_without_nan(each) for each in value]
+        case _:
+            return value
