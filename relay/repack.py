@@ -4,10 +4,9 @@ Towards the end of a version's work each rollout decodes few, long trajectories,
 as a step of many. So they are packed onto few rollouts; the others are free to take new weights and new prompts.
 
 A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
-a destination is bounded by its own past (not in the paper): by its cached tokens its steps take at most 1 + `slowdown` times the
-mean step of its version so far; the batch bound limits the time for each trajectory. A step of k cached tokens takes c (K + k),
-where K tokens cost as much as the fixed part of a step, and mean steps are steps at the mean load; where the time is a convex
-function of k (the roofline) they take at least that (Jensen).
+the slow-down of a destination is bounded (not in the paper): by its cached tokens its steps take at most 1 + `slowdown` times
+those of an empty cache, to which the steps of a rollout that is left alone fall. A step of k cached tokens takes c (K + k), where
+K tokens cost as much as the fixed part of a step; the batch bound limits the time for each trajectory.
 """
 
 from collections import defaultdict
@@ -24,12 +23,10 @@ class Report(NamedTuple):
     """C_used: the tokens of its unfinished trajectories."""
     kv_before: int
     """C_prev: the same at the last plan; 0 before the first plan of a version, where none is a candidate."""
-    kv_mean: float
-    """Mean of C_used over its reports on this version: the load beside which its oldest trajectory was decoded."""
     kv_max: int
     """C_max: the tokens that its cache holds."""
     kv_fixed: int
-    """K: cached tokens that cost as much time as the fixed part of a decode step; 0 if that is not known."""
+    """K: cached tokens that cost as much time as the fixed part of a decode step; 0 if that is not known: it bounds nothing then."""
     num_requests: int
     """N_reqs: its unfinished trajectories, queued ones included."""
     num_waiting: int
@@ -47,13 +44,12 @@ class Report(NamedTuple):
         """The load after all trajectories of `source` have moved here."""
         return self._replace(
             kv_used=self.kv_used + source.kv_used,
-            kv_mean=min(self.kv_mean, source.kv_mean),
             num_requests=self.num_requests + source.num_requests,
         )
 
     def is_within_bounds(self, slowdown: float) -> bool:
-        """Whether its cache has room, its batch is within its bound, and its steps are slower than they were by this at most."""
-        is_slow = self.kv_fixed + self.kv_used > (1 + slowdown) * (self.kv_fixed + self.kv_mean)
+        """Whether its cache has room, its batch is within its bound, and the cache slows its steps by this share at most."""
+        is_slow = self.kv_fixed > 0 and self.kv_used > slowdown * self.kv_fixed
         return self.kv_used <= self.kv_max and self.num_requests <= self.batch_bound and not is_slow
 
 
@@ -68,7 +64,7 @@ class Move(NamedTuple):
 def plan_moves(reports: Iterable[Report], slowdown: float) -> list[Move]:
     """Moves that free as many rollouts as best fit finds: within one version, the least loaded rollout first.
 
-    `slowdown` is the share by which a destination's steps may be slower than the mean steps so far of both rollouts of a move.
+    `slowdown` is the share by which cached tokens may make a destination's steps slower than those of an empty cache.
     A rollout gives all its trajectories or receives, never both; an empty one never receives. O(n^2) in rollouts of one version.
     """
     candidates: dict[int, list[Report]] = defaultdict(list)

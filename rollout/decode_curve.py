@@ -52,10 +52,12 @@ class DecodeCurve:
 
     @property
     def fixed_tokens(self) -> int:
-        """Cached tokens that cost as much time as the fixed part of a step; the more, the laxer is the bound of a move.
+        """Cached tokens that cost as much time as the fixed part of a step: few where packing trajectories gains little.
 
-        0, the strictest bound, before `MIN_STEPS` steps and where no fixed part is found; `FREE_TOKENS`, none, where cached tokens
-        cost no time: then the batch bound alone holds. The time for each trajectory is left to that bound too.
+        0 before `MIN_STEPS` steps, when it is not known, and at least 1 later. `FREE_TOKENS` where cached tokens cost no time: then
+        the batch bound alone limits a move. The time for each trajectory is left to that bound too.
         """
         fixed, _, per_token = self.terms()
-        return int(fixed / max(per_token, fixed / FREE_TOKENS)) if fixed > 0 else 0
+        if self._gram[0, 0] < MIN_STEPS:
+            return 0
+        return max(1, int(fixed / max(per_token, fixed / FREE_TOKENS))) if fixed > 0 else 1

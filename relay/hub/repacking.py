@@ -6,7 +6,6 @@ gives the row its next attempt, so that the other claim, and any later message a
 however often a message is repeated and whichever process dies: a move has no state that could be lost.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,27 +26,16 @@ MOVE_TIMEOUT_S = 30.0
 
 @dataclass(slots=True)
 class _History:
-    """The loads that a rollout has reported on its present version; tokens."""
+    """The load of a rollout at the last plan, on its present version."""
 
     version: int
-    num_reports: int = 0
-    kv_sum: int = 0
     kv_before: int = 0
-    """At the last plan, with what it has received since."""
-    kv_cap: float = math.inf
-    """The least mean of the rollouts that it has received from: their trajectories may have had faster steps than its own."""
-
-    @property
-    def kv_mean(self) -> float:
-        return min(self.kv_sum / max(self.num_reports, 1), self.kv_cap)
+    """Tokens, with those that it has received since."""
 
 
 class _OpenMove(NamedTuple):
     rollouts: tuple[str, str]  # source and destination
     ordered_at: float
-    version: int
-    kv_mean: float
-    """The source's."""
 
 
 class Repacking(Handler):
@@ -75,10 +63,7 @@ class Repacking(Handler):
         """Take in a report. For a plan, those of a rollout with an open move are out of date and are dropped."""
         history = self._histories.get(sender)
         if history is None or history.version != load.version:
-            history = self._histories[sender] = _History(load.version)
-        if load.num_running:
-            history.num_reports += 1
-            history.kv_sum += load.kv_used
+            self._histories[sender] = _History(load.version)
         if load.batch_bound and not any(sender in move.rollouts for move in self._open_moves.values()):
             self._reports[sender] = load
 
@@ -105,9 +90,7 @@ class Repacking(Handler):
             self._histories[move.destination].kv_before += reports[move.source].kv_used
             self._last_request_id += 1
             rollouts = (move.source, move.destination)
-            self._open_moves[self._last_request_id] = _OpenMove(
-                rollouts, now, move.version, reports[move.source].kv_mean
-            )
+            self._open_moves[self._last_request_id] = _OpenMove(rollouts, now)
             for name in rollouts:
                 self._reports.pop(name, None)
             self.context.mailbox.send(move.source, MigrateOrder(self._last_request_id, move.version, move.destination))
@@ -119,7 +102,6 @@ class Repacking(Handler):
             version=load.version,
             kv_used=load.kv_used,
             kv_before=history.kv_before,
-            kv_mean=history.kv_mean,
             kv_fixed=load.kv_fixed,
             kv_max=load.kv_max,
             num_requests=load.num_running + load.num_waiting,
@@ -133,9 +115,6 @@ class Repacking(Handler):
             self.refusals[result.refusal] += 1
             self.fleet_stats.count(f"repack/refused/{result.refusal}")
         elif move is not None:
-            history = self._histories.get(move.rollouts[1])
-            if history is not None and history.version == move.version:
-                history.kv_cap = min(history.kv_cap, move.kv_mean)
             self.fleet_stats.count("repack/count")
             self.fleet_stats.count("repack/seconds", self._clock() - move.ordered_at)
             self.fleet_stats.count("repack/bytes", result.num_bytes)
