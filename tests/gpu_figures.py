@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.exact import packed_logprobs as trainer_logprobs
 
 from headrace.comm.links.device_memory import DeviceBuffer
 from headrace.comm.recipe import Recipe
@@ -80,6 +81,26 @@ def mismatch(folder: Path) -> None:
     show("quickstart", steps=len(rows), **{name: float(newest[name]) for name in names})
 
 
+def exact(folder: Path) -> None:
+    """Exact mode: log-probabilities of the generator in which a bit differs from the trainer's, and the time of a decode step."""
+    path = policy_of(SIZES[0], folder)
+    engine = Engine(path, DTYPE, max_running=13, exact=True, device=str(DEVICE), prefill_tokens=250)
+    lengths = (1, 63, 200, 520) if HAS_GPU else (1, 63)
+    prompts = [[10 + (7 * i) % 90 for i in range(length)] for length in lengths]
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=40, temperature=0.8, n=4, ignore_eos=True))
+    policy = load_policy(path, "float32", DEVICE)
+    policy.make_exact(DTYPE)
+    with torch.no_grad():
+        expected = trainer_logprobs(policy, completions, 0.8)
+    found = torch.tensor([x for c in completions for x in c.logprobs])
+    num_different = int((found != expected).sum())
+    show("exact mode", tokens=len(found), different=num_different, largest=float((found - expected).abs().max()))
+    del engine, policy
+    times = [seconds(decoding(path, ROWS[0], is_exact=is_exact).step, 20) for is_exact in (False, True)]
+    show(f"exact step x{ROWS[0]}", ms=times[1] * 1e3, over_plain=times[1] / times[0])
+    assert num_different == 0, "generator and trainer differ in exact mode"
+
+
 def policy_of(size: str, scratch: Path) -> Path:
     """A policy of random weights; all parts share one, since the CPU takes long to draw and save 1.5 billion numbers."""
     made = Path(os.environ.get("POLICIES", scratch)) / size
@@ -106,9 +127,9 @@ def fill(engine: Engine, num_rows: int, **filters: Any) -> None:
     assert engine.num_running == num_rows
 
 
-def decoding(path: Path, num_rows: int) -> Engine:
+def decoding(path: Path, num_rows: int, *, is_exact: bool = False) -> Engine:
     """An engine whose rows are filled."""
-    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192)
+    engine = Engine(path, DTYPE, max_running=num_rows, device=str(DEVICE), prefill_tokens=8192, exact=is_exact)
     fill(engine, num_rows)
     return engine
 
@@ -266,6 +287,6 @@ if __name__ == "__main__":
     if part == "json":
         table()
     else:
-        works = (environment, policies, mismatch, decode, train, copies, profile)
+        works = (environment, policies, exact, mismatch, decode, train, copies, profile)
         with tempfile.TemporaryDirectory() as scratch:
             next(work for work in works if work.__name__ == part)(Path(scratch))

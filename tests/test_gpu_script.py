@@ -11,7 +11,18 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("gpu.sh")
-PARTS = ["environment", "gpu-tests", "kernels", "quickstart", "mismatch", "decode", "train", "copies", "profile"]
+PARTS = [
+    "environment",
+    "gpu-tests",
+    "kernels",
+    "exact",
+    "quickstart",
+    "mismatch",
+    "decode",
+    "train",
+    "copies",
+    "profile",
+]
 
 
 def run(*words, **environment):
@@ -52,5 +63,5 @@ def test_the_dry_run_goes_through_all_parts_and_writes_their_figures(tmp_path):
     assert done.returncode == 0, done.stdout
     parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
     assert [*parts] == PARTS and all(part["result"] in ("ok", "nothing to run") for part in parts.values())
-    for name in ("environment", "mismatch", "decode", "train", "copies", "profile"):
+    for name in ("environment", "exact", "mismatch", "decode", "train", "copies", "profile"):
         assert parts[name]["figures"], name

@@ -22,7 +22,7 @@ def packed_hidden(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> Tenso
     """Hidden states [R, hidden] that predict the response tokens."""
     # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
     device, is_half = batch.token_ids.device.type, recipe.model.dtype == "bfloat16"
-    with torch.autocast(device, torch.bfloat16, enabled=is_half, cache_enabled=False):
+    with torch.autocast(device, torch.bfloat16, enabled=is_half and policy.exact is None, cache_enabled=False):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return hidden[batch.predictors]
 

@@ -16,7 +16,7 @@ from .policy.model import default_device, load_policy
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The process of a reference rank, until the hub ends the run."""
-    device = default_device(exact=recipe.generator.exact)
+    device = default_device()
     policy = load_policy(recipe.model.path, "float32", device)
     mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
     stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_tokens)

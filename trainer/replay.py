@@ -79,7 +79,7 @@ def _follow(recipe: Recipe, rank: int, steps: list[int], folder: str) -> None:
 
 def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator[dict[str, Any]]:
     """One rank of the replay: yields the metrics of each step. The ranks connect through a file in `folder`."""
-    num_ranks, device = recipe.roles.actor, default_device(exact=recipe.generator.exact)
+    num_ranks, device = recipe.roles.actor, default_device()
     group = ActorGroup(rank, num_ranks, device, recipe.comm.deadline_s, recipe.trainer)
     if num_ranks > 1:
         if device.type == "cuda":

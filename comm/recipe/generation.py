@@ -43,7 +43,7 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prefix_cache: bool = True
     """Find keys and values of earlier tokens again for prompts that begin with the same tokens, within a version."""
     exact: bool = False
-    """Make the log-probabilities of generator and trainer equal bit for bit (CPU; Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
+    """Make the log-probabilities of generator and trainer equal bit for bit (Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
     attention: str = "auto"
     """Attention backend of decoding: `auto`, or the name of one (docs/generator.md)."""
 

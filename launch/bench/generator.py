@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from ...rollout.engine.engine import Engine
 from ...rollout.engine.sampling import SamplingParams
 from ...trainer.policy.decoder import Head, LeanDecoder
-from ...trainer.policy.exact_attention import attend_pages
+from ...trainer.policy.exact.pages import attend_pages
 from ..processes.child import print_message
 from .harness import Measurement, Options, best_seconds
 from .policies import build

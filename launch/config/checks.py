@@ -69,8 +69,6 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
-    if exact and recipe.model.dtype != "float32":
-        raise SettingError("generator.exact: set model.dtype=float32, since the trainer keeps float32 weights")
     if exact and roles.actor > 1:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     check_comm(recipe)
@@ -115,7 +113,7 @@ def _check_trainer(recipe: Recipe) -> None:
     if recipe.generator.exact and trainer.activation_checkpointing is True:
         raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
     if recipe.generator.exact and trainer.offload:
-        raise SettingError("trainer.offload: not with generator.exact, which runs on the CPU")
+        raise SettingError("trainer.offload: not with generator.exact, whose layers are not modules")
 
 
 def _check_emulation(recipe: Recipe) -> None:

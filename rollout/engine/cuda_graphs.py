@@ -41,8 +41,9 @@ class DecodeGraphs:
         logits: Tensor,
         max_pages: int,
         max_running: int,
+        sample: "Callable[[Tensor, SamplingBatch, Tensor], Sample]" = sample,
     ) -> None:
-        self._forward, self._head, self._attention = forward, head, attention
+        self._forward, self._head, self._attention, self._sample = forward, head, attention, sample
         self._logits = logits
         device = logits.device
         self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
@@ -118,7 +119,7 @@ class DecodeGraphs:
         rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
         if is_filtered:
             rows.filters, rows.seen = Filters(*(tensor[:size] for tensor in self._filters)), self._seen[:size]
-        drawn = sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
+        drawn = self._sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
         self._tokens[:size].copy_(drawn.tokens)
         self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)

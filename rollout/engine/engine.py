@@ -77,9 +77,7 @@ class Engine:
             raise SettingError(f"generator.max_running must be at least 1, not {max_running}")
         if not isinstance(policy, Policy):
             self.text = Text(tokenizer) if tokenizer is not None else Text.of(policy)
-            policy = load_policy(
-                policy, dtype, device or default_device(exact=exact), tensor_parallel=TensorParallel(tp_group)
-            )
+            policy = load_policy(policy, dtype, device or default_device(), tensor_parallel=TensorParallel(tp_group))
         else:
             self.text = Text(tokenizer)
         self.policy, self.seed = policy, seed

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 NUM_NEW_TOKENS = 20
 """Tokens to generate from each prompt."""
+LENGTHS = (1, 6, 63, 90)
+"""Of the prompts, in tokens."""
 
 
 def probes(policy: "Policy") -> list[list[int]]:
-    """Prompts of a few lengths that fit the policy's context."""
-    lengths = [n for n in (1, 6, 63, 90) if n + NUM_NEW_TOKENS <= policy.context]
+    """Prompts that fit the policy's context."""
+    lengths = [n for n in LENGTHS if n + NUM_NEW_TOKENS <= policy.context]
     return [[(7 * index + 3 * i + 1) % policy.vocab_size for i in range(n)] for index, n in enumerate(lengths)]
 
 
@@ -25,10 +27,10 @@ def probes(policy: "Policy") -> list[list[int]]:
 def verify(policy: "Policy", completions: Iterable["Completion"]) -> None:
     """Compare log-probabilities with those of a packed forward; raises SettingError if any bit differs."""
     for completion in completions:
-        tokens = torch.tensor(completion.prompt_ids + completion.token_ids)
+        tokens = torch.tensor(completion.prompt_ids + completion.token_ids, device=policy.device)
         hidden = policy.forward_packed(tokens[:-1], torch.tensor([0, len(tokens) - 1]))
         expected = policy.token_logprobs(hidden, tokens[1:])[0][len(completion.prompt_ids) - 1 :]
-        found = torch.tensor(completion.logprobs)
+        expected, found = expected.cpu(), torch.tensor(completion.logprobs)
         if not torch.equal(found, expected):
             difference = (found - expected).abs().max().item()
             raise SettingError(

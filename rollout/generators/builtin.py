@@ -111,9 +111,9 @@ def run(fleet: "Fleet", recipe: "Recipe") -> None:
 def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, Engine, RolloutWeights]:
     """This rank of a replica, once all ranks have joined: its engine and the weights that fill the engine's policy."""
     g = recipe.generator
-    device = default_device(exact=g.exact)
+    device = default_device()
     replica = TensorParallelGroup.join(fleet, recipe.rollout.tp, device, recipe.comm.deadline_s)
-    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0, exact=g.exact)
+    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0)
     weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device, recipe.lora)
     engine = Engine(
         policy,

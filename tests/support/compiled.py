@@ -25,7 +25,13 @@ class Resources(NamedTuple):
 
 
 def resources(
-    folder: Path, kernel: Any, architecture: int, arguments: dict[str, str], constants: dict[str, Any], num_warps: int
+    folder: Path,
+    kernel: Any,
+    architecture: int,
+    arguments: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int = 3,
 ) -> Resources:
     """The registers and memory of a kernel that is compiled for arguments of these types.
 
@@ -39,10 +45,12 @@ def resources(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(arguments.items())
-        if kind[0] == "*" or name.endswith(("stride", "columns"))
+        if kind[0] == "*" or name.endswith(("stride", "columns", "inputs"))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps, "num_stages": num_stages}
+    )
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path

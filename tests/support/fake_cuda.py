@@ -56,8 +56,8 @@ class FakeCuda:
         return nullcontext()
 
 
-def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
-    """Let an engine on the CPU decode as on a GPU, by graphs over a table of pages."""
+def fake_captures(monkeypatch) -> FakeCuda:
+    """Let graphs be captured without a GPU."""
     cuda = FakeCuda()
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
     capture = DecodeGraphs._capture
@@ -68,6 +68,12 @@ def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
         return graph
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture_step)
+    return cuda
+
+
+def use_graphs(engine: Engine, monkeypatch) -> tuple[DecodeGraphs, FakeCuda]:
+    """Let an engine on the CPU decode as on a GPU, by graphs over a table of pages."""
+    cuda = fake_captures(monkeypatch)
     runner, pool = engine.runner, engine.pool
     runner.attention = TorchTableAttention(engine.cache)
     max_pages = -(-engine.policy.context // pool.page_size)

@@ -41,9 +41,10 @@ class Actor:
             recipe.model.path,
             "float32",
             group.device,
-            exact=recipe.generator.exact,
             shard=lambda policy: group.prepare(policy, recipe, self.adapter_base),
         )
+        if recipe.generator.exact:
+            self.policy.make_exact(getattr(torch, recipe.model.dtype))
         group.checkpoint_activations(self.policy, recipe)
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None

@@ -29,7 +29,7 @@ class ActorLearner(Actor):
     """An actor with checkpoints and the publisher of its shard of the weights."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
-        device = default_device(exact=recipe.generator.exact)
+        device = default_device()
         torch.manual_seed(recipe.run.seed)
         super().__init__(
             recipe, ActorGroup.join(fleet, recipe.roles.actor, device, recipe.comm.deadline_s, recipe.trainer)

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import Attention, AttentionSpec, rope_table, window_of
-from .exact_decoder import BLOCK, products_of
+from .exact.blocks import products_of
 from .families import is_llama_line
 from .fused_linear import FusedLinear
 
 if TYPE_CHECKING:
+    from .exact.operators import ExactOperators
     from .model import Policy
 
 
@@ -173,9 +174,9 @@ class Head:
     bfloat16 numbers, so the products are exact. Call `refresh` after every change of the weights.
     """
 
-    def __init__(self, policy: "Policy", is_exact: bool = False) -> None:
+    def __init__(self, policy: "Policy", exact: "ExactOperators | None" = None) -> None:
         self.policy = policy
-        self._is_exact = is_exact
+        self._exact = exact
         self.bind()
 
     def bind(self) -> None:
@@ -184,7 +185,7 @@ class Head:
         self._wide = self._weight.t()  # [hidden, vocab]
         is_fp32 = self._weight.dtype == torch.float32
         # Exact mode makes the same call as `Policy.logits`; else an fp32 weight is faster in a transposed copy.
-        self._is_copied = self._weight.device.type == "cpu" and not (is_fp32 and self._is_exact)
+        self._is_copied = self._weight.device.type == "cpu" and not (is_fp32 and self._exact is not None)
         if self._is_copied:
             shape = self._weight.shape
             self._wide = torch.empty(shape[::-1]) if is_fp32 else torch.empty(shape).t()
@@ -202,16 +203,15 @@ class Head:
             self._wide.copy_(self._weight.t())
 
     def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`; its length is a multiple of BLOCK."""
+        """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`; in exact mode its length is a multiple of the operators' `rows`."""
         softcap, count = self.policy.logit_softcap, len(hidden)
-        if hidden.device.type != "cpu" and hidden.dtype != torch.float32:
+        if self._exact is not None:
+            self._exact.logits(hidden, self._weight, self._wide, out)
+        elif hidden.device.type != "cpu" and hidden.dtype != torch.float32:
             torch.mm(hidden, self._wide, out_dtype=torch.float32, out=out[:count])
         else:
-            wanted = F.pad(hidden.float(), (0, 0, 0, -count % BLOCK)) if self._is_exact else hidden.float()
-            step = BLOCK if self._is_exact else count
             with products_of(self._weight.dtype):
-                for first in range(0, len(wanted), step):
-                    torch.mm(wanted[first : first + step], self._wide, out=out[first : first + step])
+                torch.mm(hidden.float(), self._wide, out=out[:count])
         logits = out[:count]
         if self.policy.logit_divisor != 1.0:
             logits.div_(self.policy.logit_divisor)

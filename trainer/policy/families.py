@@ -4,6 +4,7 @@ A feature that the policy would compute wrongly is refused by name: before a run
 when a checkpoint is loaded.
 """
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
@@ -19,7 +20,7 @@ class Family(NamedTuple):
     """The facts about a model type that the program needs. The rest is in transformers' modules, which compute every family."""
 
     is_llama_line: bool = False
-    """`decoder` and `exact_decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
+    """`decoder` and `exact.decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
     ropes: frozenset[str] = _POSITIONAL_ROPES
     """Kinds of rotary embeddings."""
     has_experts: bool = False
@@ -75,7 +76,7 @@ def has_sinks(config: Any) -> bool:
 
 
 def is_llama_line(config: Any) -> bool:
-    """Whether `decoder` and `exact_decoder` compute this policy."""
+    """Whether `decoder` and `exact.decoder` compute this policy."""
     is_declared = FAMILIES[config.model_type].is_llama_line
     return is_declared and getattr(config, "hidden_act", "silu") == "silu" and not getattr(config, "mlp_bias", False)
 
@@ -106,8 +107,10 @@ def check_exact_supported(config: Any, device_type: str = "cpu") -> None:
     """Raise SettingError where exact mode cannot keep its promise."""
     if not is_llama_line(config):
         raise SettingError(f"generator.exact is not available for model type '{config.model_type}'")
-    if device_type != "cpu":
-        raise SettingError(f"generator.exact is not available on {device_type}, only on the CPU")
+    if device_type not in ("cpu", "cuda"):
+        raise SettingError(f"generator.exact is not available on {device_type}, only on CPU and CUDA")
+    if device_type == "cuda" and find_spec("triton") is None:
+        raise SettingError("generator.exact: on CUDA it needs Triton, which is not installed")
 
 
 def check_splittable(config: Any, size: int) -> None:

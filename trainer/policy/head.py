@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .exact_decoder import BLOCK, exact_logits
+from .exact.operators import ExactOperators
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one matrix of logits: on a CPU a few of them fit into the caches, on a GPU it keeps the matrix products large."""
+_BLOCK = 32
+"""The number of rows is a multiple of this: the blocks of exact mode on a CPU."""
 _MIN_ROWS = 128
 """Fewer rows would spend the time on reading the weights."""
 
@@ -24,14 +26,14 @@ _MIN_ROWS = 128
 class LogitsHead:
     """The head as one forward pass uses it: weight [vocab, hidden], bias [vocab].
 
-    Logits are the products in `dtype` with sums in fp32, divided by `divisor`, then soft-capped. With `exact`, products follow
-    the rules of exact mode.
+    Logits are the products in `dtype` with sums in fp32, divided by `divisor`, then soft-capped. With `exact`, products and
+    log-softmax are those of exact mode.
     """
 
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    exact: bool = False
+    exact: ExactOperators | None = None
     divisor: float = 1.0
     softcap: float | None = None
 
@@ -47,16 +49,20 @@ class LogitsHead:
 
     def operand(self, tensor: Tensor) -> Tensor:
         """Hidden states or weights in the type of the products."""
-        return tensor if self.exact else tensor.to(self.dtype)
+        return tensor.to(self.dtype)
 
     def products(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """fp32 [T, vocab]; both are operands."""
-        if self.exact:
-            return exact_logits(hidden, weight)
+        if self.exact is not None:
+            return self.exact.logits(hidden, weight)
         if weight.dtype == torch.float32:
             return F.linear(hidden, weight, self.bias)
         logits = _wide_product(hidden, weight.t())
         return logits if self.bias is None else logits.add_(self.bias)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Of fp32 [T, vocab]."""
+        return torch.log_softmax(logits, -1) if self.exact is None else self.exact.log_softmax(logits)
 
     def scaled(self, products: Tensor) -> Tensor:
         """Logits from products."""
@@ -67,7 +73,7 @@ class LogitsHead:
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """The rows whose logits are in memory at one time."""
         size = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cuda"]) // (4 * len(self.weight))
-        size = max(size // BLOCK * BLOCK, _MIN_ROWS)
+        size = max(size // _BLOCK * _BLOCK, _MIN_ROWS)
         return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
@@ -138,7 +144,7 @@ class _TokenLogprobs(torch.autograd.Function):
         found, entropy, normalizer = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
         for rows in head.chunks(count):
             logits = head.scaled(head.products(head.operand(hidden[rows]), operand)).mul_(1 / temperature)
-            logprobs = torch.log_softmax(logits, dim=-1)
+            logprobs = head.log_softmax(logits)
             wanted = targets[rows, None]
             found[rows] = logprobs.gather(1, wanted)[:, 0]
             normalizer[rows] = logits.gather(1, wanted)[:, 0] - found[rows]

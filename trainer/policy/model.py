@@ -21,8 +21,7 @@ from transformers.utils import logging as transformers_logging
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
-from .exact_attention import ExactPackedAttention
-from .exact_decoder import ExactDecoder
+from .exact.decoder import ExactDecoder
 from .families import check_exact_supported, check_splittable, check_supported, text_config
 from .head import LogitsHead
 from .loading import read_weights
@@ -78,10 +77,14 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.head.weight.device
 
-    def make_exact(self) -> ExactDecoder:
-        """From now on run packed forward passes in exact mode; SettingError where it is not available."""
+    def make_exact(self, dtype: torch.dtype | None = None) -> ExactDecoder:
+        """From now on run packed forward passes in exact mode, with weights rounded to this type, by default their own.
+
+        Raises SettingError where exact mode is not available.
+        """
         check_exact_supported(self.config, self.device.type)
-        self.exact = ExactDecoder(self.model.base_model, self.config, self.rope.count, self.dtype, self.device)
+        dtype = dtype or self.dtype
+        self.exact = ExactDecoder(self.model.base_model, self.config, self.rope.count, dtype, self.device)
         return self.exact
 
     def checkpoint_activations(self) -> None:
@@ -142,8 +145,9 @@ class Policy(nn.Module):
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]
         positions = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(token_ids.device)
-        attention = PackedAttention if self.exact is None else ExactPackedAttention
-        return (self.exact or self)(token_ids, positions, attention(lengths, token_ids.device))
+        if self.exact is not None:
+            return self.exact(token_ids, positions, self.exact.packed_attention(lengths))
+        return self(token_ids, positions, PackedAttention(lengths, token_ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]. Differentiable."""
@@ -159,9 +163,12 @@ class Policy(nn.Module):
         return self._logits_head(dtype).token_logprobs(hidden, targets, temperature)
 
     def _logits_head(self, dtype: torch.dtype | None = None) -> LogitsHead:
-        head = self.head
-        dtype = (dtype or self.dtype) if head.weight.is_cuda else torch.float32
-        return LogitsHead(head.weight, head.bias, dtype, self.exact is not None, self.logit_divisor, self.logit_softcap)
+        head, exact = self.head, None
+        if self.exact is not None:
+            dtype, exact = self.exact.dtype, self.exact.operators
+        elif not head.weight.is_cuda:
+            dtype = torch.float32
+        return LogitsHead(head.weight, head.bias, dtype or self.dtype, exact, self.logit_divisor, self.logit_softcap)
 
 
 def load_policy(
@@ -216,9 +223,9 @@ def _build(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def default_device(*, exact: bool = False) -> torch.device:
-    """The process's GPU if there is one, else the CPU; exact mode runs on the CPU only."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() and not exact else torch.device("cpu")
+def default_device() -> torch.device:
+    """The process's GPU if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -7,10 +7,10 @@ import torch
 
 from ....comm.errors import SettingError
 from ....trainer.policy.attention import Attention
-from ....trainer.policy.exact_attention import PAGE
+from ....trainer.policy.exact.operators import PAGE, ExactOperators
 from ....trainer.policy.families import has_sinks
 from .cpu import GatherAttention, PoolAttention
-from .cuda import FLASH_PAGE, FlashAttention, TritonAttention, VarlenAttention, has_varlen
+from .cuda import FLASH_PAGE, ExactTableAttention, FlashAttention, TritonAttention, VarlenAttention, has_varlen
 
 if TYPE_CHECKING:
     from ....trainer.policy.model import Policy
@@ -33,10 +33,10 @@ def page_size_for(attention: str) -> int:
     return FLASH_PAGE if attention in ("flash", "varlen") else PAGE
 
 
-def choose(wanted: str, policy: "Policy", cache: "KVCache", exact: bool) -> DecodeAttention:
+def choose(wanted: str, policy: "Policy", cache: "KVCache", exact: ExactOperators | None) -> DecodeAttention:
     """The back-end that `generator.attention` names; `auto` takes the first that can serve the policy here."""
-    if exact and wanted not in ("auto", "pool"):
-        raise SettingError(f"generator.attention: exact mode runs on 'pool', not on '{wanted}'")
+    if exact is not None:
+        return _exact(wanted, cache, exact)
     able = [name for name, is_able in _abilities(policy, cache).items() if is_able]
     if wanted != "auto" and wanted not in able:
         raise SettingError(
@@ -44,9 +44,18 @@ def choose(wanted: str, policy: "Policy", cache: "KVCache", exact: bool) -> Deco
         )
     name = able[0] if wanted == "auto" else wanted
     if name == "pool":
-        return PoolAttention(cache, exact)
+        return PoolAttention(cache)
     classes: tuple[Any, ...] = (FlashAttention, TritonAttention, VarlenAttention, GatherAttention)
     return next(each for each in classes if each.name == name)(cache)
+
+
+def _exact(wanted: str, cache: "KVCache", operators: ExactOperators) -> DecodeAttention:
+    attention = ExactTableAttention(cache) if operators.has_tables else PoolAttention(cache, is_exact=True)
+    if wanted not in ("auto", attention.name):
+        raise SettingError(f"generator.attention: exact mode runs on '{attention.name}', not on '{wanted}'")
+    if cache.page_size != PAGE:
+        raise SettingError(f"generator.exact: pages have {PAGE} tokens, not {cache.page_size}")
+    return attention
 
 
 def _abilities(policy: "Policy", cache: "KVCache") -> dict[str, bool]:

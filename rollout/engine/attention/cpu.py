@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....trainer.policy.attention import AttentionSpec, masked_attention
-from ....trainer.policy.exact_attention import MASKED_SCORE, ROWS, attend_pages, merge_in_order
+from ....trainer.policy.exact.pages import MASKED_SCORE, ROWS, attend_pages, merge_in_order
 
 if TYPE_CHECKING:
     from ..batch import DecodeBatch
@@ -35,7 +35,7 @@ class PoolAttention:
 
     The partial results of a sequence's pages are merged by their log-sum-exp. Nothing is gathered, and the cost grows
     with the pages in use. Pages that several samples share come from the pool's upper end and are read once, with the
-    queries of all their owners as rows, in one call for adjacent pages of about as many owners. `is_exact` follows the rules of `trainer.policy.exact_attention`.
+    queries of all their owners as rows, in one call for adjacent pages of about as many owners. `is_exact` follows the rules of `trainer.policy.exact.pages`.
     """
 
     name = "pool"

@@ -88,6 +88,26 @@ class TritonAttention(TableAttention):
         return self._paged_decode(query, keys, values, self.table, self.lengths, *rule)
 
 
+class ExactTableAttention(TableAttention):
+    """The kernels of exact mode, which prefill and training launch too."""
+
+    name = "triton"
+
+    def use(self, table: Tensor, lengths: Tensor) -> None:
+        from ....trainer.policy.kernels.exact_attention import (
+            QueryTiles,
+        )  # Triton is installed only where there is a GPU
+
+        super().use(table, lengths)
+        self._queries = QueryTiles.of_newest(table, lengths)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: "AttentionSpec") -> Tensor:
+        from ....trainer.policy.kernels.exact_attention import exact_paged_attention
+
+        num_keys = self.table.shape[1] * self.cache.page_size
+        return exact_paged_attention(query, keys, values, self._queries, num_keys, rule)
+
+
 class FlashAttention(TableAttention):
     """flash-attn's decode kernel; one split, so that a row's bits do not depend on the other rows."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....trainer.policy.attention import AttentionSpec, ChunkAttention, PackedAttention
-from ....trainer.policy.exact_attention import Run, TileAttention
+from ....trainer.policy.exact.operators import ExactOperators, Run
 from ..to_device import to_device
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class PrefillAttention:
 class ExactPrefillAttention:
     """`PrefillAttention` in exact mode."""
 
-    def __init__(self, cache: "KVCache", runs: Sequence[Run], device: torch.device) -> None:
+    def __init__(self, operators: ExactOperators, cache: "KVCache", runs: Sequence[Run], device: torch.device) -> None:
         self.cache = cache
         self.cache_rows = _cache_rows(cache, [(run, run.start) for run in runs], device)
-        self._tiles = TileAttention(runs, device)
+        self._over_pages = operators.over_pages(runs, device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         self.cache.write(layer, self.cache_rows, key, value)
-        return self._tiles(query, self.cache.keys[layer], self.cache.values[layer], rule)
+        return self._over_pages(query, self.cache.keys[layer], self.cache.values[layer], rule)
 
 
 def _cache_rows(cache: "KVCache", parts: Sequence[tuple[Run, int]], device: torch.device) -> Tensor:

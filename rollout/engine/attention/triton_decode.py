@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT = 512
-"""Keys of one program."""
+from ....trainer.policy.kernels.merge import NO_WINDOW, SPLIT, merge_splits
+
 BLOCK = 32
 """Keys of one iteration."""
-NO_WINDOW = 1 << 30
-"""A window that hides nothing."""
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -68,32 +66,6 @@ def _split_kernel(
         tl.store(lse + place, tl.where(total > 0, peak + tl.log(sum_or_one), -1e30), mask=groups < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    parts, lse, lengths, sinks, out, window, num_splits, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """The splits of one row and head that it sees, merged in order; a sink is a first split without a value."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    dims = tl.arange(0, DIM_ROWS)
-    first = (row * HEADS + head).to(tl.int64) * num_splits
-    peak, total = -1e30, 0.0
-    if HAS_SINKS:
-        peak, total = tl.load(sinks + head).to(tl.float32), 1.0
-    mixed = tl.zeros((DIM_ROWS,), tl.float32)
-    for split in range(tl.maximum(length - window, 0) // SPLIT, (length + SPLIT - 1) // SPLIT):
-        part = tl.load(lse + first + split)
-        new_peak = tl.maximum(peak, part)
-        fade, weight = tl.exp(peak - new_peak), tl.exp(part - new_peak)
-        value = tl.load(parts + (first + split) * DIM + dims, mask=dims < DIM, other=0.0)
-        mixed = mixed * fade + value * weight
-        total = total * fade + weight
-        peak = new_peak
-    place = out + (row * HEADS + head) * DIM + dims
-    tl.store(place, (mixed / total).to(out.dtype.element_ty), mask=dims < DIM)
-
-
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
@@ -117,9 +89,4 @@ def paged_decode(
         GROUP_ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_ROWS=max(16, dim_rows), PAGE=page,
         KV_HEADS=kv_heads, SPLIT=SPLIT, BLOCK=BLOCK, HAS_SOFTCAP=softcap is not None, num_warps=4,
     )  # fmt: skip
-    out = torch.empty_like(query)
-    _merge_kernel[(rows, heads)](
-        parts, lse, lengths, lengths if sinks is None else sinks, out, window, splits, HEADS=heads, DIM=dim,
-        DIM_ROWS=max(16, dim_rows), SPLIT=SPLIT, HAS_SINKS=sinks is not None, num_warps=1,
-    )  # fmt: skip
-    return out
+    return merge_splits(parts, lse, lengths, window, query.dtype, sinks)

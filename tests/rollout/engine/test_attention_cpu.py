@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headrace.rollout.engine.attention.cpu import attend_by_products
-from headrace.trainer.policy.exact_attention import MASKED_SCORE, attend_pages
+from headrace.trainer.policy.exact.pages import MASKED_SCORE, attend_pages
 
 
 @pytest.mark.parametrize("head_dim", [8, 64])

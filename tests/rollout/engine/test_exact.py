@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.exact import packed_logprobs, run
 from support.policies import STORIES, needs_stories, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -10,28 +11,6 @@ from headrace.rollout import Engine, SamplingParams
 from headrace.trainer.policy.model import load_policy
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "phi3"]
-
-
-def run(engine, prompts, params, num_samples=1):
-    """Completions of groups; ids are prompt * 100 + sample."""
-    for index, prompt in enumerate(prompts):
-        engine.add_group(prompt, params, [100 * index + sample for sample in range(num_samples)])
-    completions = []
-    while not engine.idle:
-        completions += engine.step()
-    engine.check()
-    return completions
-
-
-def packed_logprobs(policy, completions, temperature=1.0):
-    """Log-probabilities of all responses by one packed forward of the trainer's."""
-    sequences = [c.prompt_ids + c.token_ids for c in completions]
-    lengths = torch.tensor([0, *(len(s) - 1 for s in sequences)])
-    inputs = torch.tensor([t for s in sequences for t in s[:-1]])
-    targets = torch.tensor([t for s in sequences for t in s[1:]])
-    logprobs, _ = policy.token_logprobs(policy.forward_packed(inputs, lengths.cumsum(0)), targets, temperature)
-    parts = logprobs.detach().split(lengths[1:].tolist())
-    return torch.cat([part[len(c.prompt_ids) - 1 :] for part, c in zip(parts, completions, strict=True)])
 
 
 def assert_same_bits(path, dtype, completions, temperature=1.0):
@@ -118,6 +97,22 @@ def test_gradients_of_an_exact_forward_are_those_of_a_plain_one(tmp_path):
         gradients.append({name: weight.grad for name, weight in policy.weights().items()})
     for name, plain in gradients[0].items():
         assert (plain - gradients[1][name]).abs().max() <= 1e-4 * plain.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_a_trainer_with_fp32_weights_agrees_with_a_generator_in_bfloat16(tmp_path, family):
+    path = tiny_policy(tmp_path, family)
+    with torch.no_grad():
+        policy = load_policy(path)
+        for weight in policy.weights().values():
+            weight.add_(1e-3 * torch.randn_like(weight))  # numbers that bfloat16 does not have
+        policy.model.save_pretrained(path)
+    completions = run(
+        Engine(path, "bfloat16", exact=True), random_prompts(4, longest=90), SamplingParams(max_new_tokens=20)
+    )
+    policy.make_exact(torch.bfloat16)
+    logprobs = packed_logprobs(policy, completions)
+    assert torch.equal(torch.tensor([x for c in completions for x in c.logprobs]), logprobs)
 
 
 def test_exact_mode_is_refused_by_name_for_a_family_without_it(tmp_path):

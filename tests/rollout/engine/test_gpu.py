@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exact import packed_logprobs, run
 from support.policies import plain_logprobs, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +51,20 @@ def test_captured_steps_follow_weights_overwritten_in_place(tmp_path):
             weight.copy_(other.weights()[name])
     engine.weights_changed()
     assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_in_exact_mode_generator_and_trainer_agree_bit_for_bit(tmp_path, family, dtype):
+    path = tiny_policy(tmp_path, family, num_attention_heads=6, hidden_size=96)
+    engine = Engine(path, dtype, max_running=13, exact=True, prefill_tokens=100)
+    assert engine.runner._graphs is not None
+    params = SamplingParams(max_new_tokens=90, temperature=0.8, ignore_eos=True)
+    completions = run(engine, random_prompts(14, longest=150), params, num_samples=3)
+    policy = load_policy(path, "float32", "cuda")
+    policy.make_exact(getattr(torch, dtype))
+    found = torch.tensor([x for c in completions for x in c.logprobs])
+    assert torch.equal(found, packed_logprobs(policy, completions, temperature=0.8))
 
 
 def test_a_packed_half_precision_forward_is_near_the_cpu_s(tmp_path):

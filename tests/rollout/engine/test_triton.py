@@ -1,36 +1,19 @@
 """The Triton kernels against plain attention; without a GPU, `TRITON_INTERPRET=1` runs them in Triton's interpreter."""
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
+from support.interpreter import DEVICE, let_loops_take_tensors, needs_triton
 
 from headrace.trainer.policy.attention import AttentionSpec, masked_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-pytestmark = [
-    pytest.mark.extra,
-    pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.extra, needs_triton]
 
 
 @pytest.fixture
 def paged_decode(monkeypatch):
     from headrace.rollout.engine.attention.triton_decode import paged_decode
 
-    if DEVICE == "cpu":
-        from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
-
-        patch = interpreter._patch_lang_tensor
-
-        def patch_with_bounds(tensor, scope):
-            """The interpreter's loops take bounds that NumPy 2.4 and later do not make numbers of."""
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_bounds)
+    let_loops_take_tensors(monkeypatch)
     return paged_decode
 
 

@@ -5,6 +5,7 @@ bfloat16, so its numbers are checked on a GPU alone.
 """
 
 import pytest
+import torch
 from support.compiled import ARCHITECTURES, needs_compiler, resources
 
 pytestmark = [pytest.mark.extra, needs_compiler]
@@ -39,7 +40,7 @@ def test_the_merge_of_splits_takes_few_registers_and_no_memory(tmp_path, archite
         "window": "i32", "num_splits": "i32",
     }  # fmt: skip
     constants = {"HEADS": 14, "DIM": 128, "DIM_ROWS": 128, "SPLIT": 512, "HAS_SINKS": has_sinks}
-    from headrace.rollout.engine.attention.triton_decode import _merge_kernel
+    from headrace.trainer.policy.kernels.merge import _merge_kernel
 
     found = resources(tmp_path, _merge_kernel, architecture, arguments, constants, 1)
     assert found.registers <= 64 and found.spilled == 0 and found.shared <= 1024, found
@@ -50,7 +51,8 @@ def test_the_merge_of_splits_takes_few_registers_and_no_memory(tmp_path, archite
 def test_the_gate_takes_few_registers_and_no_memory(tmp_path, architecture, kind):
     from headrace.trainer.policy.kernels.gate import _gate_kernel
 
-    arguments = {"gate_up": f"*{kind}", "out": f"*{kind}", "columns": "i32"}
+    pointers = {"gates": f"*{kind}", "ups": f"*{kind}", "out": f"*{kind}"}
+    arguments = {**pointers, "row_stride": "i32", "columns": "i32"}
     found = resources(tmp_path, _gate_kernel, architecture, arguments, {"BLOCK": 1024}, 4)
     assert found.registers <= 48 and found.spilled == found.shared == 0, found
 
@@ -89,6 +91,59 @@ def test_plain_sampling_takes_few_registers_and_little_memory(tmp_path, architec
     rows = {"is_greedy": "*i1", "keys": "*i64", "positions": "*i64", "tokens": "*i64", "logprobs": "*fp32"}
     found = resources(tmp_path, _draw_kernel, architecture, inputs | rows | sizes, {"BLOCKS": 64, "BLOCK": BLOCK}, 8)
     assert found.registers <= 128 and found.spilled == 0 and found.shared <= 32e3, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "result"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")])
+def test_an_exact_linear_layer_spills_nothing(tmp_path, architecture, kind, result):
+    from headrace.trainer.policy.kernels.exact_linear import COLUMNS, GROUP, ROWS, _linear_kernel
+
+    arguments = {
+        "x": f"*{kind}", "weight": f"*{kind}", "bias": f"*{kind}", "out": f"*{result}", "rows": "i32", "columns": "i32",
+        "inputs": "i32",
+    }  # fmt: skip
+    constants = {
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+        "INPUTS": 32 if kind == "fp32" else 64,
+        "GROUP": GROUP,
+        "HAS_BIAS": True,
+    }
+    found = resources(tmp_path, _linear_kernel, architecture, arguments, constants, 4, num_stages=3)
+    assert found.registers <= 168 and found.spilled == 0 and found.shared <= 64e3, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "dim", "group"), [("bf16", 64, 7), ("bf16", 128, 4), ("fp16", 128, 8), ("bf16", 256, 2), ("fp32", 128, 4)])  # fmt: skip
+def test_exact_attention_spills_nothing(tmp_path, architecture, kind, dim, group):
+    from headrace.trainer.policy.kernels.exact_attention import _tile_kernel, block_and_warps, tile_rows
+
+    arguments = {
+        "query": f"*{kind}", "keys": f"*{kind}", "values": f"*{kind}", "tiles": "*i32", "table": "*i32", "out": "*fp32",
+        "lse": "*fp32", "scale": "fp32", "window": "i32", "table_stride": "i32", "num_keys": "i32", "num_splits": "i32",
+    }  # fmt: skip
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    block, warps = block_and_warps(dim, dtype)
+    constants = {
+        "KV_HEADS": 2, "GROUP": group, "ROWS": tile_rows(group, dtype), "DIM": dim, "DIM_ROWS": dim, "PAGE": 64, "SPLIT": 512,
+        "BLOCK": block,
+    }  # fmt: skip
+    found = resources(tmp_path, _tile_kernel, architecture, arguments, constants, warps, num_stages=2)
+    assert found.registers <= 232 and found.spilled == 0 and found.shared <= 99e3, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_exact_sums_over_rows_take_few_registers_and_little_memory(tmp_path, architecture):
+    from headrace.trainer.policy.kernels.exact_rows import BLOCK, _norm_kernel, _normalizer_kernel
+
+    arguments = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "rows": "i32", "columns": "i32"}
+    for rows, columns, warps in ((32, 128, 4), (1, 4096, 4), (1, 8192, 8)):
+        constants = {"ROWS": rows, "COLUMNS": columns}
+        found = resources(tmp_path, _norm_kernel, architecture, arguments, constants, warps)
+        assert found.registers <= 96 and found.spilled == 0 and found.shared <= 1024, found
+    arguments = {"logits": "*fp32", "normalizer": "*fp32", "vocab": "i32"}
+    found = resources(tmp_path, _normalizer_kernel, architecture, arguments, {"BLOCK": BLOCK}, 8)
+    assert found.registers <= 64 and found.spilled == 0 and found.shared <= 1024, found
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,21 +1,14 @@
 """The kernels of plain sampling against their formula in float64; without a GPU, `TRITON_INTERPRET=1` runs them in Triton's interpreter."""
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
+from support.interpreter import DEVICE, needs_triton
 
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
 from headrace.rollout.engine.streams import stream_key, uniforms
 from headrace.rollout.engine.to_device import to_device_together
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-pytestmark = [
-    pytest.mark.extra,
-    pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.extra, needs_triton]
 INF = float("inf")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.trainer.policy import head
+from headrace.trainer.policy.exact.blocks import BlockOperators
 from headrace.trainer.policy.head import LogitsHead
 
 
@@ -53,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(
 def test_logits_and_log_probs_are_made_of_the_same_bits():
     torch.manual_seed(0)
     hidden, targets = torch.randn(64, 12), torch.randint(41, (64,))
-    lean = LogitsHead(torch.randn(41, 12), None, torch.float32, exact=True)
+    lean = LogitsHead(torch.randn(41, 12), None, torch.float32, exact=BlockOperators())
     expected = torch.log_softmax(lean.logits(hidden) * (1 / 0.7), -1).gather(1, targets[:, None])[:, 0]
     assert torch.equal(lean.token_logprobs(hidden, targets, 0.7)[0], expected)
 

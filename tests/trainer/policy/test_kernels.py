@@ -4,22 +4,15 @@ In fp32 and fp16: the interpreter computes with bfloat16 as if it were its bits.
 `test_cuda_graphs.py` decodes every family.
 """
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
 from support.fake_cuda import silu_mul as silu_mul_by_formula
 from support.fake_cuda import store_heads as store_heads_by_formula
+from support.interpreter import DEVICE, needs_triton
 
 from headrace.trainer.policy.decoder import HeadRule
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-pytestmark = [
-    pytest.mark.extra,
-    pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.extra, needs_triton]
 WIDE, HALF = (torch.float32, 2e-6), (torch.float16, 2e-3)
 """A type, and the largest relative error of a result in it."""
 

@@ -1,5 +1,6 @@
-"""Triton kernels of the lean forward pass: several small operators of a layer in one launch, for CUDA alone.
+"""Triton kernels, for CUDA alone; they are imported when a forward pass on a GPU begins.
 
-They round once, where the operators that they replace round after each of them. Exact mode does not use them. Only
-`decoder` and the generator's paged attention import them, when a forward pass on a GPU begins: start with `decoder`.
+`gate` and `heads` are of the lean forward pass: several small operators of a layer in one launch, which round once, where the operators
+that they replace round after each of them. Start with `decoder`. Those named `exact_*` are of exact mode, whose rows depend on
+no other row. Start with `exact.kernels`.
 """

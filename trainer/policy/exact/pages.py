@@ -1,19 +1,17 @@
-"""Attention of exact mode: its bits do not depend on the other tokens of a batch (see `exact_decoder`).
+"""Attention of exact mode on a CPU, one call per page with query rows padded to a multiple of ROWS.
 
-Keys are stored in pages of PAGE tokens. One row of an SDPA call is a tile of queries against one page, with the query heads
-folded into rows. The results of a query's pages are merged in the order of the pages.
+One row of an SDPA call is a tile of PAGE queries against one page, with the query heads folded into rows. The results of a
+query's pages are merged in the order of the pages.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .attention import AttentionSpec, PackedAttention, band
+from ..attention import AttentionSpec, band
+from .operators import PAGE, Run
 
-PAGE = 64
-"""Keys per page, and query tokens per tile."""
 ROWS = 4
 """Query rows of a call are a multiple of this: the kernel computes one or two rows in another way."""
 MASKED_SCORE = -1e30
@@ -43,16 +41,8 @@ def merge_in_order(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
     return (merged / total[..., None]).to(out.dtype)
 
 
-class Run(NamedTuple):
-    """Tokens [start, stop) of one sequence; its page j of keys is `pages[j]`."""
-
-    start: int
-    stop: int
-    pages: Sequence[int]
-
-
 class TileAttention:
-    """Exact attention, over pages of keys, of runs of tokens packed one after the other in one row."""
+    """See `PagesAttention`."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device | str = "cpu") -> None:
         tiles: list[list[int]] = []
@@ -79,7 +69,6 @@ class TileAttention:
         self._num_tiles = len(tiles)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
-        """query [T, heads, d], keys and values [pages, kv_heads, PAGE, d] -> [T, heads, d]."""
         num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
         groups = query.shape[1] // num_kv_heads
         tiles = query.index_select(0, self._tiles).view(self._num_tiles, PAGE, num_kv_heads, groups, head_dim)
@@ -102,49 +91,3 @@ class TileAttention:
         sees = [band(PAGE, PAGE * (d + 1), window, like.device)[:, :PAGE] for d in range(num_distances)]
         bias = torch.where(torch.stack(sees), 0.0, MASKED_SCORE).to(like.dtype)
         return bias.repeat_interleave(groups, 1).unsqueeze(1)
-
-
-class ExactPackedAttention:
-    """`PackedAttention` in exact mode: forward by tiles and pages, backward through the stock kernel."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        runs, places, num_pages = [], [], 0
-        for length in lengths:
-            count = -(-length // PAGE)
-            runs.append(Run(0, length, range(num_pages, num_pages + count)))
-            places += range(num_pages * PAGE, num_pages * PAGE + length)
-            num_pages += count
-        self._tiles = TileAttention(runs, device)
-        self._places = torch.tensor(places, device=device)
-        self._num_pages = num_pages
-        self.stock = PackedAttention(lengths, device)
-        """The same attention by the stock kernels, for the gradient."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        return _Exact.apply(query, key, value, spec, self)  # pyright: ignore[reportReturnType]
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """The exact result, without an autograd graph."""
-        return self._tiles(query, self._paged(key), self._paged(value), spec)
-
-    def _paged(self, x: Tensor) -> Tensor:
-        pages = x.new_zeros(self._num_pages * PAGE, *x.shape[1:]).index_copy_(0, self._places, x)
-        return pages.unflatten(0, (-1, PAGE)).transpose(1, 2).contiguous()
-
-
-class _Exact(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attention: ExactPackedAttention
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.spec, ctx.attention = spec, attention
-        return attention.forward(query, key, value, spec)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.attention.stock(0, *inputs, ctx.spec)
-        query, key, value = torch.autograd.grad(out, inputs, grads[0])
-        return query, key, value, None, None
