@@ -55,12 +55,11 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of each schedule; the others are compared with the first."""
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
-    "truncate-token": (),
-    "truncate-none": ("algorithm.importance_sampling_cap=1e9",),
+    "clip-token": (),
+    "truncate-token": ("algorithm.importance_sampling=token_truncate",),
     "truncate-sequence": ("algorithm.importance_sampling=sequence_truncate",),
     "mask-token": ("algorithm.importance_sampling=token_mask",),
     "mask-sequence": ("algorithm.importance_sampling=sequence_mask",),
-    "clip-adaptive": ("algorithm.proximal=adaptive",),
     "clip-rollout": ("algorithm.proximal=rollout",),
 }
 """Settings of each correction; the first is the default."""

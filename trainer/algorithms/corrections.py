@@ -6,7 +6,8 @@ section 5.2): the behaviour policy b drew it, the update starts from the proxima
     weight * L(p / q)    with weight = q / b, truncated or masked, and L the loss with its clip around 1
 
 `algorithm.proximal` chooses q, `algorithm.importance_sampling` bounds the weight. With one update for each version, q is p without its
-gradient: the ratio in the clip is exactly 1, and staleness acts through the weight alone. Nothing here carries a gradient.
+gradient: the ratio in the clip is exactly 1, and staleness acts through the weight alone. So it is the weight that must keep stale
+tokens from pushing on in a direction in which the updates since have gone far enough. Nothing here carries a gradient.
 """
 
 from typing import NamedTuple
@@ -23,13 +24,11 @@ from .sequences import sequence_sums, spread
 class Correction(NamedTuple):
     """By token, [R] each.
 
-    old_logprobs: of the policy that the clip's ratio is taken against; clip_low, clip_high: its bounds, 1 - clip_low to
-    1 + clip_high; weight: factor of the token's loss; is_limited: whether the weight is truncated or masked.
+    old_logprobs: of the policy that the clip's ratio is taken against; weight: factor of the token's loss; is_limited: whether
+    the weight is truncated or masked.
     """
 
     old_logprobs: Tensor
-    clip_low: Tensor
-    clip_high: Tensor
     weight: Tensor
     is_limited: Tensor
 
@@ -37,19 +36,15 @@ class Correction(NamedTuple):
 def correct(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Correction:
     """The correction of a micro-batch: logprobs [R] of the policy in training."""
     logprobs, behaviour, staleness = logprobs.detach(), batch.rollout_logprobs, batch.staleness
-    clip_low, clip_high = (torch.full_like(logprobs, clip) for clip in (settings.clip_low, settings.clip_high))
     match settings.proximal:
         case "version":
             old = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
         case "loglinear":
             old = interpolated(logprobs, behaviour, staleness, batch.progress)
-        case "adaptive":
-            old = behaviour
-            clip_low, clip_high = widened(clip_low, clip_high, staleness)
         case "rollout":
             old = behaviour
     weight, is_limited = importance_weights(log_ratio(old, behaviour), batch, settings)
-    return Correction(old, clip_low, clip_high, weight, is_limited)
+    return Correction(old, weight, is_limited)
 
 
 def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor, progress: float) -> Tensor:
@@ -63,22 +58,13 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor, progres
     return torch.lerp(behaviour, logprobs, share)
 
 
-def widened(clip_low: Tensor, clip_high: Tensor, staleness: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds [R] for a ratio that spans s + 1 updates, each with the trust region of one (`staleness` s [R]).
-
-    1 - clip_low becomes (1 - clip_low)^(s + 1), and 1 + clip_high (1 + clip_high)^(s + 1).
-    """
-    num_updates = staleness.to(clip_low.dtype) + 1
-    return 1 - (1 - clip_low) ** num_updates, (1 + clip_high) ** num_updates - 1
-
-
 def importance_weights(log_weights: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor]:
     """Bounded weights [R], and [R] bool where a bound acts: log_weights [R] = log(q / b).
 
-    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Masked: w within [1 / cap, cap], else 0
-    (IcePop, arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product over the response's tokens with loss (verl's and
-    TRL's modes of these names). Tokens of the version in training have the bounds of engine mismatch, the others those of
-    staleness; a response is stale if any token of it is.
+    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Clipped: the same, and 0 where `left_trust_region`.
+    Masked: w within [1 / cap, cap], else 0 (IcePop, arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product
+    over the response's tokens with loss (verl's and TRL's modes of these names). Tokens of the version in training have the bounds
+    of engine mismatch, the others those of staleness; a response is stale if any token of it is.
     """
     is_stale = batch.staleness > 0
     if settings.importance_sampling.startswith("sequence"):
@@ -89,7 +75,20 @@ def importance_weights(log_weights: Tensor, batch: PackedBatch, settings: Algori
         is_stale = spread(stale_tokens > 0, batch.response_lengths)
     weight = log_weights.exp()
     cap = torch.full_like(weight, settings.mismatch_cap).masked_fill(is_stale, settings.importance_sampling_cap)
+    is_above, is_dropped = weight > cap, torch.zeros_like(is_stale)
     if settings.importance_sampling.endswith("mask"):
-        is_outside = (weight > cap) | (weight < 1 / cap)
-        return weight.masked_fill(is_outside, 0.0), is_outside
-    return torch.minimum(weight, cap), weight > cap
+        is_dropped = is_above | (weight < 1 / cap)
+    elif settings.importance_sampling == "token_clip":
+        is_dropped = is_stale & left_trust_region(weight, batch, settings)
+    return torch.minimum(weight, cap).masked_fill(is_dropped, 0.0), is_above | is_dropped
+
+
+def left_trust_region(ratios: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Tensor:
+    """[R] bool: whether the policy has moved further than the clip allows, in the direction in which the advantage pushes.
+
+    PPO's clip (arXiv 1707.06347, formula 7) of the ratios [R] = q / b of tokens that are s versions old, with the trust regions of s + 1
+    updates: (1 - clip_low)^(s + 1) to (1 + clip_high)^(s + 1). The idea of a clip that adapts to staleness is that of arXiv 2607.18722.
+    """
+    num_updates = batch.staleness.to(ratios.dtype) + 1
+    lowest, highest = max(1 - settings.clip_low, 0.0) ** num_updates, (1 + settings.clip_high) ** num_updates
+    return torch.where(batch.advantages > 0, ratios > highest, (batch.advantages < 0) & (ratios < lowest))

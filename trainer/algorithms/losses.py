@@ -23,7 +23,7 @@ class LossInputs(NamedTuple):
     """Per token of n responses, one after the other: R tokens in all.
 
     logprobs [R] of the policy in training; old_logprobs [R] of the policy that the ratio is taken against; advantages,
-    mask [R]; lengths [n] int64; clip_low, clip_high [R] or scalar: the trust region is 1 - clip_low to 1 + clip_high;
+    mask [R]; lengths [n] int64; clip_low, clip_high: the trust region is 1 - clip_low to 1 + clip_high;
     clip_dual: bound of the ratio for negative advantages, None for none.
     """
 
@@ -32,8 +32,8 @@ class LossInputs(NamedTuple):
     advantages: Tensor
     mask: Tensor
     lengths: Tensor
-    clip_low: Tensor
-    clip_high: Tensor
+    clip_low: float
+    clip_high: float
     clip_dual: float | None = None
 
 

@@ -42,8 +42,8 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: R
             advantages=batch.advantages,
             mask=batch.mask,
             lengths=batch.response_lengths,
-            clip_low=correction.clip_low,
-            clip_high=correction.clip_high,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
             clip_dual=algorithm.clip_dual,
         )
     )

@@ -20,7 +20,7 @@ SETTINGS = [
         ("clip", "token-mean", "token_truncate", "version"),
         ("clip", "seq-mean-token-mean", "sequence_truncate", "rollout"),
         ("gspo", "seq-mean-token-mean", "sequence_mask", "rollout"),
-        ("gspo", "token-mean", "token_mask", "adaptive"),
+        ("gspo", "token-mean", "token_clip", "version"),
         ("cispo", "seq-mean-token-sum", "token_mask", "loglinear"),
         ("reinforce", "seq-mean-token-sum-norm", "token_truncate", "version"),
     ]

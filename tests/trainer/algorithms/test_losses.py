@@ -53,8 +53,8 @@ def inputs_of(new: torch.Tensor, old: np.ndarray, advantages: np.ndarray, dual: 
         advantages=torch.tensor(advantages).repeat_interleave(lengths),
         mask=torch.ones(len(new), dtype=torch.float64),
         lengths=lengths,
-        clip_low=torch.tensor(LOW, dtype=torch.float64),
-        clip_high=torch.tensor(HIGH, dtype=torch.float64),
+        clip_low=LOW,
+        clip_high=HIGH,
         clip_dual=dual,
     )
 
@@ -88,8 +88,8 @@ def clipped(name: str, new: list[float], old: list[float], advantages: list[floa
         *(torch.tensor(values, dtype=torch.float64) for values in (new, old, advantages)),
         mask=torch.ones(len(new), dtype=torch.float64),
         lengths=torch.tensor([len(new)]),
-        clip_low=torch.tensor(LOW, dtype=torch.float64),
-        clip_high=torch.tensor(HIGH, dtype=torch.float64),
+        clip_low=LOW,
+        clip_high=HIGH,
         clip_dual=dual,
     )
     return open_loss(name)(x)[1].tolist()
