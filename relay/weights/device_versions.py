@@ -126,7 +126,8 @@ class DeviceVersionReader:
         self._relay_slots = relay_slots
         self._owners: list[Member] = []
         self._parts: list[_OpenPart] = []
-        self._is_proven = False
+        self.is_proven = False
+        """Whether a version that this actor wrote was copied and had the relay's bytes."""
 
     def read(self, stored: StoredVersion, into: Tensor) -> bool:
         """Copy a version into `into`, uint8 of all bytes that this rank takes, on any device.
@@ -145,13 +146,19 @@ class DeviceVersionReader:
         if into.is_cuda:
             torch.cuda.current_stream(into.device).synchronize()
         is_whole = all(part.slots.is_valid(version) for part, version in zip(self._parts, held, strict=True))
-        return is_whole and (self._is_proven or self._prove(stored, into))
+        return is_whole and (self.is_proven or self._prove(stored, into))
+
+    def close_dead(self) -> None:
+        """Close all buffers if one of their owners has died: a GPU keeps the memory of a dead process while it is open elsewhere."""
+        if self._parts and not all(owner in self._fleet.alive_members("actor", having=_INFO) for owner in self._owners):
+            self.close()
+            self._owners = []  # one that only seemed dead is followed again
 
     def close(self) -> None:
         """Close what is open; the memory stays its owner's."""
         for part in self._parts:
             part.close()
-        self._parts, self._is_proven = [], False
+        self._parts, self.is_proven = [], False
 
     def _follow_actor(self) -> None:
         """Open the buffers of the actor's ranks when they have changed; those of a dead or earlier process are closed."""
@@ -181,7 +188,7 @@ class DeviceVersionReader:
             return False  # overwritten meanwhile: the next version is compared
         names = ", ".join(member.name for member in self._owners)
         if is_same:
-            self._is_proven = True
+            self.is_proven = True
             _log.info("weights come from the device of %s", names)
         else:
             self.close()

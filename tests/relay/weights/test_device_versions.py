@@ -5,6 +5,7 @@ import sys
 import threading
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -196,6 +197,23 @@ def test_a_trainer_that_starts_again_is_followed():
     assert read(reader, scene.relay.find(1), scene) is None
 
 
+def test_the_buffers_of_a_dead_trainer_are_closed_and_those_of_one_that_only_seemed_dead_are_opened_again():
+    scene = DeviceScene()
+    reader, stored = scene.reader(), scene.publish(1)
+    assert is_version(read(reader, stored, scene), 1)
+    (part,) = reader._parts
+    reader.close_dead()
+    assert reader._parts == [part]
+    with scene.network.lock:
+        member = scene.network.members["actor-0"]
+        scene.network.members["actor-0"] = msgspec.structs.replace(member, is_alive=False)
+    reader.close_dead()
+    assert not reader._parts and not reader.is_proven
+    with scene.network.lock:
+        scene.network.members["actor-0"] = member
+    assert is_version(read(reader, stored, scene), 1)
+
+
 def test_a_trainer_that_closes_has_no_version_any_more():
     scene = DeviceScene()
     reader, stored = scene.reader(), scene.publish(1)
@@ -298,6 +316,21 @@ def test_a_rollout_takes_its_weights_from_the_device_and_else_from_the_relay(tmp
             assert taken.pull(60) == (version, stored.digest)
         expected = scene.weights_of(version)
         assert all(torch.equal(weight, expected[name]) for name, weight in policy.weights().items())
+
+
+def test_a_rollout_does_not_hash_versions_that_it_takes_from_the_device(tmp_path):
+    scene = PublisherScene(load_policy(path := tiny_policy(tmp_path)).weights())
+    taken = RolloutWeights(scene.join("rollout"), load_policy(path, weights=False), SETTINGS)
+    at_end(taken.close)
+    scene.publish(1)
+    assert taken.newest() == 1
+    taken.pull(60)
+    checks = taken._reader._check
+    stored = scene.publish(2)
+    assert taken.newest() == 2 and taken._reader._check is checks
+    scene.actor.crash()
+    assert taken.newest() == 2 and taken._reader._check is not checks
+    assert taken.pull(60) == (2, stored.digest)
 
 
 ACTOR = """
