@@ -54,6 +54,10 @@ def part_of(layout, index, num_parts):
     return WeightShard(layout, index, num_parts, tuple(runs)) if num_parts > 1 else WeightShard.whole(layout)
 
 
+def whole_runs(layout):
+    return [ShardRun(entry, *run) for entry in layout.entries for run in entry.runs(0, SHAPES[entry.name][0])]
+
+
 class DeviceScene:
     """The ranks of an actor with buffers on their devices, and the slots of a relay."""
 
@@ -139,6 +143,30 @@ def test_ranks_on_another_host_leave_all_to_the_relay():
     scene = DeviceScene(num_parts=2)
     scene.ranks[1] = scene.rank(1, host="there")
     assert read(scene.reader(), scene.publish(1), scene) is None
+
+
+def test_of_replicas_a_rank_without_rows_is_not_needed_on_this_host_and_allocates_nothing(caplog):
+    scene = DeviceScene()
+    all_rows = WeightShard(scene.layout, 0, 2, tuple(whole_runs(scene.layout)))
+    scene.ranks[0] = DeviceVersions(MemoryFleet.join_network(scene.network, "actor"), all_rows, 1, CPU)
+    at_end(scene.ranks[0].close)
+    there = MemoryFleet.join_network(scene.network, "actor", 1, host="there")
+    publisher = WeightPublisher(there, scene.layout, SETTINGS, WeightShard(scene.layout, 1, 2, ()), 1)
+    MemoryFleet.join_network(scene.network, "rollout", 1, host="there")
+    assert publisher._device_versions(weights(1)) is None and not there.me.info
+    assert is_version(read(scene.reader(), scene.publish(1), scene), 1) and not caplog.records
+
+
+def test_an_actor_with_rows_on_two_hosts_allocates_nothing_and_says_so_once(caplog):
+    scene = PublisherScene(weights(0))
+    scene.join("rollout")
+    there = MemoryFleet.join_network(scene.network, "actor", 1, host="there")
+    WeightPublisher(there, scene.layout, SETTINGS)
+    scene.publish(1)
+    scene.publish(2)
+    assert "device_weights" not in scene.actor.me.info
+    messages = [record.message for record in caplog.records if "cuda_ipc" in record.message]
+    assert messages == ["comm.cuda_ipc: weights take the way through the relay: actor-1 is on another host"]
 
 
 def test_a_copy_of_a_version_that_was_overwritten_meanwhile_does_not_count():
@@ -249,7 +277,7 @@ def test_memory_of_a_gpu_cannot_be_opened_without_one(caplog):
     slot = scene.ranks[0]._slots.segment.slot(0)
     text = slot.tobytes().rstrip(b"\0").decode()
     start, end = text.index('"/proc'), text.rindex('"')
-    handle = r'"[0,\"QUJD\",64,0,\"QUJD\",0,\"QUJD\",true]"'
+    handle = '[0,"QUJD",64,0,"QUJD",0,"QUJD",true]'
     changed = (text[:start] + handle + text[end + 1 :]).encode()
     slot[: len(changed)], slot[len(changed) :] = np.frombuffer(changed, np.uint8), 0
     assert read(reader, stored, scene) is None
