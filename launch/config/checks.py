@@ -215,7 +215,7 @@ def check_files(role: str, recipe: Recipe) -> None:
 
 
 def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
-    """What a process of `role` announces of its `model.path`: the hub ends a run whose hosts have different ones."""
+    """Digests of `model.path` that a process of `role` announces: the hub ends a run whose hosts have different ones."""
     if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
         return {}
     with_weights = role in ("actor", "reference") or recipe.lora.rank > 0

@@ -55,7 +55,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_digests(path: str, *, with_weights: bool) -> dict[str, str]:
-    """What all hosts must have alike of `model.path`: a digest of configuration and tokenizer, and one of the beginnings of all weights."""
+    """The part of `model.path` that all hosts must have alike: a digest of configuration and tokenizer, and one of the beginnings of all weights."""
     folder = find_checkpoint(path)
     config = {key: value for key, value in read_config(folder).items() if key not in _WRITTEN_BY}
     state = xxhash.xxh3_64(json.dumps(config, sort_keys=True).encode())

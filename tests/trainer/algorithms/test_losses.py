@@ -114,8 +114,8 @@ def test_a_token_with_a_ratio_beyond_all_bounds_gives_a_finite_gradient(name: st
         torch.tensor([1.0, 0.0, -1.0, -1.0], dtype=torch.float64),
         torch.ones(4, dtype=torch.float64),
         torch.tensor([4]),
-        torch.tensor(LOW, dtype=torch.float64),
-        torch.tensor(HIGH, dtype=torch.float64),
+        LOW,
+        HIGH,
     )
     (gradient,) = torch.autograd.grad(open_loss(name)(x)[0].sum(), logprobs)
     assert gradient.isfinite().all()
