@@ -76,9 +76,11 @@ def raise_if_full(folder: Path) -> None:
 class AppendFile:
     """A file that only grows, by whole records: one that does not fit is cut off again, and waits for room."""
 
-    def __init__(self, path: Path, deadline_s: float) -> None:
+    def __init__(self, path: Path, deadline_s: float, *, durable: bool = False) -> None:
+        """`durable`: a record is on the disk when `append` returns; one that does not come there is cut off again."""
         self.path = path
         self.deadline_s = deadline_s
+        self._durable = durable
         self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, record: bytes) -> None:
@@ -95,6 +97,8 @@ class AppendFile:
         try:
             while record:  # a disk that becomes full accepts a part of it first
                 record = record[os.write(self.descriptor, record) :]
+            if self._durable:
+                os.fsync(self.descriptor)
         except OSError:
             os.ftruncate(self.descriptor, num_bytes)
             raise

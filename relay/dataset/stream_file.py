@@ -39,7 +39,7 @@ class StreamFile:
         """The last mark."""
         self.num_marked = 0
         """Rows before the last mark."""
-        self._file = AppendFile(path, deadline_s)
+        self._file = AppendFile(path, deadline_s, durable=True)
         self._reader = os.open(path, os.O_RDONLY)
         self._starts, self._num_bytes = array("q"), 0
         found = self._scan()
@@ -60,7 +60,7 @@ class StreamFile:
         return os.pread(self._reader, end - start, start).partition(b"\n")[0]
 
     def append(self, mark: Mark, rows: Sequence[bytes] = ()) -> None:
-        """Write a mark and the rows that follow it; they are on the disk before they can be read. Raises `DiskFull`."""
+        """Write a mark and the rows that follow it; they are on the disk before they can be read. Raises `DiskFull` or `OSError`."""
         head = _line_of(mark)
         place = self._num_bytes + len(head)
         self._write(head + b"".join(row + b"\n" for row in rows))
@@ -77,7 +77,6 @@ class StreamFile:
 
     def _write(self, lines: bytes) -> None:
         self._file.append(lines)
-        os.fsync(self._file.descriptor)
         self._num_bytes += len(lines)
 
     def _note(self, mark: Mark) -> None:

@@ -1,6 +1,8 @@
 """A data set that is read as it is used: its rows come in one order, whatever happens between them."""
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +18,7 @@ from headrace.comm.recipe import DataSettings
 from headrace.launch.config.data_checks import check_data
 from headrace.relay.dataset import stream as stream_module
 from headrace.relay.dataset.stream import StreamedPrompts
+from headrace.relay.dataset.stream_file import Mark, StreamFile
 
 datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
 
@@ -208,3 +211,19 @@ def test_a_stream_is_checked_before_the_run(folder: str, tmp_path: Path):
         check_data(DataSettings(path=(folder, folder), streaming=True))
     with pytest.raises(SettingError, match=r"data\.streaming: tasks of reasoning-gym"):
         check_data(DataSettings(path="reasoning-gym/leg_counting", streaming=True))
+
+
+def test_rows_that_do_not_come_to_the_disk_are_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(_file: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    rows = [b'{"n":%d}' % number for number in range(9)]
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        file.append(Mark(), rows[:4])
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="broken"):
+            patched.setattr(os, "fsync", fail)
+            file.append(Mark(0, {"x": 1}), rows[4:6])
+        file.append(Mark(0, {"x": 1}), rows[4:])
+        assert list(map(file.__getitem__, range(len(file)))) == rows
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        assert list(map(file.__getitem__, range(len(file)))) == rows
