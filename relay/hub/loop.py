@@ -38,6 +38,7 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
+from ..dataset.stream_file import STREAM_FILE
 from ..journal import events as ev
 from ..journal.journal import Journal, account_dict, cut_at_checkpoint, last_opened, replay
 from ..journal.records import RowStatus
@@ -295,10 +296,16 @@ def open_journal(
                     _commit(event, state, journal, clock)
                 journal.move_to(path)
                 return state, journal
-            path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
+            _set_aside(path)
     journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), HubState()
+    _set_aside(run_dir / STREAM_FILE)  # of a run that this one does not continue
     _commit(opened, state, journal, clock)
     return state, journal
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
 
 
 def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> None:
