@@ -88,13 +88,14 @@ class StreamedPrompts(PromptSource):
 
     def _block(self, cursor: int) -> tuple[int, int, int] | None:
         """Epoch, first row and end of the rows that are shuffled together with a position's; None before all of them are read."""
-        epochs = self._file.epochs
+        # The reader notes the end of an epoch before the rows behind it, so the rows are counted first.
+        num_rows, epochs = len(self._file), tuple(self._file.epochs)
         epoch = bisect_right(epochs, cursor) - 1
         start = cursor - (cursor - epochs[epoch]) % self._block_rows
         end = start + self._block_rows
         if epoch + 1 < len(epochs):
             return epoch, start, min(end, epochs[epoch + 1])
-        return (epoch, start, end) if end <= len(self._file) else None
+        return (epoch, start, end) if end <= num_rows else None
 
     def _is_short(self) -> bool:
         """Whether rows are missing in the block in use, or in the next one."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -17,7 +18,7 @@ from headrace.comm.messages.base import GroupId
 from headrace.comm.recipe import DataSettings
 from headrace.launch.config.data_checks import check_data
 from headrace.relay.dataset import stream as stream_module
-from headrace.relay.dataset.stream import StreamedPrompts
+from headrace.relay.dataset.stream import StreamedPrompts, StreamReader
 from headrace.relay.dataset.stream_file import Mark, StreamFile
 
 datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
@@ -227,3 +228,27 @@ def test_rows_that_do_not_come_to_the_disk_are_not_in_the_file(tmp_path: Path, m
         assert list(map(file.__getitem__, range(len(file)))) == rows
     with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
         assert list(map(file.__getitem__, range(len(file)))) == rows
+
+
+@pytest.mark.parametrize("num_new", [0, 8])
+def test_an_epoch_that_ends_while_a_position_is_looked_up_is_not_mixed_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_new: int
+):
+    prompts = StreamedPrompts(DataSettings(path="x", streaming=True, buffer_size=4), 0, tmp_path, 1.0)
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        monkeypatch.setattr(prompts, "_file", file, raising=False)
+        monkeypatch.setattr(
+            prompts, "_reader", StreamReader(lambda mark: None, file, lambda: False, "x", 1.0), raising=False
+        )
+        file.append(Mark(), [b"{}"] * 10)
+
+        def ends(epochs: Any, cursor: int) -> int:
+            found = bisect_right(epochs, cursor)
+            if len(file.epochs) == 1:
+                file.append(Mark(1), [b"{}"] * num_new)
+            return found
+
+        monkeypatch.setattr(stream_module, "bisect_right", ends)
+        assert prompts.group_at(8) is None, "the end of its block was not known"
+        group = prompts.group_at(8)
+        assert group is not None and group.epoch == 0 and group.prompt in (8, 9)
