@@ -30,6 +30,9 @@ class PromptSource(Protocol):
     def start(self, cursor: int) -> None:
         """Begin to read rows, if that takes a thread; the run continues at `cursor`. Raises `SettingError`."""
 
+    def stop(self) -> None:
+        """Read no more rows; those that were read can still be had."""
+
     def close(self) -> None:
         """End what `start` began."""
 

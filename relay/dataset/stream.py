@@ -68,6 +68,9 @@ class StreamedPrompts(PromptSource):
         self._reader = StreamReader(self._open, self._file, self._is_short, settings.paths[0], self._deadline_s)
         self._reader.start()
 
+    def stop(self) -> None:
+        self._reader.stop()
+
     def close(self) -> None:
         self._reader.close()
 
@@ -135,14 +138,21 @@ class StreamReader:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stream reader", daemon=True)
         self._failure = self._error = ""
-        self._seen = ((0, 0), 0.0)
+        self._num_repeated = 0
+        """Most rows that were read again in one attempt since the last new one."""
+        self._seen = ((0, 0, 0), 0.0)
 
     def start(self) -> None:
         self._thread.start()
 
+    def stop(self) -> None:
+        """Read no more rows, and wait no longer for room on the disk."""
+        self._closing.set()
+        self._file.stop_waiting()
+
     def close(self) -> None:
         """End the thread, and close the file. A thread that waits for the network is left; it writes nothing more."""
-        self._closing.set()
+        self.stop()
         self._thread.join(_CLOSE_S)
         self._file.close()
 
@@ -150,7 +160,7 @@ class StreamReader:
         """Call it while a row is missing. Raises `SettingError` once none has come for the deadline, or none can come."""
         if self._failure:
             raise SettingError(self._failure)
-        progress, now = (len(self._file), len(self._file.epochs)), time.monotonic()
+        progress, now = (len(self._file), len(self._file.epochs), self._num_repeated), time.monotonic()
         if self._seen[0] != progress or not self._seen[1]:
             self._seen = progress, now
         elif now - self._seen[1] > self._deadline_s:
@@ -185,6 +195,7 @@ class StreamReader:
             finally:
                 if block:
                     self._file.append(place, block)
+                    self._num_repeated = 0
             place = Mark(epoch, stream.state_dict())
             if is_last:
                 if len(self._file) == self._file.epochs[-1]:
@@ -214,14 +225,30 @@ class StreamReader:
         file = self._file
         epoch = file.mark.epoch
         for mark, first in ((file.mark, file.num_marked), (Mark(epoch), file.epochs[epoch])):
-            stream = self._open_at(mark)
-            rows = map(as_json, stream)
-            if all(next(rows, None) == file[number] for number in range(first, len(file))):
+            try:
+                stream = self._open_at(mark)
+                rows = map(as_json, stream)
+                is_there = self._repeats(rows, first)
+            except (OSError, SettingError):
+                raise
+            except Exception:
+                if mark.state is None:
+                    raise
+                is_there = False  # the library cannot read the state, as after a change of its version
+            if is_there:
                 is_new = first == len(file)  # a stream that has given no row does not know its state
                 return stream, rows, mark if is_new else Mark(epoch, stream.state_dict())
         raise _StreamChanged(
             f"data.path: the stream {self._name} has other rows than those that the run has used; set another run.dir"
         )
+
+    def _repeats(self, rows: Iterator[bytes], first: int) -> bool:
+        """Whether rows are those of the file from `first` to its end."""
+        for number in range(first, len(self._file)):
+            if self._closing.is_set() or next(rows, None) != self._file[number]:
+                return False
+            self._num_repeated = max(self._num_repeated, number - first + 1)
+        return True
 
 
 class _StreamChanged(SettingError):

@@ -69,6 +69,10 @@ class StreamFile:
             self._starts.append(place)
             place += len(row) + 1
 
+    def stop_waiting(self) -> None:
+        """From now on a full disk is an error at once. Called from any thread."""
+        self._file.gives_up.set()
+
     def close(self) -> None:
         self._file.close()
         if self._reader >= 0:

@@ -72,6 +72,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
+    hub.prompts.pool.stop()  # on a full disk the last records need the room
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
     write_summary(Path(recipe.run.dir), ended | {"hosts": names_by_host(loop.seen.values())})
     hub.prompts.pool.close()

@@ -3,16 +3,19 @@
 import errno
 import json
 import os
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headrace.comm import disk as disk_module
 from headrace.comm.errors import SettingError
 from headrace.comm.messages.base import GroupId
 from headrace.comm.recipe import DataSettings
@@ -252,3 +255,74 @@ def test_an_epoch_that_ends_while_a_position_is_looked_up_is_not_mixed_with_the_
         assert prompts.group_at(8) is None, "the end of its block was not known"
         group = prompts.group_at(8)
         assert group is not None and group.epoch == 0 and group.prompt in (8, 9)
+
+
+def test_a_mark_that_the_library_cannot_read_leads_to_the_beginning_of_its_epoch(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with opened(folder, tmp_path / "whole") as prompts:
+        whole = taken(prompts, range(40))
+    monkeypatch.setattr(stream_module, "_ROWS_AT_ONCE", 4)
+    with opened(folder, tmp_path / "run") as prompts:
+        taken(prompts, range(16))
+    path = tmp_path / "run" / "stream.jsonl"
+    lines = path.read_text().splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith("#"))
+    lines[last] = "#" + json.dumps(json.loads(lines[last][1:]) | {"state": {"of": "another version"}})
+    path.write_text("".join(line + "\n" for line in lines))
+    with opened(folder, tmp_path / "run", cursor=16) as prompts:
+        assert taken(prompts, range(40)) == whole
+
+
+class SlowRows:
+    """A stream of 9 rows, with 4 s between them on a clock of its own, at each of which the run waits for a row."""
+
+    reader: StreamReader
+
+    def __init__(self) -> None:
+        self.now_s, self.waits, self.is_over = 1.0, 0, threading.Event()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(9):
+            self.reader.check()
+            self.waits += 1
+            self.now_s += 4.0
+            yield {}
+        self.is_over.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_rows_that_are_read_again_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stream = SlowRows()
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: stream.now_s))
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        file.append(Mark(), [b"{}"] * 9)
+        stream.reader = StreamReader(lambda mark: stream, file, lambda: True, "x", deadline_s=5.0)
+        with closing(stream.reader):
+            stream.reader.start()
+            assert stream.is_over.wait(PATIENCE_S)
+    assert stream.waits == 9
+
+
+def test_a_stream_that_ends_with_the_run_waits_no_longer_for_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    stream, waits = SlowRows(), threading.Event()
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, deadline_s=PATIENCE_S)) as file:
+        reader = StreamReader(lambda mark: stream, file, lambda: True, "x", deadline_s=PATIENCE_S)
+        stream.reader = reader
+        monkeypatch.setattr(disk_module, "say", lambda text: waits.set())
+        monkeypatch.setattr(os, "fsync", fail)
+        reader.start()
+        assert waits.wait(PATIENCE_S)
+        reader.stop()
+        with pytest.raises(SettingError, match=r"run\.dir is full"):
+            until = time.monotonic() + PATIENCE_S / 2
+            while time.monotonic() < until:
+                reader.check()
+                time.sleep(0.01)
