@@ -39,6 +39,7 @@ class StreamedPrompts(PromptSource):
 
     sizes = (0,)
     whole_turn = sys.maxsize
+    """Known once the first epoch was read."""
 
     def __init__(self, settings: DataSettings, seed: int, run_dir: Path, deadline_s: float) -> None:
         """`deadline_s` bounds the time without a row while the run needs one. Reads and writes nothing before `start`."""
@@ -79,6 +80,8 @@ class StreamedPrompts(PromptSource):
         if (block := self._block(cursor)) is None:
             self._reader.check()
             return None
+        if len(self._file.epochs) > 1:
+            self.whole_turn = 2 * self._file.epochs[1]
         epoch, start, end = block
         if not self._settings.shuffle:
             return GroupId(epoch, cursor)
@@ -101,10 +104,12 @@ class StreamedPrompts(PromptSource):
         return (epoch, start, end) if end <= num_rows else None
 
     def _is_short(self) -> bool:
-        """Whether rows are missing in the block in use, or in the next one."""
-        block = self._block(self._cursor)
+        """Whether rows are missing in the block in use, or in the next one; of a small set, in the next epoch."""
+        if (block := self._block(self._cursor)) is None:
+            return True
+        epoch, _, end = block
         ahead = self._settings.buffer_size - self._block_rows
-        return block is None or self._block(block[2] + ahead) is None
+        return len(self._file.epochs) <= epoch + 2 and self._block(end + ahead) is None
 
     def _open(self, mark: Mark) -> Any:
         """The library's data set, at a place."""

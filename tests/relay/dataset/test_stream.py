@@ -326,3 +326,18 @@ def test_a_stream_that_ends_with_the_run_waits_no_longer_for_room_on_the_disk(
             while time.monotonic() < until:
                 reader.check()
                 time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_small_set_is_read_one_epoch_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    loaded: list[int] = []
+    enough, load, is_short = threading.Event(), stream_module.load_table, vars(StreamedPrompts)["_is_short"]
+    monkeypatch.setattr(stream_module, "load_table", lambda *given: loaded.append(1) or load(*given))
+    monkeypatch.setattr(StreamedPrompts, "_is_short", lambda self: is_short(self) or enough.set())
+    with opened(str(tmp_path / "set.jsonl"), tmp_path / "run", shuffle=shuffle, buffer_size=100) as prompts:
+        assert enough.wait(PATIENCE_S)
+        assert len(loaded) == 3, "the third epoch is opened, and waits"
+        assert group_at(prompts, 0).epoch == 0
+        assert prompts.whole_turn == 4, "two epochs have each row among them"
