@@ -50,6 +50,7 @@ from ..queue.schedules import schedule_of
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
 from .hub import Hub
+from .model_check import ModelCheck
 from .prompts import open_curriculum, open_prompts
 from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
@@ -57,8 +58,6 @@ log = logging.getLogger(__name__)
 
 WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
-_MODEL_FACTS = {"config_digest": "another configuration or tokenizer", "weights_digest": "other weights"}
-"""Facts about the policy's files that members announce, and the meaning of a difference."""
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
@@ -109,8 +108,7 @@ class HubLoop:
         self._lost: dict[str, int] = {}
         self._replaced: set[str] = set()
         self._printed = {""}
-        self._models: dict[str, Member] = {}
-        """The first member that announced each fact about its policy."""
+        self._models = ModelCheck()
         self._broken: ProcessExit | None = None
         """The exit of a process that is not started again."""
         self._checked_at = 0.0
@@ -221,15 +219,14 @@ class HubLoop:
                 print(f"generator: {description}", flush=True)
 
     def _check_models(self) -> None:
-        """All processes read the same policy; on another host `model.path` may name another one."""
-        for member in self.seen.values():
-            for fact, difference in _MODEL_FACTS.items():
-                first = self._models.setdefault(fact, member) if fact in member.info else member
-                if first.info.get(fact) != member.info.get(fact):
-                    self.hub.context.failure = (
-                        f"model.path: {member.name} on {member.host_name} has {difference} than {first.name} on"
-                        f" {first.host_name}; give all hosts the same files"
-                    )
+        """A process with another policy ends the run; one of a host that has joined is refused alone."""
+        for member, reason, ends_run in self._models.differences([*self.seen.values()]):
+            if ends_run:
+                self.hub.context.failure = reason
+            else:
+                print(f"{member.name} is refused: {reason}", flush=True)
+                self.hub.on_process_death(member.name, "refused")
+                self.hub.leases.stop(member.name)
 
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
         """Act on the first report about a process that is still in the fleet.
