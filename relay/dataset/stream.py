@@ -233,16 +233,16 @@ class StreamReader:
             try:
                 stream = self._open_at(mark)
                 rows = map(as_json, stream)
-                is_there = self._repeats(rows, first)
+                if not self._repeats(rows, first):
+                    continue
             except (OSError, SettingError):
                 raise
             except Exception:
                 if mark.state is None:
                     raise
-                is_there = False  # the library cannot read the state, as after a change of its version
-            if is_there:
-                is_new = first == len(file)  # a stream that has given no row does not know its state
-                return stream, rows, mark if is_new else Mark(epoch, stream.state_dict())
+                continue  # the library cannot read the state, as after a change of its version
+            is_new = first == len(file)  # a stream that has given no row does not know its state
+            return stream, rows, mark if is_new else Mark(epoch, stream.state_dict())
         raise _StreamChanged(
             f"data.path: the stream {self._name} has other rows than those that the run has used; set another run.dir"
         )
