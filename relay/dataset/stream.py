@@ -23,7 +23,7 @@ from ...comm.recipe import DataSettings
 from .order import PromptSource
 from .prompt_rows import in_form
 from .rows import as_json
-from .stream_file import STREAM_FILE, Mark, StreamFile
+from .stream_file import MARK, STREAM_FILE, Mark, StreamFile
 from .tables import load_table
 
 _ROWS_AT_ONCE, _SECONDS_AT_ONCE = 256, 0.5
@@ -91,6 +91,9 @@ class StreamedPrompts(PromptSource):
 
     def row(self, group: GroupId) -> msgspec.Raw:
         return msgspec.Raw(self._rows[group.prompt])
+
+    def row_name(self, group: GroupId) -> str:
+        return f"row {group.prompt + 1} of {STREAM_FILE} (its lines with {MARK.decode()} not counted)"
 
     def _block(self, cursor: int) -> tuple[int, int, int] | None:
         """Epoch, first row and end of the rows that are shuffled together with a position's; None before all of them are read."""

@@ -13,7 +13,8 @@ from ...comm.errors import SettingError
 
 STREAM_FILE = "stream.jsonl"
 """Its name in the run folder."""
-_MARK = b"#"
+MARK = b"#"
+"""Begins the lines that are not rows."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -95,7 +96,7 @@ class StreamFile:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                if not line.startswith(_MARK):
+                if not line.startswith(MARK):
                     self._starts.append(self._num_bytes)
                 elif self._num_bytes:
                     self._note(msgspec.json.decode(line[1:], type=Mark))
@@ -106,4 +107,4 @@ class StreamFile:
 
 
 def _line_of(record: Mark | dict[str, Any]) -> bytes:
-    return _MARK + msgspec.json.encode(record) + b"\n"
+    return MARK + msgspec.json.encode(record) + b"\n"
