@@ -295,7 +295,7 @@ class Rollout:
             self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
             return
-        completions = self._totals.step(self.generator, self._clock)
+        completions = self._totals.step(self.generator, self._clock, self.migration.batch_bound)
         if self.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)
             self._totals.idle_since = started
