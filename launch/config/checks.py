@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 from msgspec import structs
 
+from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
+from ...relay.hub.model_check import JOINED
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
@@ -215,11 +217,12 @@ def check_files(role: str, recipe: Recipe) -> None:
 
 
 def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
-    """Digests of `model.path` that a process of `role` announces: the hub ends a run whose hosts have different ones."""
+    """Digests of `model.path` that a process of `role` announces: the hub ends a run whose hosts have different ones, and refuses a host that joins with others."""
     if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
         return {}
     with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
-    return model_digests(recipe.model.path, with_weights=with_weights)
+    joined = {JOINED: "yes"} if JOINING in os.environ else {}
+    return joined | model_digests(recipe.model.path, with_weights=with_weights)
 
 
 def check_rewards(settings: RewardSettings) -> None:

@@ -23,3 +23,18 @@ def test_files_of_the_policy_that_all_hosts_need_alike_have_a_digest(tmp_path: P
     (other / "tokenizer_config.json").write_text("{}")
     found = model_digests(str(other), with_weights=True)
     assert all(found[part] != known[part] for part in known)
+
+
+def test_one_tokenizer_in_other_files_has_the_same_digest(tmp_path: Path):
+    first = tiny_policy(tmp_path / "a")
+    other = shutil.copytree(first, tmp_path / "b")
+    assert (first / "tokenizer.json").exists()
+    known = model_digests(str(first), with_weights=False)
+    settings = json.loads((first / "tokenizer_config.json").read_text())
+    written = settings | {"name_or_path": "b", "transformers_version": "0"}
+    (other / "tokenizer_config.json").write_text(json.dumps(written, indent=4))
+    (other / "vocab.json").write_text("{}")
+    (other / "merges.txt").write_text("")
+    assert model_digests(str(other), with_weights=False) == known
+    (other / "tokenizer_config.json").write_text(json.dumps(written | {"chat_template": "another"}))
+    assert model_digests(str(other), with_weights=False) != known
