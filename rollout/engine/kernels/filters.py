@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw import BLOCK, best_token, block_sum, choose, row_sum, uniform
+from .draw import BLOCK, DRAW_OPTIONS, SUMS_OPTIONS, best_token, block_sum, choose, row_sum, uniform
 
 LEAST = tl.constexpr(-104.0)
 """Scores this far below the peak have no probability in fp32."""
@@ -176,11 +176,11 @@ def draw_filtered(
     logprobs = torch.empty(rows, device=logits.device)
     _filtered_sums_kernel[(rows, num_blocks)](
         logits, scales, penalty, seen, policy_peaks, policy_sums, peaks, sums, best, vocab, num_blocks, seen.shape[1],
-        BLOCK=BLOCK, num_warps=8,
+        BLOCK=BLOCK, **SUMS_OPTIONS,
     )  # fmt: skip
     _filtered_draw_kernel[(rows,)](
         logits, scales, penalty, top_k, top_p, min_p, seen, policy_peaks, policy_sums, peaks, sums, best, is_greedy, keys,
         positions, tokens, logprobs, vocab, num_blocks, seen.shape[1],
-        BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, num_warps=16,
+        BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, **DRAW_OPTIONS,
     )  # fmt: skip
     return tokens, logprobs

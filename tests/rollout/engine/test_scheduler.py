@@ -169,7 +169,9 @@ def test_a_prompt_that_was_refused_once_gets_its_second_chunk_while_no_row_ends(
         scheduler.add(group(first_id, 1, prompt_length, limit))
     step(scheduler, slots)
     scheduler.add(group(2, 1, 13, 9))
-    assert step(scheduler, slots) and not scheduler.waiting[0].pages, "the row that ends frees pages for the first chunk"
+    assert step(scheduler, slots) and not scheduler.waiting[0].pages, (
+        "the row that ends frees pages for the first chunk"
+    )
     step(scheduler, slots)
     assert scheduler.waiting[0].num_cached == 8
     assert scheduler.may_change_rows(), "a page for the rest is free"
