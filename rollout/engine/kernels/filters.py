@@ -86,8 +86,9 @@ def _threshold(
         )  # fmt: skip
         if top_p < 1.0:
             weights = _kept_sums(logits, seen, scale, penalty, peaks, base, low, blocks, num_blocks, vocab, BLOCK=BLOCK)
-    if top_p < 1.0:
-        mass = tl.sum(weights, 0)
+    mass = tl.sum(weights, 0)
+    # Of scores that are not finite the mass is NaN, and bisection would take a pass per score.
+    if (top_p < 1.0) & (mass > 0):
         # All smaller scores together have less than the mass that may go.
         bound = base + tl.log((1.0 - top_p) * mass / vocab)
         low = _least_kept(
