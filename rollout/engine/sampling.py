@@ -168,10 +168,11 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     if has_kernels(logits.device):  # Triton is installed only where there is a GPU
         scale = logits.new_ones(len(logits), 1) if rows.scale is None else rows.scale
         inputs = logits, scale, rows.is_greedy, rows.keys, positions
-        if rows.filters is None or rows.seen is None:
+        if rows.filters is None:
             from .kernels.draw import draw
 
             return Sample(*draw(*inputs))
+        assert rows.seen is not None, "the kernel of filters needs the bits of `SeenTokens`"
         from .kernels.filters import draw_filtered
 
         return Sample(*draw_filtered(*inputs, rows.filters, rows.seen))

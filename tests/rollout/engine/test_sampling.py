@@ -1,9 +1,13 @@
 """Sampling: counter-based random numbers, frequencies, filters, greedy rows."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from headrace.comm.errors import SettingError
+from headrace.rollout.engine import sampling
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
 from headrace.rollout.engine.streams import stream_key, uniforms
 from headrace.rollout.engine.to_device import to_device_together
@@ -84,6 +88,13 @@ def test_greedy_and_random_rows_share_a_batch():
     tokens, logprobs = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
     assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
+
+
+def test_filters_without_the_bits_of_seen_tokens_are_an_error_where_sampling_is_kernels(monkeypatch):
+    monkeypatch.setattr(sampling, "has_kernels", lambda device: True)
+    monkeypatch.setitem(sys.modules, "headrace.rollout.engine.kernels.draw", SimpleNamespace(draw=lambda *_: ((), ())))
+    with pytest.raises(AssertionError, match="SeenTokens"):
+        sample(torch.zeros(1, 8), batch_of([SamplingParams(top_k=2)], [1]), torch.zeros(1, dtype=torch.long))
 
 
 def test_a_token_without_probability_is_never_drawn():
