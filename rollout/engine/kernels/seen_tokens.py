@@ -38,7 +38,9 @@ class SeenTokens:
             own[sequence.prompt_ids + sequence.token_ids] = True
         # A row without a penalty may have the bits of any other.
         return {
-            "seen_sources": np.array([sources.get(id(s), 0) for s in now], dtype=np.int64),
+            "seen_sources": np.array(
+                [0 if s.params.repetition_penalty == 1 else sources[id(s)] for s in now], dtype=np.int64
+            ),
             "seen_new": np.packbits(flags, axis=1, bitorder="little").view(np.int32),
         }
 

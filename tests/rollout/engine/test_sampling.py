@@ -8,7 +8,9 @@ import torch
 
 from headrace.comm.errors import SettingError
 from headrace.rollout.engine import sampling
+from headrace.rollout.engine.kernels.seen_tokens import SeenTokens
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
+from headrace.rollout.engine.sequence import Sequence
 from headrace.rollout.engine.streams import stream_key, uniforms
 from headrace.rollout.engine.to_device import to_device_together
 
@@ -88,6 +90,17 @@ def test_greedy_and_random_rows_share_a_batch():
     tokens, logprobs = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
     assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
+
+
+def trajectory(penalty, *tokens):
+    return Sequence(0, 0, list(tokens), SamplingParams(repetition_penalty=penalty), 10, frozenset())
+
+
+def test_a_row_with_a_penalty_that_neither_stayed_nor_entered_is_an_error():
+    seen, stayed, plain = SeenTokens(3, 64, torch.device("cpu")), trajectory(1.2, 5), trajectory(1.0, 6)
+    assert seen.columns([plain, stayed], [stayed, plain], [])["seen_sources"].tolist() == [1, 0]
+    with pytest.raises(KeyError):
+        seen.columns([stayed], [stayed, trajectory(1.2, 7), trajectory(1.0, 8)], [])
 
 
 def test_filters_without_the_bits_of_seen_tokens_are_an_error_where_sampling_is_kernels(monkeypatch):
