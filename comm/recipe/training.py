@@ -53,9 +53,9 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
     """Mean of the loss: over tokens (DAPO), over responses (GRPO), or with constant length `sampling.max_new_tokens` (Dr. GRPO)."""
     clip_low: float = 0.2
-    """Lower clip of the importance ratio: 1 - clip_low."""
+    """Lower clip of the importance ratio: 1 - clip_low; of stale tokens' weights too with `token_clip`."""
     clip_high: float = 0.2
-    """Upper clip of the importance ratio: 1 + clip_high."""
+    """Upper clip of the importance ratio: 1 + clip_high; likewise."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
     proximal: Literal["version", "loglinear", "rollout"] = "version"

@@ -34,11 +34,5 @@ def _useless(recipe: Recipe) -> Iterator[str]:
         yield f"critic.warmup_steps={warmup_steps}: all of run.steps={recipe.run.steps} leave the policy as it is"
     if algorithm.clip_dual is not None and algorithm.loss in ("cispo", "reinforce"):
         yield f"algorithm.clip_dual has no effect on algorithm.loss={algorithm.loss}"
-    clips_tokens = algorithm.importance_sampling == "token_clip" and recipe.run.schedule not in ("sync", "stream_sync")
-    if algorithm.loss == "gspo" and clips_tokens:
-        yield (
-            "algorithm.importance_sampling=token_clip takes the bounds of algorithm.loss=gspo, which are for whole responses,"
-            " and drops most stale tokens; take sequence_truncate"
-        )
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield "algorithm.kl_estimator=k1 has a mean gradient of 0 in the loss; take k2 or k3, or algorithm.kl_in=reward"

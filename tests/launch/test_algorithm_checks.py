@@ -26,7 +26,6 @@ def test_settings_that_exclude_each_other_are_refused(words: list[str], message:
         (["algorithm.loss=cispo", "algorithm.clip_dual=3"], "algorithm.clip_dual"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1"),
         (["algorithm.lam=0.95"], "algorithm.lam"),
-        (["algorithm.loss=gspo"], "algorithm.importance_sampling=token_clip"),
         (["critic.warmup_steps=1"], "critic.warmup_steps"),
         (["algorithm.advantage=gae", "critic.warmup_steps=3", "run.steps=3"], "critic.warmup_steps=3"),
     ],

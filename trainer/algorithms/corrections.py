@@ -33,7 +33,9 @@ class Correction(NamedTuple):
     is_limited: Tensor
 
 
-def correct(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Correction:
+def correct(
+    logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int = 1
+) -> Correction:
     """The correction of a micro-batch: logprobs [R] of the policy in training."""
     logprobs, behaviour, staleness = logprobs.detach(), batch.rollout_logprobs, batch.staleness
     match settings.proximal:
@@ -43,7 +45,7 @@ def correct(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -
             old = interpolated(logprobs, behaviour, staleness, batch.progress)
         case "rollout":
             old = behaviour
-    weight, is_limited = importance_weights(log_ratio(old, behaviour), batch, settings)
+    weight, is_limited = importance_weights(log_ratio(old, behaviour), batch, settings, updates_per_version)
     return Correction(old, weight, is_limited)
 
 
@@ -58,13 +60,16 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor, progres
     return torch.lerp(behaviour, logprobs, share)
 
 
-def importance_weights(log_weights: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor]:
+def importance_weights(
+    log_weights: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int
+) -> tuple[Tensor, Tensor]:
     """Bounded weights [R], and [R] bool where a bound acts: log_weights [R] = log(q / b).
 
-    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Clipped: the same, and 0 where `left_trust_region`.
-    Masked: w within [1 / cap, cap], else 0 (IcePop, arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product
-    over the response's tokens with loss (verl's and TRL's modes of these names). Tokens of the version in training have the bounds
-    of engine mismatch, the others those of staleness; a response is stale if any token of it is.
+    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Clipped: the same, and for the loss `clip` 0 where
+    the policy has `left_trust_region`; the other losses have no such region of a token. Masked: w within [1 / cap, cap], else 0 (IcePop,
+    arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product over the response's tokens with loss (verl's
+    and TRL's modes of these names). Tokens of the version in training have the bounds of engine mismatch, the others those of
+    staleness; a response is stale if any token of it is.
     """
     is_stale = batch.staleness > 0
     if settings.importance_sampling.startswith("sequence"):
@@ -78,17 +83,20 @@ def importance_weights(log_weights: Tensor, batch: PackedBatch, settings: Algori
     is_above, is_dropped = weight > cap, torch.zeros_like(is_stale)
     if settings.importance_sampling.endswith("mask"):
         is_dropped = is_above | (weight < 1 / cap)
-    elif settings.importance_sampling == "token_clip":
-        is_dropped = is_stale & left_trust_region(weight, batch, settings)
+    elif settings.importance_sampling == "token_clip" and settings.loss == "clip":
+        is_dropped = is_stale & left_trust_region(weight, batch, settings, updates_per_version)
     return torch.minimum(weight, cap).masked_fill(is_dropped, 0.0), is_above | is_dropped
 
 
-def left_trust_region(ratios: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Tensor:
+def left_trust_region(
+    ratios: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int
+) -> Tensor:
     """[R] bool: whether the policy has moved further than the clip allows, in the direction in which the advantage pushes.
 
-    PPO's clip (arXiv 1707.06347, formula 7) of the ratios [R] = q / b of tokens that are s versions old, with the trust regions of s + 1
-    updates: (1 - clip_low)^(s + 1) to (1 + clip_high)^(s + 1). The idea of a clip that adapts to staleness is that of arXiv 2607.18722.
+    PPO's clip (arXiv 1707.06347, formula 7) of the ratios [R] = q / b of tokens that are s versions of k updates old, with the trust
+    regions of n = s k + 1 updates: (1 - clip_low)^n to (1 + clip_high)^n. The idea of a clip that adapts to staleness is that of
+    arXiv 2607.18722.
     """
-    num_updates = batch.staleness.to(ratios.dtype) + 1
+    num_updates = batch.staleness.to(ratios.dtype) * updates_per_version + 1
     lowest, highest = max(1 - settings.clip_low, 0.0) ** num_updates, (1 + settings.clip_high) ** num_updates
     return torch.where(batch.advantages > 0, ratios > highest, (batch.advantages < 0) & (ratios < lowest))

@@ -34,7 +34,7 @@ class LossTerms(NamedTuple):
 def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: Recipe) -> LossTerms:
     """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
     algorithm = recipe.algorithm
-    correction = correct(logprobs, batch, algorithm)
+    correction = correct(logprobs, batch, algorithm, recipe.batch.updates_per_version * recipe.batch.passes)
     per_token, clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,

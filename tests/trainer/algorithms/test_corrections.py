@@ -149,3 +149,22 @@ def test_a_stale_token_stops_to_push_once_the_policy_has_moved_as_far_as_its_upd
     stale.advantages = -stale.advantages
     found = correct(stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings())
     assert found.weight.tolist() == pytest.approx(ratios.clamp(max=2).tolist())
+
+
+def test_each_update_of_a_version_has_a_trust_region_of_its_own():
+    stale = packed([[-1.0] * 2], [1.0])
+    stale.staleness = torch.tensor([1, 1])
+    logprobs = stale.rollout_logprobs + torch.tensor([1.2**5 * 0.99, 1.2**5 * 1.01]).log()
+    settings = AlgorithmSettings(importance_sampling_cap=9)
+    found = correct(logprobs, stale, settings, updates_per_version=4)
+    assert found.is_limited.tolist() == [False, True]
+    assert correct(logprobs, stale, settings).is_limited.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("loss", ["cispo", "reinforce", "gspo"])
+def test_a_loss_without_a_clip_of_tokens_truncates_their_weights_alone(loss: str):
+    stale = packed([[-1.0] * 2], [1.0])
+    stale.staleness = torch.tensor([1, 1])
+    ratios = torch.tensor([1.7, 2.5])
+    found = correct(stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings(loss=loss))
+    assert found.weight.tolist() == pytest.approx([1.7, 2.0])
