@@ -24,7 +24,10 @@ _HAS_TRITON = find_spec("triton") is not None
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one prompt's responses. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling of one prompt's responses. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    Of equally likely tokens at the border of top_k or top_p, a GPU keeps all, and a CPU only as many as the filter needs.
+    """
 
     max_new_tokens: int = 256
     """Most tokens of a response; the policy's context bounds it too."""
