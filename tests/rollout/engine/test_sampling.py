@@ -130,6 +130,16 @@ def test_rows_that_stay_keep_their_bits_and_new_ones_bring_theirs_without_a_seco
     assert largest.numel <= seen.bits.numel() and len(now) == len(seen.bits)
 
 
+@pytest.mark.parametrize(
+    ("params", "is_plain"),
+    [({}, True), ({"temperature": 0.0, "top_k": 5}, True), ({"min_p": 0.1}, False), ({"top_p": 0.9}, False),
+     ({"repetition_penalty": 1.1}, False), ({"temperature": 0.0, "repetition_penalty": 1.1}, False)],
+)  # fmt: skip
+def test_plain_rows_have_neither_a_filter_nor_a_penalty_and_a_batch_of_them_has_no_filters(params, is_plain):
+    assert SamplingParams(**params).is_plain == is_plain
+    assert (batch_of([SamplingParams(**params)], [1]).filters is None) == is_plain
+
+
 def test_filters_without_the_bits_of_seen_tokens_are_an_error_where_sampling_is_kernels(monkeypatch):
     monkeypatch.setattr(sampling, "has_kernels", lambda device: True)
     monkeypatch.setitem(sys.modules, "headrace.rollout.engine.kernels.draw", SimpleNamespace(draw=lambda *_: ((), ())))
