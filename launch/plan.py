@@ -86,10 +86,18 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredJob:
-    """The recipe of a job on devices that were measured, and the seconds of a processor that its relays take for a token."""
+    """The recipe of a job on devices that were measured, and the work of the relays in the measured run."""
 
     recipe: Recipe
     relay_s: float
+    """Seconds of a processor that the relays together took for a token."""
+    measured_relays: int = 1
+    """Relays of the measured run, one on each of its hosts at least by default."""
+
+    @property
+    def num_relays(self) -> int:
+        """The recipe's number of relays; null has that of the measured run."""
+        return self.recipe.roles.relay or self.measured_relays
 
     def with_split(self, devices: Devices, knobs: Knobs) -> Recipe:
         roles = structs.replace(
@@ -100,13 +108,11 @@ class MeasuredJob:
     def relays(self, tokens_per_s: float) -> tuple[int, float]:
         """How many relays are enough, and the share of its time that each of the present ones is busy.
 
-        Beside another relay each row has a second copy, so the second one doubles the work.
+        Beside another relay each row has a second copy, so the second one doubles the work. Never fewer than the present ones.
         """
-        num = self.recipe.roles.relay or 1
-        busy = self.relay_s * tokens_per_s
-        if busy <= RELAY_BUSY * num:
-            return num, busy / num
-        return max(2, math.ceil((1 + (num == 1)) * busy / RELAY_BUSY)), busy / num
+        num, one_copy = self.num_relays, self.relay_s * tokens_per_s / min(self.measured_relays, 2)
+        busy = one_copy * min(num, 2) / num
+        return num if busy <= RELAY_BUSY else max(2, math.ceil(2 * one_copy / RELAY_BUSY)), busy
 
 
 def main(words: Sequence[str]) -> int:
@@ -141,7 +147,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run, own), simulation.devices)), flush=True)
         if not is_emulated(recipe):
-            job = MeasuredJob(recipe, relay_seconds(run, measured))
+            job = MeasuredJob(recipe, relay_seconds(run, measured), measured.roles.relay or 1)
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
@@ -201,8 +207,8 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
     yield f"weights: the rollouts have a version {weights_s:.3g} s after its step, {weights_s / found.step_s:.1%} of a step"
     if job is not None:
         enough, busy = job.relays(found.tokens_per_s)
-        relays = enough if enough > (relays or 1) else relays
-        yield f"relays: {job.recipe.roles.relay or 1}, busy {busy:.1%} of the time at that speed; needed: {enough}"
+        relays = enough if enough > job.num_relays else relays
+        yield f"relays: {job.num_relays}, busy {busy:.1%} of the time at that speed; needed: {enough}"
         yield _micro_batch_line(e.micro_batch_s, found, most)
     yield "settings: " + " ".join((
         f"{'emulated.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",

@@ -6,7 +6,7 @@ as a step of many. So they are packed onto few rollouts; the others are free to 
 A packed rollout's steps are slower than those of one that empties, and the longest trajectories pay for that until they end. So
 the slow-down of a destination is bounded (not in the paper): by its cached tokens its steps take at most 1 + `slowdown` times
 those of an empty cache, to which the steps of a rollout that is left alone fall. A step of k cached tokens takes c (K + k), where
-K tokens cost as much as the fixed part of a step; the batch bound limits the time for each trajectory.
+K tokens cost as much as the rest of a step of a batch within its bound, to which a destination keeps.
 """
 
 from collections import defaultdict
@@ -25,8 +25,8 @@ class Report(NamedTuple):
     """C_prev: the same at the last plan; 0 before the first plan of a version, where none is a candidate."""
     kv_max: int
     """C_max: the tokens that its cache holds."""
-    kv_fixed: int
-    """K: cached tokens that cost as much time as the fixed part of a decode step; 0 if that is not known: it bounds nothing then."""
+    kv_fixed: float | None
+    """K: cached tokens that cost as much time as the rest of a decode step; None bounds nothing."""
     num_requests: int
     """N_reqs: its unfinished trajectories, queued ones included."""
     num_waiting: int
@@ -49,7 +49,7 @@ class Report(NamedTuple):
 
     def is_within_bounds(self, slowdown: float) -> bool:
         """Whether its cache has room, its batch is within its bound, and the cache slows its steps by this share at most."""
-        is_slow = self.kv_fixed > 0 and self.kv_used > slowdown * self.kv_fixed
+        is_slow = self.kv_fixed is not None and self.kv_used > slowdown * self.kv_fixed
         return self.kv_used <= self.kv_max and self.num_requests <= self.batch_bound and not is_slow
 
 

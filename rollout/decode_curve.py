@@ -11,9 +11,6 @@ MIN_STEPS = 50
 _NUM_RECENT, _OUTLIER = 9, 10.0
 """A step is left out if it takes this many times the median of the latest ones: it was compiled or stopped, or its batch is new."""
 
-FREE_TOKENS = 1e9
-"""`fixed_tokens` where cached tokens cost no time that can be measured, as on small policies: an answer beyond any cache."""
-
 
 class DecodeCurve:
     """Least squares without negative terms: seconds = fixed + per_trajectory x trajectories + per_token x cached tokens."""
@@ -51,13 +48,12 @@ class DecodeCurve:
         return fixed, per_trajectory, per_token
 
     @property
-    def fixed_tokens(self) -> int:
-        """Cached tokens that cost as much time as the fixed part of a step: few where packing trajectories gains little.
+    def fixed_tokens(self) -> float | None:
+        """Cached tokens that cost as much time as the rest of a step of the mean batch: few where packing trajectories gains little.
 
-        0 before `MIN_STEPS` steps, when it is not known, and at least 1 later. `FREE_TOKENS` where cached tokens cost no time: then
-        the batch bound alone limits a move. The time for each trajectory is left to that bound too.
+        The rest has the time for each trajectory in it, since batches that hardly vary do not tell it from the fixed part. None
+        before `MIN_STEPS` steps, and where cached tokens cost no time that can be measured, as on small policies.
         """
-        fixed, _, per_token = self.terms()
-        if self._gram[0, 0] < MIN_STEPS:
-            return 0
-        return max(1, int(fixed / max(per_token, fixed / FREE_TOKENS))) if fixed > 0 else 1
+        fixed, per_trajectory, per_token = self.terms()
+        mean_batch = self._gram[0, 1] / max(self._gram[0, 0], 1.0)
+        return float(fixed + per_trajectory * mean_batch) / per_token if per_token else None

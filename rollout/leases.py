@@ -160,7 +160,7 @@ class HeldLeases:
         self._answered = grant.request_id
         self._is_asking = self._is_asking and grant.request_id != self._request.request_id
         is_present = grant.request_id == self._request.request_id
-        if grant.version != version and not is_present and not self._pacing.mixes_versions:
+        if grant.version != version and not is_present and not self._pacing.rules.mixes_versions:
             self._return(grant)
             return []
         self._evaluates, self._window = grant.is_evaluation, grant.window or self._window
@@ -194,7 +194,7 @@ class HeldLeases:
         for sample in lease.samples:
             row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
-            if held is not None and (held.version == version or self._pacing.mixes_versions):
+            if held is not None and (held.version == version or self._pacing.rules.mixes_versions):
                 # The hub took this rollout for dead and then leased it its own row: generation continues.
                 held.attempt, held.claim_id = lease.attempt, 0
             else:

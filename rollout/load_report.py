@@ -27,6 +27,9 @@ class LoadTotals:
     """When the idle turn before this one began; infinite after another one."""
 
     curve: DecodeCurve = field(default_factory=DecodeCurve)
+    """Of all steps that only decode."""
+    small_curve: DecodeCurve = field(default_factory=DecodeCurve)
+    """Of those within the batch bound, where no trajectory makes a step notably longer: beyond it the curve is another line."""
     num_steps: int = 0
     """Steps of the generator, as are the next three: those that prefill are among them."""
     step_s: float = 0.0
@@ -35,8 +38,8 @@ class LoadTotals:
     step_kv: int = 0
     """Cached tokens of each step, summed."""
 
-    def step(self, generator: "Generator", clock: Clock) -> "list[Completion]":
-        """A step of the generator; the curve takes it in if it only decodes."""
+    def step(self, generator: "Generator", clock: Clock, batch_bound: int) -> "list[Completion]":
+        """A step of the generator; the curves take it in if it only decodes."""
         only_decodes, started = not generator.num_waiting, clock.now()
         num_running, kv_load = generator.num_running, generator.kv_load
         completions = generator.step()
@@ -44,10 +47,16 @@ class LoadTotals:
         if not only_decodes:  # those that were prefilled have decoded too
             num_running, kv_load = generator.num_running + len(completions), max(kv_load, generator.kv_load)
         elif generator.num_running:
-            self.curve.add(num_running, kv_load, seconds)
+            self.decoded(num_running, kv_load, seconds, batch_bound)
         self.num_steps, self.step_s = self.num_steps + 1, self.step_s + seconds
         self.step_tokens, self.step_kv = self.step_tokens + num_running, self.step_kv + kv_load
         return completions
+
+    def decoded(self, num_running: int, kv_load: int, seconds: float, batch_bound: int) -> None:
+        """Take in a step that only decoded."""
+        self.curve.add(num_running, kv_load, seconds)
+        if num_running <= batch_bound:
+            self.small_curve.add(num_running, kv_load, seconds)
 
     def end_idle(self, now: float) -> None:
         """Count the idle turn before this one, which ends now."""
@@ -75,7 +84,7 @@ class LoadTotals:
             pull_s=self.pull_s,
             kv_used=migration.kv_used,
             kv_max=generator.kv_capacity,
-            kv_fixed=self.curve.fixed_tokens,
+            kv_fixed=self.small_curve.fixed_tokens,
             batch_bound=migration.batch_bound,
             prefilled=generator.num_prefilled,
             found=generator.num_found,

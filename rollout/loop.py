@@ -142,7 +142,7 @@ class Rollout:
 
     def _take_leases(self, grant: LeaseGrant) -> None:
         """Start the groups of a grant, on the newest version if nothing runs; begun ones and evaluations on their own."""
-        is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.mixes_versions
+        is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.rules.mixes_versions
         is_pinned = is_begun or grant.is_evaluation
         if is_pinned and not self.leases.is_answered(grant) and not self._has_version(grant):
             return
@@ -295,7 +295,7 @@ class Rollout:
             self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
             return
-        completions = self._totals.step(self.generator, self._clock)
+        completions = self._totals.step(self.generator, self._clock, self.migration.batch_bound)
         if self.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)
             self._totals.idle_since = started

@@ -11,12 +11,9 @@ from ..relay.queue.schedules import Schedule, schedule_of
 class RolloutPacing:
     """The rules that one rollout follows under a schedule."""
 
-    max_age: float
-    """It loads new weights when its own work has drained, or under its running trajectories once its own are more versions behind."""
+    rules: Schedule
     share: int | None
     """Groups that it takes before it drains, at least; None without a limit."""
-    takes_share_at_once: bool
-    """It takes its share of a batch when the batch begins, even if it cannot run all of it together."""
     num_sharing: int = 0
     """Rollouts that share the hub's window; 0 where the share does not depend on it."""
     repacks: bool = False
@@ -26,12 +23,13 @@ class RolloutPacing:
     def of(rules: Schedule, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":
         """The rules of a schedule; the default share is an equal part of a step."""
         share = None if rules.takes_share_at_once else batch_groups
-        follows_window = share is None and not (rules.updates_at_once or rules.takes_share_at_once)
-        if share is None and not rules.updates_at_once:
+        never_drains = rules.max_age == 0
+        follows_window = share is None and not (never_drains or rules.takes_share_at_once)
+        if share is None and not never_drains:
             share = -(-prompts_per_step // num_rollouts)
         repacks = rules.repacks and num_rollouts > 1
         num_sharing = num_rollouts if follows_window else 0
-        return RolloutPacing(rules.max_age, share, rules.takes_share_at_once, num_sharing, repacks)
+        return RolloutPacing(rules, share, num_sharing, repacks)
 
     @staticmethod
     def from_recipe(recipe: Recipe) -> "RolloutPacing":
@@ -50,13 +48,8 @@ class RolloutPacing:
 
     def free_slots(self, max_running: int, num_held: int) -> int:
         """Trajectories that it may start now, its share aside."""
-        return 1 << 30 if self.takes_share_at_once else max_running - num_held
-
-    @property
-    def mixes_versions(self) -> bool:
-        """A trajectory may continue on another version than it began on."""
-        return self.max_age < math.inf
+        return 1 << 30 if self.rules.takes_share_at_once else max_running - num_held
 
     def takes_weights(self, age: int, is_idle: bool) -> bool:
         """Whether it switches to the newest version now, which is `age` versions after its own."""
-        return age > 0 and (is_idle or age > self.max_age)
+        return age > 0 and (is_idle or age > self.rules.max_age)

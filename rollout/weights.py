@@ -53,7 +53,12 @@ class RolloutWeights:
             self._device_reader = DeviceVersionReader(fleet, self.layout, rank, self._reader.slots)
 
     def newest(self) -> int:
-        newest = self._reader.newest()
+        """The newest version of the relay, -1 before the first; each turn of the loop calls it."""
+        check_ahead = True
+        if self._device_reader is not None:
+            self._device_reader.close_dead()
+            check_ahead = not self._device_reader.is_proven  # else the bytes in host memory are not taken
+        newest = self._reader.newest(check_ahead=check_ahead)
         return -1 if newest is None else newest
 
     def pull(self, deadline_s: float) -> Receipt:
@@ -72,7 +77,10 @@ class RolloutWeights:
         return self._switched(self._reader.pull_version(version, self._content.buffer))
 
     def _copied(self, stored: StoredVersion | None) -> Receipt | None:
-        """Take a version that the relay has from the actor's device; None if it cannot be had there."""
+        """Take a version that the relay has from the actor's device; None if it cannot be had there.
+
+        The digest of the receipt is the one that the relay checked; the copy's own bytes are compared for the first version alone.
+        """
         reader, content = self._device_reader, self._content
         if reader is None or stored is None or isinstance(content, _Adapter):
             return None

@@ -16,11 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from support.exact import packed_logprobs as trainer_logprobs
 
-from headrace.comm.links.device_memory import DeviceBuffer
+from headrace.comm.links.device_memory import DeviceBuffer, Handle
 from headrace.comm.recipe import Recipe
 from headrace.launch.bench.policies import build
 from headrace.launch.config.load import read_recipe
@@ -220,10 +221,10 @@ def copies(folder: Path) -> None:
 
 
 OWNER = """
-import sys, torch
+import sys, msgspec, torch
 from headrace.comm.links.device_memory import DeviceBuffer
-buffer = DeviceBuffer.allocate(int(sys.argv[1]), torch.device(sys.argv[2]))
-print(buffer.handle, int(buffer.tensor.fill_(7).sum(dtype=torch.int64)), flush=True)
+(buffer,) = DeviceBuffer.allocate(1, int(sys.argv[1]), torch.device(sys.argv[2]))
+print(msgspec.json.encode(buffer.handle).decode(), int(buffer.tensor.fill_(7).sum(dtype=torch.int64)), flush=True)
 sys.stdin.read()
 """
 
@@ -233,7 +234,7 @@ def another_process(local: torch.Tensor) -> None:
     command = [sys.executable, "-c", OWNER, str(local.numel()), str(DEVICE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        handle, _ = owner.stdout.readline().split()
+        handle = msgspec.json.decode(owner.stdout.readline().split()[0], type=Handle)
         source, into = DeviceBuffer.open(handle).tensor, torch.empty_like(local)
         theirs, ours = (seconds(lambda each=each: into.copy_(each), 10) for each in (source, local))
         into.copy_(source)

@@ -30,41 +30,42 @@ class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
     is_event_recorded: bool
 
 
+Handle = CudaHandle | str
+"""Memory of a GPU, or the path of a segment."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
     """Memory of a device: `tensor`, uint8 [num_bytes]; `handle` opens it in another process."""
 
     tensor: Tensor
-    handle: str
+    handle: Handle
     _segment: Segment | None = None
 
     @staticmethod
-    def allocate(num_bytes: int, device: torch.device) -> "DeviceBuffer":
-        """Zeroed memory. Raises `RuntimeError` if the device has no room or cannot share memory."""
+    def allocate(count: int, num_bytes: int, device: torch.device) -> "tuple[DeviceBuffer, ...]":
+        """Zeroed buffers. Raises `RuntimeError` if the device has no room for all of them or cannot share memory."""
         if device.type == "cpu":
-            segment = Segment.create_anonymous("headrace device")
-            segment.allocate(1, num_bytes)
-            return DeviceBuffer(torch.from_numpy(segment.slot(0)), segment.path, segment)
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        handle = CudaHandle(*tensor.untyped_storage()._share_cuda_())
-        return DeviceBuffer(tensor, msgspec.json.encode(handle).decode())
+            segments = [Segment.create_anonymous("headrace device") for _ in range(count)]
+            for segment in segments:
+                segment.allocate(1, num_bytes)
+            return tuple(DeviceBuffer(torch.from_numpy(each.slot(0)), each.path, each) for each in segments)
+        # PyTorch keeps memory that was shared until another process has closed it: all is there before any is shared.
+        tensors = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
+        return tuple(DeviceBuffer(each, CudaHandle(*each.untyped_storage()._share_cuda_())) for each in tensors)
 
     @staticmethod
-    def open(handle: str) -> "DeviceBuffer":
+    def open(handle: Handle) -> "DeviceBuffer":
         """Another process's buffer, for copies on this process's device. Raises `PeerGone`."""
-        if handle.startswith("/"):
+        if isinstance(handle, str):
             segment = Segment.open(handle)
             return DeviceBuffer(torch.from_numpy(segment.slot(0)), handle, segment)
         try:
             torch.cuda.init()
             device = torch.cuda.current_device()  # the number in the handle counts the other process's GPUs
-            found = msgspec.structs.replace(msgspec.json.decode(handle, type=CudaHandle), device=device)
+            found = msgspec.structs.replace(handle, device=device)
             storage = torch.UntypedStorage._new_shared_cuda(*msgspec.structs.astuple(found))
-        except (
-            RuntimeError,
-            AssertionError,
-            msgspec.DecodeError,
-        ) as error:  # torch without CUDA raises an AssertionError
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
             raise PeerGone(f"memory of a GPU that cannot be opened here: {error}") from error
         return DeviceBuffer(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), handle)
 

@@ -138,8 +138,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Tokens that its unfinished trajectories take up in the cache."""
     kv_max: int = 0
     """Tokens that the cache holds."""
-    kv_fixed: int = 0
-    """Cached tokens that cost as much time as the fixed part of a decode step; 0 if that is not known."""
+    kv_fixed: float | None = None
+    """Cached tokens that cost as much time as the rest of a decode step within the batch bound; None if that is not known."""
     batch_bound: int = 0
     """Trajectories beyond which a decode step takes notably longer; 0 if it cannot take part in repacking."""
     prefilled: int = 0

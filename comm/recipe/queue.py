@@ -70,6 +70,6 @@ class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch_bound: Count | None = None
     """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
     slowdown: NotNegative = 2.0
-    """Share by which cached tokens may slow a rollout's decode steps after a move, beside those of an empty cache."""
+    """By how much cached tokens may slow decode steps after a move: 2 allows three times the time of a step with an empty cache."""
     transfer: Literal["auto", "pages", "prefill"] = "auto"
     """KV cache of a moved trajectory: `pages` sends it, `prefill` computes it again, `auto` measures which is cheaper."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .child import Child
+from .child import Child, print_message
 
 SPARED: Mapping[str, Sequence[str]] = {
     "actor": ("headrace.trainer.loop", "headrace.trainer.learners.builtin", "headrace.comm.store"),
@@ -53,7 +53,7 @@ class Spares:
         return child if child.poll() is None else None
 
     def keep(self) -> None:
-        """Start those that are due; one that has ended is due later."""
+        """Start those that are due; one that has ended or cannot be started is due later: the run does not need it."""
         now = time.monotonic()
         for name, (child, pipe) in list(self._waiting.items()):
             if child.poll() is not None:
@@ -62,11 +62,22 @@ class Spares:
                 self._due[name] = now + self._after_s
         for name, due in self._due.items():
             if name not in self._waiting and now >= due:
-                reading, writing = os.pipe()
                 try:
-                    self._waiting[name] = self._start(name, reading), writing
-                finally:
-                    os.close(reading)
+                    self._waiting[name] = self._start_one(name)
+                except OSError as error:
+                    self._due[name] = now + self._after_s
+                    print_message(f"the spare of {name} cannot be started now: {error}")
+
+    def _start_one(self, name: str) -> tuple[Child, int]:
+        """A spare, and the pipe to its standard input. Raises OSError if the machine has no more processes, memory or files."""
+        reading, writing = os.pipe()
+        try:
+            return self._start(name, reading), writing
+        except OSError:
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
 
     def end(self) -> None:
         """End all of them: a spare ends when its standard input does."""

@@ -55,7 +55,8 @@ class Evaluations(Handler):
             return request.version, []
         if self.log.begun and self.log.open and self.log.begun.num_prompts != self.prompts.num_prompts:
             self.give_up("the prompts of eval.path have changed")
-        may_go_back = request.can_continue and not self._schedule.updates_at_once  # such a rollout is never idle
+        # A rollout that takes weights under running trajectories may never be idle.
+        may_go_back = request.can_continue and not self._schedule.mixes_versions
         if self._is_left_behind(request) and not may_go_back:
             self.give_up("no rollout has its version any more")
         self._begin_if_due(self.prompts, request, may_go_back=may_go_back)

@@ -37,11 +37,6 @@ class Schedule:
     """The trainer and all rollouts update together, by a broadcast; else relays hold the versions."""
 
     @property
-    def updates_at_once(self) -> bool:
-        """A rollout takes each version when it is there, whatever runs: it never has to drain."""
-        return self.max_age == 0
-
-    @property
     def mixes_versions(self) -> bool:
         """Several versions may draw the tokens of a trajectory."""
         return self.max_age < math.inf

@@ -11,7 +11,7 @@ fails, the rollout reads from the relay.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...comm.errors import PeerGone
 from ...comm.fleet import Fleet, Member
-from ...comm.links.device_memory import DeviceBuffer
+from ...comm.links.device_memory import DeviceBuffer, Handle
 from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Segment
 from .byte_ranges import ByteRanges, ranges_of
@@ -31,7 +31,7 @@ from .slots import StoredVersion, VersionSlots
 
 _log = logging.getLogger(__name__)
 _INFO = "device_weights"
-"""The actor's announcement: the path of the segment."""
+"""The announcement of a rank with buffers: the path of the segment."""
 _NUM_BUFFERS = 2
 _PIECE_BYTES = 64 << 20
 
@@ -40,7 +40,7 @@ class BufferOffer(msgspec.Struct, frozen=True):
     """The content of a slot: the part that a buffer is for, and the handle of the buffer."""
 
     offer: Offer
-    handle: str
+    handle: Handle
 
 
 class DeviceVersions:
@@ -50,7 +50,7 @@ class DeviceVersions:
         """Raises `RuntimeError` if the device has no room for two copies of the part or cannot share memory."""
         self._part = part
         self._incarnation = incarnation
-        self._buffers = [DeviceBuffer.allocate(max(part.num_bytes, 1), device) for _ in range(_NUM_BUFFERS)]
+        self._buffers = DeviceBuffer.allocate(_NUM_BUFFERS, part.num_bytes, device)
         offer = part.offer(-1, incarnation)
         contents = [msgspec.json.encode(BufferOffer(offer, buffer.handle)) for buffer in self._buffers]
         self._slots = VersionSlots(Segment.create_anonymous("headrace device weights"), _NUM_BUFFERS)
@@ -97,18 +97,22 @@ class _OpenPart:
     copies: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def open(path: str, wanted: ByteRanges) -> "_OpenPart":
-        """Raises `PeerGone`."""
+    def open(path: str, wanted: ByteRanges) -> "_OpenPart | None":
+        """None if the part has none of the bytes that are wanted. Raises `PeerGone`."""
         segment = Segment.open(path)
         contents = [segment.slot(index).tobytes().rstrip(b"\0") for index in range(segment.num_slots)]
         offers = [msgspec.json.decode(content, type=BufferOffer) for content in contents]
+        part = offers[0].offer
+        copies = tuple(_overlaps(ranges_of(part), wanted))
+        if not copies:
+            segment.close()
+            return None
         try:
             buffers = tuple(DeviceBuffer.open(offer.handle) for offer in offers)
         except PeerGone:
             segment.close()
             raise
-        part = offers[0].offer
-        return _OpenPart(part, VersionSlots(segment), buffers, tuple(_overlaps(ranges_of(part), wanted)))
+        return _OpenPart(part, VersionSlots(segment), buffers, copies)
 
     def close(self) -> None:
         self.slots.close()
@@ -123,10 +127,14 @@ class DeviceVersionReader:
         self._fleet = fleet
         self._layout = layout
         self._wanted = ByteRanges(layout.spans_of(tp_rank))
+        tensors = ByteRanges(tuple((entry.offset, entry.offset + entry.num_bytes) for entry in layout.entries))
+        self._least = _num_bytes(_overlaps(tensors, self._wanted))
+        """The bytes of tensors among those wanted; the rest is padding."""
         self._relay_slots = relay_slots
         self._owners: list[Member] = []
         self._parts: list[_OpenPart] = []
-        self._is_proven = False
+        self.is_proven = False
+        """Whether a version that this actor wrote was copied and had the relay's bytes."""
 
     def read(self, stored: StoredVersion, into: Tensor) -> bool:
         """Copy a version into `into`, uint8 of all bytes that this rank takes, on any device.
@@ -145,13 +153,19 @@ class DeviceVersionReader:
         if into.is_cuda:
             torch.cuda.current_stream(into.device).synchronize()
         is_whole = all(part.slots.is_valid(version) for part, version in zip(self._parts, held, strict=True))
-        return is_whole and (self._is_proven or self._prove(stored, into))
+        return is_whole and (self.is_proven or self._prove(stored, into))
+
+    def close_dead(self) -> None:
+        """Close all buffers if one of their owners has died: a GPU keeps the memory of a dead process while it is open elsewhere."""
+        if self._parts and not all(owner in self._fleet.alive_members("actor", having=_INFO) for owner in self._owners):
+            self.close()
+            self._owners = []  # one that only seemed dead is followed again
 
     def close(self) -> None:
         """Close what is open; the memory stays its owner's."""
         for part in self._parts:
             part.close()
-        self._parts, self._is_proven = [], False
+        self._parts, self.is_proven = [], False
 
     def _follow_actor(self) -> None:
         """Open the buffers of the actor's ranks when they have changed; those of a dead or earlier process are closed."""
@@ -162,13 +176,14 @@ class DeviceVersionReader:
         self._owners = owners
         try:
             for member in owners:
-                self._parts.append(_OpenPart.open(member.info[_INFO], self._wanted))
+                if (part := _OpenPart.open(member.info[_INFO], self._wanted)) is not None:
+                    self._parts.append(part)
         except PeerGone as error:
             self.close()
             _log.warning("comm.cuda_ipc: weights take the way through the relay: %s", str(error))
-        offers = [part.offer for part in self._parts]
-        if any(o.fingerprint != self._layout.fingerprint or o.num_parts != len(offers) for o in offers):
-            self.close()  # another layout, which the relay names, or ranks that are on other hosts or still to come
+        is_other = any(part.offer.fingerprint != self._layout.fingerprint for part in self._parts)
+        if is_other or sum(_num_bytes(part.copies) for part in self._parts) < self._least:
+            self.close()  # another layout, which the relay names, or rows of ranks that are on other hosts or still to come
 
     def _prove(self, stored: StoredVersion, copied: Tensor) -> bool:
         """Whether a copy has the relay's bytes; if not, this actor's buffers are not used again."""
@@ -181,12 +196,16 @@ class DeviceVersionReader:
             return False  # overwritten meanwhile: the next version is compared
         names = ", ".join(member.name for member in self._owners)
         if is_same:
-            self._is_proven = True
+            self.is_proven = True
             _log.info("weights come from the device of %s", names)
         else:
             self.close()
             _log.warning("comm.cuda_ipc: version %d on %s has other bytes than the relay's", stored.version, names)
         return is_same
+
+
+def _num_bytes(copies: Iterable[tuple[int, int, int]]) -> int:
+    return sum(num_bytes for _, _, num_bytes in copies)
 
 
 def _overlaps(part: ByteRanges, wanted: ByteRanges) -> Iterator[tuple[int, int, int]]:

@@ -104,12 +104,21 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
 
 
 def test_relays_are_added_where_the_present_ones_would_be_busy_for_half_of_their_time():
-    def with_relays(number: int) -> MeasuredJob:
-        return MeasuredJob(structs.replace(Recipe(), roles=structs.replace(Recipe().roles, relay=number)), relay_s=1e-3)
+    def with_relays(number: int | None, measured: int = 1) -> MeasuredJob:
+        roles = structs.replace(Recipe().roles, relay=number)
+        return MeasuredJob(structs.replace(Recipe(), roles=roles), 1e-3, measured)
 
     assert with_relays(1).relays(400) == pytest.approx((1, 0.4))
     assert with_relays(1).relays(600) == pytest.approx((3, 0.6)), "beside a second one each row has two copies"
-    assert with_relays(2).relays(1200) == pytest.approx((3, 0.6))
+    assert with_relays(2, measured=2).relays(1200) == pytest.approx((3, 0.6)), "the run had two copies"
+    assert with_relays(2, measured=1).relays(400) == pytest.approx((2, 0.4)), "a second copy, on a second relay"
+    assert with_relays(1, measured=2).relays(1200) == pytest.approx((3, 0.6)), "half of the work for one copy"
+
+
+def test_without_a_number_of_relays_there_are_as_many_as_in_the_measured_run():
+    job = MeasuredJob(Recipe(), relay_s=1e-3, measured_relays=4)
+    assert job.recipe.roles.relay is None and job.relays(1600) == pytest.approx((4, 0.4)), "one on each of four hosts"
+    assert job.relays(2400) == pytest.approx((5, 0.6))
 
 
 def test_the_time_of_a_micro_batch_is_told_where_their_number_varies_beside_the_tokens():

@@ -1,5 +1,6 @@
 """A supervisor and its children: restarts, failures, signals, deadlines."""
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from headrace.launch.config.load import read_recipe
 from headrace.launch.placement import is_restartable
-from headrace.launch.processes.spare import is_ready, is_spare
+from headrace.launch.processes.spare import Spares, is_ready, is_spare
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
 from headrace.relay.hub.exits import ProcessExit, take_exits
 
@@ -201,6 +202,20 @@ sys.stdin.read()
         assert process.stdout.readline().split() == [is_needed, "True"]
         if told:
             assert not is_spare(folder)
+
+
+def test_a_spare_that_cannot_be_started_is_tried_later_and_leaves_no_file_open(capfd):
+    def start(name: str, stdin: int):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    spares = Spares(start, {"actor"}, after_s=0.0)
+    assert spares.take("actor-0") is None
+    before = os.listdir("/proc/self/fd")
+    spares.keep()
+    spares.keep()
+    assert os.listdir("/proc/self/fd") == before
+    assert spares.take("actor-0") is None
+    assert capfd.readouterr().err.count("the spare of actor-0 cannot be started now: ") == 2
 
 
 def test_every_rank_of_the_trainer_has_a_spare(supervisor):

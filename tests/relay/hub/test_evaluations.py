@@ -1,5 +1,6 @@
 """Evaluations at the hub: prompts go to rollouts on the version that is due, each sample is scored once, on that version."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +32,11 @@ PROMPTS = 6
 class EvaluatedScene(Scene):
     """A hub that evaluates six prompts, twice each, every second version; two rollouts share them."""
 
-    def __init__(self, folder: Path, schedule: str = "headrace") -> None:
+    def __init__(self, folder: Path, schedule: str = "headrace", max_age: float = math.inf) -> None:
         rows = [f'{{"prompt": "e{i}"}}'.encode() for i in range(PROMPTS)]
         settings = EvalSettings(path="e.jsonl", every=2, samples=2, temperature=1.0)
         prompts = EvaluationPrompts({"e": rows}, settings, num_steps=10, num_shares=2)
-        super().__init__(folder, evaluation=prompts, schedule=schedule)
+        super().__init__(folder, evaluation=prompts, schedule=schedule, max_age=max_age)
         self.wall = time.time()
         self.hub.context.wall_clock = lambda: self.wall
         self.requests = 0
@@ -77,8 +78,8 @@ class EvaluatedScene(Scene):
 def scene(tmp_path: Path):
     scenes: list[EvaluatedScene] = []
 
-    def make(schedule: str = "headrace") -> EvaluatedScene:
-        scenes.append(EvaluatedScene(tmp_path, schedule))
+    def make(schedule: str = "headrace", max_age: float = math.inf) -> EvaluatedScene:
+        scenes.append(EvaluatedScene(tmp_path, schedule, max_age))
         scenes[-1].publish(0)
         return scenes[-1]
 
@@ -156,11 +157,14 @@ def test_samples_whose_version_is_gone_are_missing_and_the_others_count(scene: M
     assert s.hub.state.evaluations.account["failed"] == 8
 
 
-@pytest.mark.parametrize(("schedule", "can_continue"), [("headrace", False), ("partial", True)])
+@pytest.mark.parametrize(
+    ("schedule", "max_age", "can_continue"),
+    [("headrace", math.inf, False), ("partial", math.inf, True), ("headrace", 1, True)],
+)
 def test_an_evaluation_that_no_rollout_can_go_back_to_begins_again_on_the_next_version(
-    scene: MakeScene, schedule: str, can_continue: bool
+    scene: MakeScene, schedule: str, max_age: float, can_continue: bool
 ):
-    s = scene(schedule)
+    s = scene(schedule, max_age)
     grant = s.ask("rollout-0", num_groups=1)
     assert grant is not None
     s.say("rollout-0", LeaseReturn([grant.leases[0].group], [1]))  # new weights came first

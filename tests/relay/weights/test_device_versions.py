@@ -5,6 +5,7 @@ import sys
 import threading
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -51,6 +52,10 @@ def part_of(layout, index, num_parts):
         first, last = rows_of(entry.name, index, num_parts)
         runs += [ShardRun(entry, low - first, high - first, at, end) for low, high, at, end in entry.runs(first, last)]
     return WeightShard(layout, index, num_parts, tuple(runs)) if num_parts > 1 else WeightShard.whole(layout)
+
+
+def whole_runs(layout):
+    return [ShardRun(entry, *run) for entry in layout.entries for run in entry.runs(0, SHAPES[entry.name][0])]
 
 
 class DeviceScene:
@@ -140,6 +145,30 @@ def test_ranks_on_another_host_leave_all_to_the_relay():
     assert read(scene.reader(), scene.publish(1), scene) is None
 
 
+def test_of_replicas_a_rank_without_rows_is_not_needed_on_this_host_and_allocates_nothing(caplog):
+    scene = DeviceScene()
+    all_rows = WeightShard(scene.layout, 0, 2, tuple(whole_runs(scene.layout)))
+    scene.ranks[0] = DeviceVersions(MemoryFleet.join_network(scene.network, "actor"), all_rows, 1, CPU)
+    at_end(scene.ranks[0].close)
+    there = MemoryFleet.join_network(scene.network, "actor", 1, host="there")
+    publisher = WeightPublisher(there, scene.layout, SETTINGS, WeightShard(scene.layout, 1, 2, ()), 1)
+    MemoryFleet.join_network(scene.network, "rollout", 1, host="there")
+    assert publisher._device_versions(weights(1)) is None and not there.me.info
+    assert is_version(read(scene.reader(), scene.publish(1), scene), 1) and not caplog.records
+
+
+def test_an_actor_with_rows_on_two_hosts_allocates_nothing_and_says_so_once(caplog):
+    scene = PublisherScene(weights(0))
+    scene.join("rollout")
+    there = MemoryFleet.join_network(scene.network, "actor", 1, host="there")
+    WeightPublisher(there, scene.layout, SETTINGS)
+    scene.publish(1)
+    scene.publish(2)
+    assert "device_weights" not in scene.actor.me.info
+    messages = [record.message for record in caplog.records if "cuda_ipc" in record.message]
+    assert messages == ["comm.cuda_ipc: weights take the way through the relay: actor-1 is on another host"]
+
+
 def test_a_copy_of_a_version_that_was_overwritten_meanwhile_does_not_count():
     network, layout = MemoryNetwork(), Layout.of({"all": torch.zeros(1 << 19)}, "float32")
     actor = MemoryFleet.join_network(network, "actor")
@@ -196,6 +225,23 @@ def test_a_trainer_that_starts_again_is_followed():
     assert read(reader, scene.relay.find(1), scene) is None
 
 
+def test_the_buffers_of_a_dead_trainer_are_closed_and_those_of_one_that_only_seemed_dead_are_opened_again():
+    scene = DeviceScene()
+    reader, stored = scene.reader(), scene.publish(1)
+    assert is_version(read(reader, stored, scene), 1)
+    (part,) = reader._parts
+    reader.close_dead()
+    assert reader._parts == [part]
+    with scene.network.lock:
+        member = scene.network.members["actor-0"]
+        scene.network.members["actor-0"] = msgspec.structs.replace(member, is_alive=False)
+    reader.close_dead()
+    assert not reader._parts and not reader.is_proven
+    with scene.network.lock:
+        scene.network.members["actor-0"] = member
+    assert is_version(read(reader, stored, scene), 1)
+
+
 def test_a_trainer_that_closes_has_no_version_any_more():
     scene = DeviceScene()
     reader, stored = scene.reader(), scene.publish(1)
@@ -231,7 +277,7 @@ def test_memory_of_a_gpu_cannot_be_opened_without_one(caplog):
     slot = scene.ranks[0]._slots.segment.slot(0)
     text = slot.tobytes().rstrip(b"\0").decode()
     start, end = text.index('"/proc'), text.rindex('"')
-    handle = r'"[0,\"QUJD\",64,0,\"QUJD\",0,\"QUJD\",true]"'
+    handle = '[0,"QUJD",64,0,"QUJD",0,"QUJD",true]'
     changed = (text[:start] + handle + text[end + 1 :]).encode()
     slot[: len(changed)], slot[len(changed) :] = np.frombuffer(changed, np.uint8), 0
     assert read(reader, stored, scene) is None
@@ -298,6 +344,21 @@ def test_a_rollout_takes_its_weights_from_the_device_and_else_from_the_relay(tmp
             assert taken.pull(60) == (version, stored.digest)
         expected = scene.weights_of(version)
         assert all(torch.equal(weight, expected[name]) for name, weight in policy.weights().items())
+
+
+def test_a_rollout_does_not_hash_versions_that_it_takes_from_the_device(tmp_path):
+    scene = PublisherScene(load_policy(path := tiny_policy(tmp_path)).weights())
+    taken = RolloutWeights(scene.join("rollout"), load_policy(path, weights=False), SETTINGS)
+    at_end(taken.close)
+    scene.publish(1)
+    assert taken.newest() == 1
+    taken.pull(60)
+    checks = taken._reader._check
+    stored = scene.publish(2)
+    assert taken.newest() == 2 and taken._reader._check is checks
+    scene.actor.crash()
+    assert taken.newest() == 2 and taken._reader._check is not checks
+    assert taken.pull(60) == (2, stored.digest)
 
 
 ACTOR = """
