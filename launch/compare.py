@@ -188,7 +188,13 @@ def _write_scaling(results: Mapping[int, Mapping[str, Result]], home: Path) -> N
     )
     if not curves:
         return
-    text = scaling_table(curves, "sync-colocated")
+    doubtful = {
+        (name, num)
+        for num, each in results.items()
+        for name, run in each.items()
+        if not (run.figures.is_settled and _is_valid(run))
+    }
+    text = scaling_table(curves, "sync-colocated", doubtful)
     (home / "scaling.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
     draw_scaling(curves, home / "scaling.png")

@@ -3,7 +3,7 @@
 The share of perfect scaling on N devices is (s_N / N) / (s_M / M), with s the tokens per second and M the fewest devices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .figures import Figures
 
@@ -17,15 +17,19 @@ def curves_of(results: Mapping[int, Mapping[str, Figures]]) -> Curves:
     return {name: {num: each[name].tokens_per_s for num, each in sorted(results.items())} for name in names}
 
 
-def scaling_table(curves: Curves, base: str) -> str:
-    """In each cell tokens/s, the ratio over the schedule `base` if it is among them, and the share of perfect scaling."""
+def scaling_table(curves: Curves, base: str, doubtful: Collection[tuple[str, int]] = ()) -> str:
+    """In each cell tokens/s, the ratio over the schedule `base` if it is among them, and the share of perfect scaling.
+
+    doubtful: schedules and numbers of devices whose runs were too short or disturbed; their cells end with a star.
+    """
     sizes = list(next(iter(curves.values())))
     lines = [["schedule", *(f"{num} GPUs" for num in sizes)], ["---"] * (len(sizes) + 1)]
     for name, curve in curves.items():
         cells = [name]
         for num, speed in curve.items():
             over = f"{speed / curves[base][num]:.2f}, " if base in curves else ""
-            cells.append(f"{speed:,.0f} ({over}{perfect_share(curve, num):.0%})")
+            star = "*" if (name, num) in doubtful else ""
+            cells.append(f"{speed:,.0f} ({over}{perfect_share(curve, num):.0%}){star}")
         lines.append(cells)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -101,6 +101,8 @@ def test_a_schedules_share_of_perfect_scaling_is_that_of_its_tokens_per_device()
     assert lines[2] == "| sync-colocated | 1,000 (1.00, 100%) | 2,000 (1.00, 50%) |"
     assert lines[3] == "| headrace | 1,200 (1.20, 100%) | 4,800 (2.40, 100%) |"
     assert "| 4,800 (100%) |" in scaling_table({"headrace": curves["headrace"]}, "sync-colocated")
+    starred = scaling_table(curves, "sync-colocated", {("headrace", 256)}).splitlines()
+    assert starred[2:] == [lines[2], f"{lines[3][:-2]}* |"]
 
 
 def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -59,9 +60,9 @@ class FaultyJob:
         self.failpoints = home / "failpoints"
         self.tail = JournalTail(self.dir / "journal.jsonl")
         self.num_starts = 0
-        self.trainer_load_s = 0.0
+        self.cold_start_s: float | None = None
         """Seconds from the start of the trainer's process to its first step, without those in which it waited for rows: at the
-        last start of the run."""
+        last start of the run, beside all other processes that start. None if that trainer had ended by then."""
         self._num_relays = num_relays
         self._launcher: Child | None = None
 
@@ -108,8 +109,10 @@ class FaultyJob:
 
         with waiting("the run", "its first step", START_S) as wait:
             wait.until(has_trained, 0.1)
+        self.cold_start_s = None
         for pid in self.pids("actor-0"):
-            self.trainer_load_s = steps[0].t - started_at(pid) - steps[0].waited_s
+            with suppress(OSError):
+                self.cold_start_s = steps[0].t - started_at(pid) - steps[0].waited_s
 
     def is_running(self) -> bool:
         return self._launcher is not None and self._launcher.poll() is None

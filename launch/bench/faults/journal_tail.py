@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ....relay.journal import events as ev
+from ...processes.spare import SPARED
 
 _OF_DEATH = ("incarnation", "was ended by", "ended with")
 """Words of the reasons for which the leases of a dead rollout are back: by the fleet, by its supervisor."""
@@ -92,3 +93,15 @@ def is_back(target: str, times: Mapping[str, float]) -> bool:
     """Whether the next process of a killed target does its work, by the times of recovery so far."""
     role = target.partition("-")[0]
     return ("actor-next-step" if role == "actor" else f"{role}-restart") in times
+
+
+def named_times(times: Mapping[str, float], cold_start_s: float | None, *, had_spares: bool) -> dict[str, float]:
+    """The times of recovery by the names of their rows: restarts without a ready spare have rows of their own.
+
+    A restart of the trainer is shown beside the cold start of the run.
+    """
+    spared = {"actor-next-step", *(f"{role}-restart" for role in SPARED)}
+    named = {name if had_spares or name not in spared else f"{name}-without-spare": s for name, s in times.items()}
+    if "actor-next-step" in times and cold_start_s is not None:
+        named["cold-start-of-the-run"] = cold_start_s
+    return named

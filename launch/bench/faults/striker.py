@@ -22,7 +22,7 @@ from .checks import problems_of_end, problems_of_journal, shared_memory_names
 from .failpoints import Hit, held_at
 from .flatness import Flatness
 from .job import FaultyJob
-from .journal_tail import is_back, recovery_times
+from .journal_tail import is_back, named_times, recovery_times
 from .processes import send
 
 GOES_ON_S = 120.0
@@ -70,6 +70,8 @@ class Strike:
 
     fault: Fault
     has_struck: bool = True
+    had_spares: bool = True
+    """Whether the spares of all targets were ready."""
     problems: list[str] = field(default_factory=list)
     recovery: dict[str, float] = field(default_factory=dict)
 
@@ -129,13 +131,13 @@ class Striker:
         units = set(tail.units)
         moment = MOMENTS[fault.moment]
         if moment is None:
-            since = self._hit(fault)
+            since = self._hit(strike)
         else:
             with held_at(self.job.failpoints, moment, _FAILPOINT_S) as hit:
                 if hit is None:
                     strike.has_struck = False
                     return
-                since = self._hit(fault)
+                since = self._hit(strike)
         if fault.frozen_s:
             since = self._thaw(fault, since)
         if fault.ends_the_run:
@@ -146,8 +148,10 @@ class Striker:
         self._watch(strike, since, units)
         strike.problems += problems_of_journal(self.job.dir)
 
-    def _hit(self, fault: Fault) -> float:
+    def _hit(self, strike: Strike) -> float:
         """Signal the targets; returns when, on the wall clock."""
+        fault = strike.fault
+        strike.had_spares = all(map(self.job.has_spare, fault.targets))
         pids = [pid for name in fault.targets for pid in self.job.pids(name)]
         since = time.time()
         if not fault.frozen_s:
@@ -182,9 +186,8 @@ class Striker:
         with waiting("the run", f"its next steps after {fault}", GOES_ON_S) as wait:
             wait.until(goes_on, 0.1)
         job.tail.remember_units(seen)
-        if "actor-next-step" in strike.recovery and not fault.frozen_s:
-            strike.recovery["actor-load"] = job.trainer_load_s
-            strike.recovery["actor-next-step-less-load"] = strike.recovery["actor-next-step"] - job.trainer_load_s
+        if not fault.frozen_s:
+            strike.recovery = named_times(strike.recovery, job.cold_start_s, had_spares=strike.had_spares)
 
     def finish(self) -> list[str]:
         """End the run in order; returns what does not hold then."""

@@ -32,8 +32,8 @@ LAUNCHING = (
 """Targets whose death ends the run at whatever moment."""
 TARGETS_OF_TWO_RELAYS = (("relay-0",), ("relay-0", "relay-1"))
 FREEZES_S = (5.0, 14.0, 30.0, 60.0)
-AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0, "actor-next-step-less-load": 3.0}
-"""Seconds that a recovery may take; the trainer's beyond the time of its undisturbed start."""
+AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0, "actor-next-step": 3.0}
+"""Seconds that a recovery may take, those of a role with spares when a spare was ready."""
 _PAUSES_S = (5.0, 20.0)
 _FREEZE_SHARE, _ENDING_SHARE = 0.15, 0.1
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.comm.messages import GroupId
-from headrace.launch.bench.faults.journal_tail import JournalTail, is_back, recovery_times
+from headrace.launch.bench.faults.journal_tail import JournalTail, is_back, named_times, recovery_times
 from headrace.launch.processes.child import describe_exit
 from headrace.relay.journal import events as ev
 
@@ -71,3 +71,13 @@ def test_units_count_from_the_last_opening_since_a_resumed_run_names_them_as_bef
     tail.remember_units([ready("relay-0#1"), ready("relay-0#2"), ev.Opened(epoch=2, samples_per_prompt=4)])
     tail.remember_units([ready("relay-0#1")])
     assert tail.units == {"relay-0#1"}
+
+
+def test_restarts_without_a_ready_spare_have_names_of_their_own():
+    times = {"actor-next-row": 0.5, "actor-next-step": 2.0}
+    assert named_times(times, 9.0, had_spares=True) == {**times, "cold-start-of-the-run": 9.0}
+    assert named_times(times, None, had_spares=False) == {"actor-next-row": 0.5, "actor-next-step-without-spare": 2.0}
+    assert named_times({"relay-next-step": 0.1, "relay-restart": 4.0}, 9.0, had_spares=False) == {
+        "relay-next-step": 0.1,
+        "relay-restart-without-spare": 4.0,
+    }
