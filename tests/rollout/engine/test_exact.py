@@ -8,9 +8,17 @@ from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
+from headrace.trainer.policy.exact.blocks import BlockOperators
 from headrace.trainer.policy.model import load_policy
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "phi3"]
+
+
+@pytest.fixture
+def own_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def assert_same_bits(path, dtype, completions, temperature=1.0):
@@ -27,6 +35,16 @@ def test_generator_and_trainer_agree_bit_for_bit(tmp_path, family, dtype):
     params = SamplingParams(max_new_tokens=90, temperature=0.8, ignore_eos=True)
     completions = run(engine, random_prompts(14, longest=150), params, num_samples=3)
     assert_same_bits(path, dtype, completions, temperature=0.8)
+
+
+def test_an_element_of_a_gate_has_the_same_bits_under_any_number_of_threads(own_threads):
+    operators = BlockOperators()
+    gate, up = (4 * torch.randn(320, 2002)).chunk(2, -1)
+    with torch.no_grad():
+        expected = torch.cat([operators.gate(*rows) for rows in zip(gate.split(32), up.split(32), strict=True)])
+        for num_threads in (1, 3, 6):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(operators.gate(gate, up), expected)
 
 
 @needs_stories

@@ -65,24 +65,54 @@ def test_generator_and_trainer_agree_bit_for_bit(
     assert_same_bits(path, dtype, run(engine, prompts, params), temperature=0.8)
 
 
+Launch = tuple[Any, dict[str, Any], dict[str, Any]]
+"""A kernel, its arguments by name, and those given by name alone, which are constants of the compiled kernel."""
+
+
+def exempted(kernel, rule) -> set[str]:
+    """Parameters of a kernel that it names in this rule; in the interpreter these are in `kwargs`."""
+    return set(getattr(kernel, rule, None) or getattr(kernel, "kwargs", {}).get(rule) or ())
+
+
+def specialization(x, follows_alignment) -> object:
+    """What Triton compiles by besides the type of an argument."""
+    number = x.data_ptr() if isinstance(x, torch.Tensor) else x
+    if x is number and (isinstance(x, float) or x == 1):
+        return "any" if isinstance(x, float) else "one"
+    return "a multiple of 16" if follows_alignment and number % 16 == 0 else "any"
+
+
+def compiled(launches: list[Launch], without=("", "")) -> dict[str, set[str]]:
+    """The compiled kernels of launches, if in this kernel this parameter were not exempted."""
+    keys = defaultdict(set)
+    for kernel, named, constants in launches:
+        unspecialized, unaligned = (exempted(kernel, "do_not_specialize" + of) for of in ("", "_on_alignment"))
+        if kernel.__name__ == without[0]:
+            unspecialized.discard(without[1])
+        key = [
+            (name, x.dtype if isinstance(x, torch.Tensor) else type(x))
+            + (() if name in unspecialized else (specialization(x, name not in unaligned),))
+            for name, x in named.items()
+        ]
+        keys[kernel.__name__].add(str((key, sorted(constants.items()))))
+    return dict(keys)
+
+
 def test_generator_and_trainer_launch_the_same_compiled_kernels(tmp_path, monkeypatch):
-    """Triton compiles by types, tile sizes, warps, and the values of all arguments but those in `do_not_specialize`."""
+    """Triton compiles by types, constants, and of other arguments by alignment and by what it says about numbers."""
     from triton.runtime.jit import KernelInterface  # pyright: ignore[reportMissingImports]
 
-    keys: dict[str, set[str]] = defaultdict(set)
+    from headrace.trainer.policy.exact import kernels as exact_kernels
+    from headrace.trainer.policy.kernels import exact_attention, merge
+
+    for module in (exact_kernels, exact_attention, merge):
+        monkeypatch.setattr(module, "SPLIT", 64)
+    launches: list[Launch] = []
 
     def recorded(self, grid):
-        general = {"table_stride", "num_keys", "num_splits", "rows"}
-
-        def launch(*args, **kwargs):
-            named = dict(zip(self.arg_names, args, strict=False))
-            of_args = [
-                (name, str(x.dtype) if isinstance(x, torch.Tensor) else x)
-                for name, x in named.items()
-                if name not in general
-            ]
-            keys[self.__name__].add(str((of_args, sorted(kwargs.items()))))
-            return self.run(*args, grid=grid, warmup=False, **kwargs)
+        def launch(*args, **constants):
+            launches.append((self, dict(zip(self.arg_names, args, strict=False)), constants))
+            return self.run(*args, grid=grid, warmup=False, **constants)
 
         return launch
 
@@ -90,11 +120,13 @@ def test_generator_and_trainer_launch_the_same_compiled_kernels(tmp_path, monkey
     path = tiny_policy(tmp_path, "qwen3", **TINY)
     engine = Engine(path, "float16", 2, exact=True, prefill_tokens=50)
     completions = run(engine, [[5, 6], [7] * 66], SamplingParams(max_new_tokens=2, ignore_eos=True))
-    generator = dict(keys)
-    keys.clear()
+    completions += run(engine, [[5, 6]], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    generator = list(launches)
+    launches.clear()
     assert_same_bits(path, "float16", completions)
-    assert dict(keys) == generator
-    assert set(generator) == {
+    found = compiled(generator)
+    assert compiled(launches) == found
+    assert set(found) == {
         "_linear_kernel",
         "_norm_kernel",
         "_tile_kernel",
@@ -102,6 +134,10 @@ def test_generator_and_trainer_launch_the_same_compiled_kernels(tmp_path, monkey
         "_normalizer_kernel",
         "_gate_kernel",
     }
+    for kernel in {kernel.__name__: kernel for kernel, _, _ in generator}.values():
+        for name in exempted(kernel, "do_not_specialize"):
+            without = kernel.__name__, name
+            assert compiled(launches, without) != compiled(generator, without), without
 
 
 def test_an_engine_says_that_exact_mode_is_unproven_on_a_gpu_and_names_the_command(tmp_path, caplog):

@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .gradient import with_gradient
 from .operators import Run
 from .pages import TileAttention
 
 BLOCK = 32
 """Rows of every linear layer's call."""
+_PIECE = 16384
+"""Elements of one call of silu, where there are several threads. PyTorch divides a call over them from 32,768 elements on, and an element
+at the end of a thread's part has another exponential than one inside."""
 
 
 class BlockOperators:
@@ -35,7 +39,7 @@ class BlockOperators:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
+        return with_gradient(_gated, lambda gate, up: F.silu(gate) * up, gate, up)
 
     def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         padded = F.pad(hidden.float(), (0, 0, 0, -len(hidden) % BLOCK))
@@ -51,6 +55,15 @@ class BlockOperators:
 
     def over_pages(self, runs: Sequence[Run], device: torch.device | str) -> TileAttention:
         return TileAttention(runs, device)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.contiguous()
+    out = torch.empty_like(gate)
+    size = _PIECE if torch.get_num_threads() > 1 else gate.numel()
+    for piece, place in zip(gate.view(-1).split(size), out.view(-1).split(size), strict=True):
+        torch.ops.aten.silu.out(piece, out=place)
+    return out.mul_(up)
 
 
 @contextmanager

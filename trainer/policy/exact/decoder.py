@@ -102,14 +102,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grads[0]
-        return grad @ weight, grad.t() @ x, grad.sum(0) if ctx.has_bias else None, None
+        grad, (of_x, of_weight, of_bias, _) = grads[0], ctx.needs_input_grad
+        return (
+            grad @ weight if of_x else None,
+            grad.t() @ x if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+        )
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ Generator and trainer launch the same compiled kernels: all that Triton compiles
 the policy alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,9 +17,8 @@ from ..kernels.exact_linear import exact_linear
 from ..kernels.exact_rows import exact_log_softmax, exact_rms_norm
 from ..kernels.gate import silu_times
 from ..kernels.merge import SPLIT
+from .gradient import with_gradient
 from .operators import Run
-
-Operator = Callable[..., Tensor]
 
 _PARTS_BYTES = 256 << 20
 """Most memory that the results of splits take at one time."""
@@ -36,7 +34,7 @@ class KernelOperators:
         return exact_linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _with_gradient(
+        return with_gradient(
             lambda x, weight: exact_rms_norm(x, weight, eps),
             lambda x, weight: F.rms_norm(x, weight.shape, weight, eps),
             x,
@@ -44,7 +42,7 @@ class KernelOperators:
         )
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _with_gradient(silu_times, lambda gate, up: F.silu(gate) * up, gate, up)
+        return with_gradient(silu_times, lambda gate, up: F.silu(gate) * up, gate, up)
 
     def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         shape = (len(hidden), len(weight))
@@ -56,29 +54,6 @@ class KernelOperators:
 
     def over_pages(self, runs: Sequence[Run], device: torch.device | str) -> "KernelAttention":
         return KernelAttention(runs, device)
-
-
-def _with_gradient(kernel: Operator, stock: Operator, *inputs: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        return kernel(*inputs)
-    return _StockGradient.apply(kernel, stock, *inputs)  # pyright: ignore[reportReturnType]
-
-
-class _StockGradient(torch.autograd.Function):
-    """The result of a kernel with the gradient of stock operators that compute the same."""
-
-    @staticmethod
-    def forward(ctx: Any, kernel: Operator, stock: Operator, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.stock = stock
-        return kernel(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.stock(*inputs)
-        return None, None, *torch.autograd.grad(out, inputs, grads[0])
 
 
 class KernelAttention:

@@ -51,7 +51,7 @@ def merge_splits(
     rows, heads, num_splits, dim = parts.shape
     out = torch.empty(rows, heads, dim, dtype=dtype, device=parts.device)
     _merge_kernel[(rows, heads)](
-        parts, lse, lengths, lengths if sinks is None else sinks, out, window, num_splits, HEADS=heads, DIM=dim,
+        parts, lse, lengths, out if sinks is None else sinks, out, window, num_splits, HEADS=heads, DIM=dim,
         DIM_ROWS=max(16, triton.next_power_of_2(dim)), SPLIT=SPLIT, HAS_SINKS=sinks is not None, num_warps=1,
     )  # fmt: skip
     return out
