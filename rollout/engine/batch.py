@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.seen_tokens import SeenTokens
-from .sampling import SamplingBatch, has_kernels, sampling_columns
+from .sampling import SamplingBatch, sampling_columns
 from .to_device import to_device, to_device_together
 
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
+    from .kernels.seen_tokens import SeenTokens
     from .page_pool import PagePool
     from .sequence import Sequence
 
@@ -24,7 +24,7 @@ class DecodeBatch:
     (`advance`). Numpy arrays are on the host, tensors on the device; all int64.
     """
 
-    def __init__(self, pool: "PagePool", policy: "Policy", max_running: int) -> None:
+    def __init__(self, pool: "PagePool", policy: "Policy", seen: "SeenTokens | None" = None) -> None:
         self.vocab_size, self.device = policy.vocab_size, policy.device
         self.pool = pool
         self.max_pages = pool.pages_for(policy.context)
@@ -37,7 +37,7 @@ class DecodeBatch:
         """Row, column and page of each entry that this step's `extend` added to the table."""
         self.at_refill: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         """On the device, the positions and the table (int32, as wide as the longest row) that the rows began with."""
-        self.seen = SeenTokens(max_running, self.vocab_size, self.device) if has_kernels(self.device) else None
+        self.seen = seen
 
     def __len__(self) -> int:
         return len(self.sequences)

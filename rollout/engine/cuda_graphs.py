@@ -116,9 +116,9 @@ class DecodeGraphs:
         positions = self._positions[:size]
         self._attention.use(self._table[:size, :width], (positions + 1).int())
         hidden = self._forward(self._tokens[:size], positions, self._attention)
-        rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
-        if is_filtered:
-            rows.filters, rows.seen = Filters(*(tensor[:size] for tensor in self._filters)), self._seen[:size]
+        filters = Filters(*(tensor[:size] for tensor in self._filters)) if is_filtered else None
+        seen = self._seen[:size] if is_filtered else None
+        rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size], filters, seen)
         drawn = self._sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
         self._tokens[:size].copy_(drawn.tokens)
         self._logprobs[:size].copy_(drawn.logprobs)

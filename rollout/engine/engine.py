@@ -90,7 +90,7 @@ class Engine:
         kept, in_ranges = plan.max_kept if prefix_cache else 0, self.runner.attention.name == "pool"
         self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
-        self.batch = DecodeBatch(self.pool, policy, max_running)
+        self.batch = DecodeBatch(self.pool, policy, self.runner.seen)
         self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact

@@ -24,7 +24,10 @@ _HAS_TRITON = find_spec("triton") is not None
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one prompt's responses. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling of one prompt's responses. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    Of equally likely tokens at the border of top_k or top_p, a GPU keeps all, and a CPU only as many as the filter needs.
+    """
 
     max_new_tokens: int = 256
     """Most tokens of a response; the policy's context bounds it too."""
@@ -70,9 +73,14 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str | int) else tuple(self.stop)
 
     @property
+    def has_filter(self) -> bool:
+        """Whether tokens may be filtered out; the most likely one, which greedy sampling draws, never is."""
+        return self.temperature != 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
     def is_plain(self) -> bool:
-        """Whether no token is filtered out."""
-        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0)
+        """Whether tokens are drawn by the policy's probabilities, without a filter and without a penalty."""
+        return not self.has_filter and self.repetition_penalty == 1
 
 
 def _is_count(number: object) -> bool:
@@ -82,7 +90,7 @@ def _is_count(number: object) -> bool:
 def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> dict[str, np.ndarray]:
     """The parameters of rows and the keys of their random streams, an array each: [B], or [B, 1] where logits meet it.
 
-    Filters and penalties are left out where no row has any; a row without them has 0, or 1 for top_p and penalty.
+    Filters and penalties are left out where all rows are plain; a row without them has 0, or 1 for top_p and penalty.
     """
 
     def column(values: Sequence[float]) -> np.ndarray:
@@ -93,10 +101,10 @@ def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> d
         "is_greedy": np.array([p.temperature == 0 for p in params], dtype=bool),
         "scale": column([1 / (p.temperature or 1) for p in params]),
     }
-    if not all(p.is_plain and p.repetition_penalty == 1 for p in params):
-        columns["top_k"] = np.array([0 if p.is_plain else p.top_k for p in params], dtype=np.int64)[:, None]
-        columns["top_p"] = column([1 if p.is_plain else p.top_p for p in params])
-        columns["min_p"] = column([0 if p.is_plain else p.min_p for p in params])
+    if not all(p.is_plain for p in params):
+        columns["top_k"] = np.array([p.top_k if p.has_filter else 0 for p in params], dtype=np.int64)[:, None]
+        columns["top_p"] = column([p.top_p if p.has_filter else 1 for p in params])
+        columns["min_p"] = column([p.min_p if p.has_filter else 0 for p in params])
         columns["penalty"] = column([p.repetition_penalty for p in params])
     return columns
 
@@ -121,16 +129,19 @@ class SamplingBatch:
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
         self.scale = None if all(p.temperature in (0, 1) for p in params) else columns["scale"]
-        self.is_plain = all(p.is_plain for p in params)
+        self.has_filter = any(p.has_filter for p in params)
         self.filters = Filters(*(columns[name] for name in Filters._fields)) if "penalty" in columns else None
+        """None where all rows are plain."""
         self.seen = seen
         self._has_penalty = any(p.repetition_penalty != 1 for p in params)
 
     @classmethod
-    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
-        """Plain rows, greedy or not, with parameters in tensors that may be overwritten: for captured graphs."""
-        rows = cls([], {"keys": keys, "is_greedy": is_greedy})
-        rows.scale = scale
+    def fixed(
+        cls, keys: Tensor, scale: Tensor, is_greedy: Tensor, filters: Filters | None = None, seen: Tensor | None = None
+    ) -> "SamplingBatch":
+        """Rows with parameters in tensors that may be overwritten: for captured graphs. Without filters they are plain."""
+        rows = cls([], {"keys": keys, "is_greedy": is_greedy}, seen)
+        rows.scale, rows.filters, rows.has_filter = scale, filters, filters is not None
         rows.has_greedy = rows.has_random = True
         return rows
 
@@ -168,18 +179,18 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     if has_kernels(logits.device):  # Triton is installed only where there is a GPU
         scale = logits.new_ones(len(logits), 1) if rows.scale is None else rows.scale
         inputs = logits, scale, rows.is_greedy, rows.keys, positions
-        if rows.filters is None or rows.seen is None:
+        if rows.filters is None:
             from .kernels.draw import draw
 
             return Sample(*draw(*inputs))
+        assert rows.seen is not None, "the kernel of filters needs the bits of `SeenTokens`"
         from .kernels.filters import draw_filtered
 
         return Sample(*draw_filtered(*inputs, rows.filters, rows.seen))
     scratch = torch.empty_like(logits) if scratch is None else scratch
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
     logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
-    is_changed = rows.seen is not None or not rows.is_plain
-    drawn_by = _filtered(_penalized(scaled, rows), rows).log_softmax(-1) if is_changed else logprobs
+    drawn_by = logprobs if rows.filters is None else _filtered(_penalized(scaled, rows), rows).log_softmax(-1)
     if rows.has_random:
         cdf = torch.exp(drawn_by, out=scaled).cumsum_(-1)
         total = cdf[:, -1:]
@@ -211,7 +222,7 @@ def _penalized(scaled: Tensor, rows: SamplingBatch) -> Tensor:
 
 def _filtered(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """Logits [B, vocab] with -inf where top-k, then top-p, then min-p drop a token."""
-    if rows.is_plain or rows.filters is None:
+    if not rows.has_filter or rows.filters is None:
         return scaled
     top_k, top_p, min_p, _ = rows.filters
     values, order = scaled.sort(dim=-1, descending=True)

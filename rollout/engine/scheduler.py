@@ -49,7 +49,7 @@ class Scheduler:
         self._untouched: dict[bytes, SequenceGroup] = {}
         """Waiting groups that no step has reached yet, by the digest of their tokens."""
         self._refused: tuple[SequenceGroup, int] | None = None
-        """The group that found too few pages last, and how many were to spare."""
+        """The group that found too few pages in the last admission, and how many were to spare."""
         self.num_preempted = 0
         self.num_prefilled = 0
         """Tokens prefilled."""
@@ -112,6 +112,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
         rows = self.max_running - len(self.running)
+        self._refused = None
         for group in self.waiting:
             if rows <= 0 or budget <= 0:
                 break
@@ -127,7 +128,7 @@ class Scheduler:
                 if self._drop_something(keep=group, is_behind=True):
                     continue
                 if self.running or chunks or not self._drop_something(keep=group):
-                    self._refused = (group, self._num_spare()) if not chunks else None
+                    self._refused = None if chunks else (group, self._num_spare())
                     return chunks
             chunks.append(Chunk(group, group.num_cached, stop))
             budget -= stop - group.num_cached

@@ -17,11 +17,15 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Resources(NamedTuple):
-    """Registers of a thread, bytes that it spills, and shared bytes of a program."""
+    """Registers of a thread, bytes that it spills, and shared bytes of a program.
+
+    num_fused: products that are not rounded before a sum; those of a logarithm, `fma.rn.ftz`, do not count.
+    """
 
     registers: int
     spilled: int
     shared: int
+    num_fused: int
 
 
 def resources(
@@ -32,6 +36,7 @@ def resources(
     constants: dict[str, Any],
     num_warps: int,
     num_stages: int = 3,
+    **options: Any,
 ) -> Resources:
     """The registers and memory of a kernel that is compiled for arguments of these types.
 
@@ -48,9 +53,8 @@ def resources(
         if kind[0] == "*" or name.endswith(("stride", "columns", "inputs"))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps, "num_stages": num_stages}
-    )
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
@@ -58,4 +62,4 @@ def resources(
         [tool, "-res-usage", binary], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     registers, stack, local = (int(re.findall(rf"{word}:(\d+)", listing)[-1]) for word in ("REG", "STACK", "LOCAL"))
-    return Resources(registers, stack + local, compiled.metadata.shared)
+    return Resources(registers, stack + local, compiled.metadata.shared, compiled.asm["ptx"].count("fma.rn.f32"))

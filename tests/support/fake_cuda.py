@@ -143,8 +143,7 @@ def rotated(heads, rule):
 
 def draw(logits, scale, is_greedy, keys, positions, filters=None, seen=None):
     """`kernels.draw` by its formula, which is that of the operators."""
-    rows = SamplingBatch.fixed(keys, scale, is_greedy)
-    rows.filters, rows.seen, rows.is_plain = filters, seen, filters is None
+    rows = SamplingBatch.fixed(keys, scale, is_greedy, filters, seen)
     with MonkeyPatch.context() as patch:
         patch.setattr(sampling, "has_kernels", lambda device: False)
         return sampling.sample(logits.clone(), rows, positions)

@@ -19,6 +19,11 @@ from ..streams import FACTORS
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(factor) for factor in FACTORS)
 BLOCK = 4096
 """Tokens of one program."""
+SUMS_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""Of the first launch. Those of filters have the same options, else a row without filters would be rounded otherwise there:
+a product would be rounded before a sum in one kernel and not in the other, or sums would have another order."""
+DRAW_OPTIONS = SUMS_OPTIONS | {"num_warps": 16}
+"""Of the second launch, likewise."""
 
 
 @triton.jit
@@ -114,9 +119,9 @@ def draw(logits: Tensor, scales: Tensor, is_greedy: Tensor, keys: Tensor, positi
     best = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.long, device=logits.device)
     logprobs = torch.empty(rows, device=logits.device)
-    _sums_kernel[(rows, num_blocks)](logits, scales, peaks, sums, best, vocab, num_blocks, BLOCK=BLOCK, num_warps=8)
+    _sums_kernel[(rows, num_blocks)](logits, scales, peaks, sums, best, vocab, num_blocks, BLOCK=BLOCK, **SUMS_OPTIONS)
     _draw_kernel[(rows,)](
         logits, scales, peaks, sums, best, is_greedy, keys, positions, tokens, logprobs, vocab, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, num_warps=8,
+        BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, **DRAW_OPTIONS,
     )  # fmt: skip
     return tokens, logprobs

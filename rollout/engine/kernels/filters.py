@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw import BLOCK, best_token, block_sum, choose, row_sum, uniform
+from .draw import BLOCK, DRAW_OPTIONS, SUMS_OPTIONS, best_token, block_sum, choose, row_sum, uniform
 
 LEAST = tl.constexpr(-104.0)
 """Scores this far below the peak have no probability in fp32."""
@@ -86,8 +86,9 @@ def _threshold(
         )  # fmt: skip
         if top_p < 1.0:
             weights = _kept_sums(logits, seen, scale, penalty, peaks, base, low, blocks, num_blocks, vocab, BLOCK=BLOCK)
-    if top_p < 1.0:
-        mass = tl.sum(weights, 0)
+    mass = tl.sum(weights, 0)
+    # Of scores that are not finite the mass is NaN, and bisection would take a pass per score.
+    if (top_p < 1.0) & (mass > 0):
         # All smaller scores together have less than the mass that may go.
         bound = base + tl.log((1.0 - top_p) * mass / vocab)
         low = _least_kept(
@@ -176,11 +177,11 @@ def draw_filtered(
     logprobs = torch.empty(rows, device=logits.device)
     _filtered_sums_kernel[(rows, num_blocks)](
         logits, scales, penalty, seen, policy_peaks, policy_sums, peaks, sums, best, vocab, num_blocks, seen.shape[1],
-        BLOCK=BLOCK, num_warps=8,
+        BLOCK=BLOCK, **SUMS_OPTIONS,
     )  # fmt: skip
     _filtered_draw_kernel[(rows,)](
         logits, scales, penalty, top_k, top_p, min_p, seen, policy_peaks, policy_sums, peaks, sums, best, is_greedy, keys,
         positions, tokens, logprobs, vocab, num_blocks, seen.shape[1],
-        BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, num_warps=16,
+        BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, **DRAW_OPTIONS,
     )  # fmt: skip
     return tokens, logprobs

@@ -26,24 +26,32 @@ class SeenTokens:
     def columns(
         self, before: "Sequence[Trajectory]", now: "Sequence[Trajectory]", entered: "Collection[Trajectory]"
     ) -> dict[str, np.ndarray]:
-        """For `update`: the bits of sequences that entered with a penalty, and where each row's bits come from."""
+        """For `update`: the former row of each sequence that stays, and the rows and bits of those that enter, with a penalty."""
         if all(s.params.repetition_penalty == 1 for s in now):
             return {}
-        max_rows, num_words = self.bits.shape
-        sources = {id(s): row for row, s in enumerate(before)}
-        new = [s for s in entered if s.params.repetition_penalty != 1]
-        sources |= {id(s): max_rows + place for place, s in enumerate(new)}
-        flags = np.zeros((len(new), num_words * _WORD), dtype=bool)
-        for own, sequence in zip(flags, new, strict=True):
-            own[sequence.prompt_ids + sequence.token_ids] = True
+        rows_before, ids_entered = {id(s): row for row, s in enumerate(before)}, {id(s) for s in entered}
         # A row without a penalty may have the bits of any other.
+        sources = np.zeros(len(now), dtype=np.int64)
+        new: list[tuple[int, Trajectory]] = []
+        for row, sequence in enumerate(now):
+            if sequence.params.repetition_penalty == 1:
+                continue
+            if id(sequence) in ids_entered:
+                new.append((row, sequence))
+            else:
+                sources[row] = rows_before[id(sequence)]
+        flags = np.zeros((len(new), self.bits.shape[1] * _WORD), dtype=bool)
+        for own, (_, sequence) in zip(flags, new, strict=True):
+            own[sequence.prompt_ids + sequence.token_ids] = True
         return {
-            "seen_sources": np.array([sources.get(id(s), 0) for s in now], dtype=np.int64),
+            "seen_sources": sources,
+            "seen_rows": np.array([row for row, _ in new], dtype=np.int64),
             "seen_new": np.packbits(flags, axis=1, bitorder="little").view(np.int32),
         }
 
     def update(self, columns: Mapping[str, Tensor]) -> None:
-        """Give each row its bits."""
+        """Give each row its bits: first to those that stay, by a copy since rows change places, then to the new ones."""
         if "seen_new" in columns:
             sources = columns["seen_sources"]
-            self.bits[: len(sources)] = torch.cat((self.bits, columns["seen_new"])).index_select(0, sources)
+            self.bits[: len(sources)] = self.bits.index_select(0, sources)
+            self.bits.index_copy_(0, columns["seen_rows"], columns["seen_new"])

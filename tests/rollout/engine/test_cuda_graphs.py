@@ -14,6 +14,7 @@ from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine import batch, cuda_graphs, runner
 from headrace.rollout.engine import to_device as to_device_module
 from headrace.rollout.engine.to_device import to_device
+from headrace.trainer.policy.model import load_policy
 
 
 @pytest.fixture(params=["llama", "mistral"])
@@ -195,9 +196,11 @@ def test_a_sequence_that_returns_has_seen_the_tokens_of_its_environment(tmp_path
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_a_runner_keeps_space_for_sampling_only_without_kernels(tmp_path, monkeypatch, has_kernels):
+def test_before_the_cache_is_planned_a_runner_takes_space_for_seen_tokens_or_for_operators(
+    tmp_path, monkeypatch, has_kernels
+):
     monkeypatch.setattr(runner, "has_kernels", lambda device: has_kernels)
-    engine = Engine(tiny_policy(tmp_path), max_running=2)
-    assert (engine.runner._scratch is None) == has_kernels
-    params = SamplingParams(max_new_tokens=4, top_p=0.9)
-    assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4
+    found = runner.Runner(load_policy(tiny_policy(tmp_path / "a")), 2, exact=False)
+    assert (found._scratch is None) == (found.seen is not None) == has_kernels
+    engine = Engine(tiny_policy(tmp_path / "b"), max_running=2)
+    assert engine.batch.seen is engine.runner.seen and (engine.batch.seen is not None) == has_kernels

@@ -1,10 +1,18 @@
 """Sampling: counter-based random numbers, frequencies, filters, greedy rows."""
 
+import sys
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.errors import SettingError
+from headrace.rollout.engine import sampling
+from headrace.rollout.engine.kernels.seen_tokens import SeenTokens
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
+from headrace.rollout.engine.sequence import Sequence
 from headrace.rollout.engine.streams import stream_key, uniforms
 from headrace.rollout.engine.to_device import to_device_together
 
@@ -84,6 +92,59 @@ def test_greedy_and_random_rows_share_a_batch():
     tokens, logprobs = sample(logits.clone(), rows, torch.zeros(4, dtype=torch.long))
     assert tokens[0] == logits[0].argmax() and tokens[3] == logits[3].argmax()
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        self.numel = max(self.numel, result.numel())
+        return result
+
+
+def trajectory(penalty, *tokens):
+    return Sequence(0, 0, list(tokens), SamplingParams(repetition_penalty=penalty), 10, frozenset())
+
+
+def test_a_row_with_a_penalty_that_neither_stayed_nor_entered_is_an_error():
+    seen, stayed, plain = SeenTokens(3, 64, torch.device("cpu")), trajectory(1.2, 5), trajectory(1.0, 6)
+    assert seen.columns([plain, stayed], [stayed, plain], [])["seen_sources"].tolist() == [1, 0]
+    with pytest.raises(KeyError):
+        seen.columns([stayed], [stayed, trajectory(1.2, 7), trajectory(1.0, 8)], [])
+
+
+def test_rows_that_stay_keep_their_bits_and_new_ones_bring_theirs_without_a_second_copy_of_all():
+    seen = SeenTokens(4, 96, torch.device("cpu"))
+    old = [trajectory(1.2, 1, 40), trajectory(1.0, 3), trajectory(1.2, 95)]
+    seen.update(to_device_together(seen.columns([], old, old), "cpu"))
+    seen.bits[2, 0] = 1 << 7  # a drawn token
+    new = [trajectory(1.2, 33), trajectory(1.2, 2, 2)]
+    columns = to_device_together(seen.columns(old, now := [old[2], new[0], old[0], new[1]], new), "cpu")
+    with LargestTensor() as largest:
+        seen.update(columns)
+    flags = np.unpackbits(seen.bits.numpy().view(np.uint8), axis=1, bitorder="little")
+    assert [row.nonzero()[0].tolist() for row in flags] == [[7, 95], [33], [1, 40], [2]]
+    assert largest.numel <= seen.bits.numel() and len(now) == len(seen.bits)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_plain"),
+    [({}, True), ({"temperature": 0.0, "top_k": 5}, True), ({"min_p": 0.1}, False), ({"top_p": 0.9}, False),
+     ({"repetition_penalty": 1.1}, False), ({"temperature": 0.0, "repetition_penalty": 1.1}, False)],
+)  # fmt: skip
+def test_plain_rows_have_neither_a_filter_nor_a_penalty_and_a_batch_of_them_has_no_filters(params, is_plain):
+    assert SamplingParams(**params).is_plain == is_plain
+    assert (batch_of([SamplingParams(**params)], [1]).filters is None) == is_plain
+
+
+def test_filters_without_the_bits_of_seen_tokens_are_an_error_where_sampling_is_kernels(monkeypatch):
+    monkeypatch.setattr(sampling, "has_kernels", lambda device: True)
+    monkeypatch.setitem(sys.modules, "headrace.rollout.engine.kernels.draw", SimpleNamespace(draw=lambda *_: ((), ())))
+    with pytest.raises(AssertionError, match="SeenTokens"):
+        sample(torch.zeros(1, 8), batch_of([SamplingParams(top_k=2)], [1]), torch.zeros(1, dtype=torch.long))
 
 
 def test_a_token_without_probability_is_never_drawn():

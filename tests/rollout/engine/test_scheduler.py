@@ -163,6 +163,20 @@ def test_the_newest_is_preempted_when_pages_run_out():
     assert scheduler.num_recomputed >= scheduler.num_preempted > 0
 
 
+def test_a_prompt_that_was_refused_once_gets_its_second_chunk_while_no_row_ends():
+    slots, scheduler = Slots(), Scheduler(PagePool(7, PAGE), 3, 8)
+    for first_id, prompt_length, limit in ((0, 5, 19), (1, 3, 2)):
+        scheduler.add(group(first_id, 1, prompt_length, limit))
+    step(scheduler, slots)
+    scheduler.add(group(2, 1, 13, 9))
+    assert step(scheduler, slots) and not scheduler.waiting[0].pages, (
+        "the row that ends frees pages for the first chunk"
+    )
+    step(scheduler, slots)
+    assert scheduler.waiting[0].num_cached == 8
+    assert scheduler.may_change_rows(), "a page for the rest is free"
+
+
 def test_a_paused_sequence_continues_after_the_tokens_of_its_environment():
     scheduler = Scheduler(PagePool(9, PAGE), 3, 100)
     scheduler.add(group(7, 1, 5, 12))

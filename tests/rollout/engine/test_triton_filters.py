@@ -186,3 +186,26 @@ def test_a_row_whose_logits_are_not_finite_has_no_log_probability_and_spoils_no_
         tokens, logprobs = draw_filtered(*inputs(damaged, settings)[0])
         assert logprobs.isnan().tolist() == [False, True] and 0 <= tokens[1] < 5000
         assert (tokens[0], logprobs[0]) == (expected[0][0], expected[1][0])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="passes are counted in the interpreter")
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 7}, {"top_k": 7, "top_p": 0.9}])
+def test_a_score_that_is_not_finite_costs_no_passes(setting, monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder  # pyright: ignore[reportMissingImports]
+
+    from headrace.rollout.engine.kernels import filters
+
+    for name, operator in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):  # of a GPU: they drop NaN
+        monkeypatch.setattr(
+            InterpreterBuilder, name, lambda self, x, y, operator=operator: self.binary_op(x, y, operator)
+        )
+    off, logits = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}, numbers(1, 300, seed=9)
+    scores, num_reads = filters._scores, []
+    monkeypatch.setattr(filters, "_scores", lambda *args, **options: num_reads.append(1) or scores(*args, **options))
+    counts = []
+    for value in (0.0, INF, float("nan")):
+        logits[0, 7] = value
+        num_reads.clear()
+        filters.draw_filtered(*inputs(logits, [off | setting])[0])
+        counts.append(len(num_reads))
+    assert 3 < counts[0] < 30 and max(counts[1:]) <= counts[0]

@@ -101,11 +101,13 @@ def test_attention_over_pages_is_attention_over_each_sequence(kind, error, heads
 
     lengths = [1, 64, 530]
     runs, (keys, values), pages = a_cache(lengths, kv_heads, dim, kind)
+    runs = [Run(max(run.stop - 40, 0), run.stop, run.pages) for run in runs]  # the last queries: the interpreter is slow
     query, spec = numbers(sum(lengths), heads, dim, kind=kind), AttentionSpec(0.3, window)
     expected = []
     for q, k, v in zip(*(x.double().transpose(0, 1).split(lengths, 1) for x in (query, keys, values)), strict=True):
         sees = band(q.shape[1], q.shape[1], window, q.device)
-        expected.append(masked_attention(q[None], k[None], v[None], sees, spec)[0].transpose(0, 1))
+        expected.append(masked_attention(q[None], k[None], v[None], sees, spec)[0].transpose(0, 1)[-40:])
+    query = torch.cat([q[-40:] for q in query.split(lengths)])
     found = KernelAttention(runs, DEVICE)(query, *pages, spec)
     assert is_near(found, torch.cat(expected), kind, error)
 
