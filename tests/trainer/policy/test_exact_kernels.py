@@ -101,7 +101,9 @@ def test_attention_over_pages_is_attention_over_each_sequence(kind, error, heads
 
     lengths = [1, 64, 530]
     runs, (keys, values), pages = a_cache(lengths, kv_heads, dim, kind)
-    runs = [Run(max(run.stop - 40, 0), run.stop, run.pages) for run in runs]  # the last queries: the interpreter is slow
+    runs = [
+        Run(max(run.stop - 40, 0), run.stop, run.pages) for run in runs
+    ]  # the last queries: the interpreter is slow
     query, spec = numbers(sum(lengths), heads, dim, kind=kind), AttentionSpec(0.3, window)
     expected = []
     for q, k, v in zip(*(x.double().transpose(0, 1).split(lengths, 1) for x in (query, keys, values)), strict=True):
