@@ -139,7 +139,9 @@ def check_family(recipe: Recipe, folder: Path) -> None:
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
     if recipe.generator.exact:
-        check_exact_supported(config)
+        from ...trainer.policy.model import default_device
+
+        check_exact_supported(config, default_device().type)
     if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
         raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
@@ -215,11 +217,19 @@ def check_files(role: str, recipe: Recipe) -> None:
 
 
 def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
-    """Digests of `model.path` that a process of `role` announces: the hub ends a run whose hosts have different ones."""
+    """Facts about the policy that a process of `role` announces: the hub ends a run whose hosts have different ones.
+
+    Digests of `model.path`; in exact mode also the kernels that compute log-probabilities.
+    """
     if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
         return {}
     with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
-    return model_digests(recipe.model.path, with_weights=with_weights)
+    facts = model_digests(recipe.model.path, with_weights=with_weights)
+    if recipe.generator.exact and role in ("actor", "rollout"):
+        from ...trainer.policy.exact.machine import kernels_of_machine
+
+        facts["exact_kernels"] = kernels_of_machine()
+    return facts
 
 
 def check_rewards(settings: RewardSettings) -> None:

@@ -56,8 +56,13 @@ log = logging.getLogger(__name__)
 
 WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
-_MODEL_FACTS = {"config_digest": "another configuration or tokenizer", "weights_digest": "other weights"}
-"""Facts about the policy's files that members announce, and the meaning of a difference."""
+_SAME_FILES = "give all hosts the same files"
+_MODEL_FACTS = {
+    "config_digest": ("model.path", "another configuration or tokenizer", _SAME_FILES),
+    "weights_digest": ("model.path", "other weights", _SAME_FILES),
+    "exact_kernels": ("generator.exact", "other kernels", "take machines of one kind with the same packages"),
+}
+"""Facts about the policy that members announce: the setting, the meaning of a difference, and the remedy."""
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
@@ -221,12 +226,12 @@ class HubLoop:
     def _check_models(self) -> None:
         """All processes read the same policy; on another host `model.path` may name another one."""
         for member in self.seen.values():
-            for fact, difference in _MODEL_FACTS.items():
+            for fact, (setting, difference, remedy) in _MODEL_FACTS.items():
                 first = self._models.setdefault(fact, member) if fact in member.info else member
                 if first.info.get(fact) != member.info.get(fact):
                     self.hub.context.failure = (
-                        f"model.path: {member.name} on {member.host_name} has {difference} than {first.name} on"
-                        f" {first.host_name}; give all hosts the same files"
+                        f"{setting}: {member.name} on {member.host_name} has {difference} than {first.name} on"
+                        f" {first.host_name}; {remedy}"
                     )
 
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
