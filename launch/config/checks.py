@@ -139,9 +139,9 @@ def check_family(recipe: Recipe, folder: Path) -> None:
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
     if recipe.generator.exact:
-        from ...trainer.policy.model import default_device
+        import torch
 
-        check_exact_supported(config, default_device().type)
+        check_exact_supported(config, "cuda" if torch.cuda.is_available() else "cpu")
     if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
         raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 

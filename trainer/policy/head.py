@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .exact.blocks import BLOCK
-from .exact.operators import ExactOperators
+from .exact.operators import BLOCK, ExactOperators
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one matrix of logits: on a CPU a few of them fit into the caches, on a GPU it keeps the matrix products large."""
