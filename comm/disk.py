@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,8 +39,12 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def when_there_is_room(path: Path, write: Callable[[], T], deadline_s: float) -> T:
+def when_there_is_room(
+    path: Path, write: Callable[[], T], deadline_s: float, gives_up: threading.Event | None = None
+) -> T:
     """Call `write` until the disk of `path` has room for it, at most for `deadline_s`; `write` undoes what it leaves half.
+
+    Another thread that sets `gives_up` ends the wait.
 
     Raises `DiskFull` after the deadline, and at once any error with another cause.
     """
@@ -50,8 +55,8 @@ def when_there_is_room(path: Path, write: Callable[[], T], deadline_s: float) ->
             raise
     say(f"{describe_full(path)}; the run waits for room, at most {deadline_s:g} s")
     with waiting("the disk", f"room for {path}", deadline_s) as wait:
-        while wait.remaining_s > 0:
-            time.sleep(min(RETRY_S, wait.remaining_s))
+        gives_up = gives_up or threading.Event()
+        while wait.remaining_s > 0 and not gives_up.wait(min(RETRY_S, wait.remaining_s)):
             try:
                 result = write()
             except OSError as error:
@@ -76,14 +81,18 @@ def raise_if_full(folder: Path) -> None:
 class AppendFile:
     """A file that only grows, by whole records: one that does not fit is cut off again, and waits for room."""
 
-    def __init__(self, path: Path, deadline_s: float) -> None:
+    def __init__(self, path: Path, deadline_s: float, *, durable: bool = False) -> None:
+        """`durable`: a record is on the disk when `append` returns; one that does not come there is cut off again."""
         self.path = path
         self.deadline_s = deadline_s
+        self.gives_up = threading.Event()
+        """Once it is set, no record waits for room."""
+        self._durable = durable
         self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, record: bytes) -> None:
         """Returns after the operating system has the record. Raises `DiskFull`, or an `OSError` with another cause."""
-        when_there_is_room(self.path, lambda: self._write(memoryview(record)), self.deadline_s)
+        when_there_is_room(self.path, lambda: self._write(memoryview(record)), self.deadline_s, self.gives_up)
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -95,6 +104,8 @@ class AppendFile:
         try:
             while record:  # a disk that becomes full accepts a part of it first
                 record = record[os.write(self.descriptor, record) :]
+            if self._durable:
+                os.fsync(self.descriptor)
         except OSError:
             os.ftruncate(self.descriptor, num_bytes)
             raise

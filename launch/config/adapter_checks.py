@@ -39,8 +39,11 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
 
 def _warn_of_start(recipe: Recipe) -> list[str]:
     """A warning if a run that continues from a checkpoint began with another adapter than that of `lora.path`."""
-    from ...trainer.policy.adapter_files import has_other_start
+    from ...trainer.policy.adapter_files import has_other_start, start_folder
 
     if not CheckpointFolder(Path(recipe.run.dir)).whole() or not has_other_start(recipe):
         return []
-    return ["lora.path has no effect: the run began with another adapter, and continues from its checkpoint"]
+    if not recipe.lora.path:
+        return [f"lora.path is not set: the run continues with the adapter that it began with, {start_folder(recipe)}"]
+    began = "without an adapter" if start_folder(recipe) == Path(recipe.lora.path) else "with another adapter"
+    return [f"lora.path has no effect: the run began {began}, and continues from its checkpoint"]

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 from msgspec import structs
 
+from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
+from ...relay.hub.model_check import JOINED
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
@@ -217,7 +219,8 @@ def check_files(role: str, recipe: Recipe) -> None:
 
 
 def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
-    """Facts about the policy that a process of `role` announces: the hub ends a run whose hosts have different ones.
+    """Facts about the policy that a process of `role` announces: the hub ends a run whose hosts have different ones, and
+    refuses a host that joins with others.
 
     Digests of `model.path`; in exact mode also the kernels that compute log-probabilities.
     """
@@ -229,7 +232,7 @@ def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
         from ...trainer.policy.exact.machine import kernels_of_machine
 
         facts["exact_kernels"] = kernels_of_machine()
-    return facts
+    return facts | ({JOINED: "yes"} if JOINING in os.environ else {})
 
 
 def check_rewards(settings: RewardSettings) -> None:

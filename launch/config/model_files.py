@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from ...trainer.policy.checkpoint_files import find_checkpoint, language_model, 
 from ...trainer.policy.families import text_part
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_OTHER_TOKENIZER_FILES = ("merges.txt", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja")
+_VOCABULARY_FILES = ("merges.txt", "added_tokens.json")
 _WRITTEN_BY = ("_name_or_path", "transformers_version")
 """Settings of a configuration that say where it comes from."""
+_NOT_OF_TOKENS = (*_WRITTEN_BY, "name_or_path", "tokenizer_class", "tokenizer_file", "backend", "is_local")
+"""Those of a tokenizer that follow from where it is and from the version of `transformers`."""
 _SAMPLE_BYTES = 1 << 12
 
 
@@ -59,11 +63,25 @@ def model_digests(path: str, *, with_weights: bool) -> dict[str, str]:
     folder = find_checkpoint(path)
     config = {key: value for key, value in read_config(folder).items() if key not in _WRITTEN_BY}
     state = xxhash.xxh3_64(json.dumps(config, sort_keys=True).encode())
-    for name in (*_TOKENIZER_FILES, *_OTHER_TOKENIZER_FILES):
-        if (folder / name).exists():
-            state.update(name.encode() + (folder / name).read_bytes())
+    for name, content in _tokenizer_parts(folder):
+        state.update(name.encode() + content)
     weights = {"weights_digest": weights_digest(folder, _SAMPLE_BYTES)} if with_weights else {}
     return {"config_digest": state.hexdigest(), **weights}
+
+
+def _tokenizer_parts(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """The files that make the tokenizer: `tokenizer.json` makes the others of a vocabulary needless."""
+    is_whole = (folder / "tokenizer.json").exists()
+    for name in ("tokenizer.json",) if is_whole else (*_TOKENIZER_FILES, *_VOCABULARY_FILES):
+        if (folder / name).exists():
+            yield name, (folder / name).read_bytes()
+    settings: dict[str, Any] = {}
+    with suppress(FileNotFoundError, ValueError):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if (template := folder / "chat_template.jinja").exists():  # it comes before the one of the settings
+        settings["chat_template"] = template.read_text()
+    kept = {key: value for key, value in settings.items() if key not in _NOT_OF_TOKENS}
+    yield "tokenizer_config.json", json.dumps(kept, sort_keys=True).encode()
 
 
 def _count_elements(file: Path) -> int:

@@ -27,8 +27,15 @@ class PromptSource(Protocol):
         """The row of a group, as JSON."""
         ...
 
+    def row_name(self, group: GroupId) -> str:
+        """The row of a group, in messages."""
+        return f"row {group.prompt + 1}"
+
     def start(self, cursor: int) -> None:
         """Begin to read rows, if that takes a thread; the run continues at `cursor`. Raises `SettingError`."""
+
+    def stop(self) -> None:
+        """Read no more rows; those that were read can still be had."""
 
     def close(self) -> None:
         """End what `start` began."""

@@ -18,6 +18,8 @@ MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
 _BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
+"""In the text of an object that has none of its own."""
 _NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 
@@ -109,11 +111,34 @@ def _stamp(file: int) -> tuple[int, int]:
 
 
 def as_json(row: dict[str, Any]) -> bytes:
-    """A row as one line of JSON. Values that JSON lacks are text, numbers that are not finite are null."""
+    """A row as one line of JSON. Values that JSON lacks are text, numbers that are not finite are null.
+
+    Raises `SettingError` for a column of objects such as images, whose text is another one each time.
+    """
     try:
-        return json.dumps(row, default=str, allow_nan=False).encode()
+        return _dumped(row)
+    except TypeError:
+        for name, value in row.items():
+            try:
+                _dumped({name: value})
+            except TypeError:
+                raise SettingError(
+                    f"data.path: the column {name} holds objects without a text, such as images; write a data set without it"
+                ) from None
+        raise
+
+
+def _dumped(row: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, default=_as_text, allow_nan=False).encode()
     except ValueError:  # a table's missing numbers are NaN, which JSON lacks
-        return json.dumps(_without_nan(row), default=str).encode()
+        return json.dumps(_without_nan(row), default=_as_text).encode()
+
+
+def _as_text(value: Any) -> str:
+    if _ADDRESS.search(text := str(value)):
+        raise TypeError(text)
+    return text
 
 
 def _without_nan(value: Any) -> Any:

@@ -23,7 +23,7 @@ from ...comm.recipe import DataSettings
 from .order import PromptSource
 from .prompt_rows import in_form
 from .rows import as_json
-from .stream_file import STREAM_FILE, Mark, StreamFile
+from .stream_file import MARK, STREAM_FILE, Mark, StreamFile
 from .tables import load_table
 
 _ROWS_AT_ONCE, _SECONDS_AT_ONCE = 256, 0.5
@@ -39,6 +39,7 @@ class StreamedPrompts(PromptSource):
 
     sizes = (0,)
     whole_turn = sys.maxsize
+    """Known once the first epoch was read."""
 
     def __init__(self, settings: DataSettings, seed: int, run_dir: Path, deadline_s: float) -> None:
         """`deadline_s` bounds the time without a row while the run needs one. Reads and writes nothing before `start`."""
@@ -68,6 +69,9 @@ class StreamedPrompts(PromptSource):
         self._reader = StreamReader(self._open, self._file, self._is_short, settings.paths[0], self._deadline_s)
         self._reader.start()
 
+    def stop(self) -> None:
+        self._reader.stop()
+
     def close(self) -> None:
         self._reader.close()
 
@@ -76,6 +80,8 @@ class StreamedPrompts(PromptSource):
         if (block := self._block(cursor)) is None:
             self._reader.check()
             return None
+        if len(self._file.epochs) > 1:
+            self.whole_turn = 2 * self._file.epochs[1]
         epoch, start, end = block
         if not self._settings.shuffle:
             return GroupId(epoch, cursor)
@@ -86,21 +92,27 @@ class StreamedPrompts(PromptSource):
     def row(self, group: GroupId) -> msgspec.Raw:
         return msgspec.Raw(self._rows[group.prompt])
 
+    def row_name(self, group: GroupId) -> str:
+        return f"row {group.prompt + 1} of {STREAM_FILE} (its lines with {MARK.decode()} not counted)"
+
     def _block(self, cursor: int) -> tuple[int, int, int] | None:
         """Epoch, first row and end of the rows that are shuffled together with a position's; None before all of them are read."""
-        epochs = self._file.epochs
+        # The reader notes the end of an epoch before the rows behind it, so the rows are counted first.
+        num_rows, epochs = len(self._file), tuple(self._file.epochs)
         epoch = bisect_right(epochs, cursor) - 1
         start = cursor - (cursor - epochs[epoch]) % self._block_rows
         end = start + self._block_rows
         if epoch + 1 < len(epochs):
             return epoch, start, min(end, epochs[epoch + 1])
-        return (epoch, start, end) if end <= len(self._file) else None
+        return (epoch, start, end) if end <= num_rows else None
 
     def _is_short(self) -> bool:
-        """Whether rows are missing in the block in use, or in the next one."""
-        block = self._block(self._cursor)
+        """Whether rows are missing in the block in use, or in the next one; of a small set, in the next epoch."""
+        if (block := self._block(self._cursor)) is None:
+            return True
+        epoch, _, end = block
         ahead = self._settings.buffer_size - self._block_rows
-        return block is None or self._block(block[2] + ahead) is None
+        return len(self._file.epochs) <= epoch + 2 and self._block(end + ahead) is None
 
     def _open(self, mark: Mark) -> Any:
         """The library's data set, at a place."""
@@ -134,14 +146,21 @@ class StreamReader:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stream reader", daemon=True)
         self._failure = self._error = ""
-        self._seen = ((0, 0), 0.0)
+        self._num_repeated = 0
+        """Most rows that were read again in one attempt since the last new one."""
+        self._seen = ((0, 0, 0), 0.0)
 
     def start(self) -> None:
         self._thread.start()
 
+    def stop(self) -> None:
+        """Read no more rows, and wait no longer for room on the disk."""
+        self._closing.set()
+        self._file.stop_waiting()
+
     def close(self) -> None:
         """End the thread, and close the file. A thread that waits for the network is left; it writes nothing more."""
-        self._closing.set()
+        self.stop()
         self._thread.join(_CLOSE_S)
         self._file.close()
 
@@ -149,7 +168,7 @@ class StreamReader:
         """Call it while a row is missing. Raises `SettingError` once none has come for the deadline, or none can come."""
         if self._failure:
             raise SettingError(self._failure)
-        progress, now = (len(self._file), len(self._file.epochs)), time.monotonic()
+        progress, now = (len(self._file), len(self._file.epochs), self._num_repeated), time.monotonic()
         if self._seen[0] != progress or not self._seen[1]:
             self._seen = progress, now
         elif now - self._seen[1] > self._deadline_s:
@@ -184,6 +203,7 @@ class StreamReader:
             finally:
                 if block:
                     self._file.append(place, block)
+                    self._num_repeated = 0
             place = Mark(epoch, stream.state_dict())
             if is_last:
                 if len(self._file) == self._file.epochs[-1]:
@@ -213,14 +233,30 @@ class StreamReader:
         file = self._file
         epoch = file.mark.epoch
         for mark, first in ((file.mark, file.num_marked), (Mark(epoch), file.epochs[epoch])):
-            stream = self._open_at(mark)
-            rows = map(as_json, stream)
-            if all(next(rows, None) == file[number] for number in range(first, len(file))):
-                is_new = first == len(file)  # a stream that has given no row does not know its state
-                return stream, rows, mark if is_new else Mark(epoch, stream.state_dict())
+            try:
+                stream = self._open_at(mark)
+                rows = map(as_json, stream)
+                if not self._repeats(rows, first):
+                    continue
+            except (OSError, SettingError):
+                raise
+            except Exception:
+                if mark.state is None:
+                    raise
+                continue  # the library cannot read the state, as after a change of its version
+            is_new = first == len(file)  # a stream that has given no row does not know its state
+            return stream, rows, mark if is_new else Mark(epoch, stream.state_dict())
         raise _StreamChanged(
             f"data.path: the stream {self._name} has other rows than those that the run has used; set another run.dir"
         )
+
+    def _repeats(self, rows: Iterator[bytes], first: int) -> bool:
+        """Whether rows are those of the file from `first` to its end."""
+        for number in range(first, len(self._file)):
+            if self._closing.is_set() or next(rows, None) != self._file[number]:
+                return False
+            self._num_repeated = max(self._num_repeated, number - first + 1)
+        return True
 
 
 class _StreamChanged(SettingError):

@@ -13,7 +13,8 @@ from ...comm.errors import SettingError
 
 STREAM_FILE = "stream.jsonl"
 """Its name in the run folder."""
-_MARK = b"#"
+MARK = b"#"
+"""Begins the lines that are not rows."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class StreamFile:
         """The last mark."""
         self.num_marked = 0
         """Rows before the last mark."""
-        self._file = AppendFile(path, deadline_s)
+        self._file = AppendFile(path, deadline_s, durable=True)
         self._reader = os.open(path, os.O_RDONLY)
         self._starts, self._num_bytes = array("q"), 0
         found = self._scan()
@@ -60,7 +61,7 @@ class StreamFile:
         return os.pread(self._reader, end - start, start).partition(b"\n")[0]
 
     def append(self, mark: Mark, rows: Sequence[bytes] = ()) -> None:
-        """Write a mark and the rows that follow it; they are on the disk before they can be read. Raises `DiskFull`."""
+        """Write a mark and the rows that follow it; they are on the disk before they can be read. Raises `DiskFull` or `OSError`."""
         head = _line_of(mark)
         place = self._num_bytes + len(head)
         self._write(head + b"".join(row + b"\n" for row in rows))
@@ -68,6 +69,10 @@ class StreamFile:
         for row in rows:
             self._starts.append(place)
             place += len(row) + 1
+
+    def stop_waiting(self) -> None:
+        """From now on a full disk is an error at once. Called from any thread."""
+        self._file.gives_up.set()
 
     def close(self) -> None:
         self._file.close()
@@ -77,7 +82,6 @@ class StreamFile:
 
     def _write(self, lines: bytes) -> None:
         self._file.append(lines)
-        os.fsync(self._file.descriptor)
         self._num_bytes += len(lines)
 
     def _note(self, mark: Mark) -> None:
@@ -92,7 +96,7 @@ class StreamFile:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                if not line.startswith(_MARK):
+                if not line.startswith(MARK):
                     self._starts.append(self._num_bytes)
                 elif self._num_bytes:
                     self._note(msgspec.json.decode(line[1:], type=Mark))
@@ -103,4 +107,4 @@ class StreamFile:
 
 
 def _line_of(record: Mark | dict[str, Any]) -> bytes:
-    return _MARK + msgspec.json.encode(record) + b"\n"
+    return MARK + msgspec.json.encode(record) + b"\n"

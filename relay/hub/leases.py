@@ -110,6 +110,11 @@ class Leases(Handler):
         if self._requests.pop(message.member, None) is not None or not message.member.startswith("rollout-"):
             self._stop_if_empty(message.member)
 
+    def stop(self, holder: str) -> None:
+        """Grant a rollout nothing more, and end it once it has no lease."""
+        self._drained.add(holder)
+        self._stop_if_empty(holder)
+
     def _stop_if_empty(self, holder: str) -> None:
         if holder not in self.holders():
             self.context.mailbox.send(holder, Stop("drained"))

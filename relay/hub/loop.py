@@ -38,6 +38,7 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..checkpoints import CheckpointFolder
+from ..dataset.stream_file import STREAM_FILE
 from ..journal import events as ev
 from ..journal.journal import Journal, account_dict, cut_at_checkpoint, last_opened, replay
 from ..journal.records import RowStatus
@@ -49,6 +50,7 @@ from ..queue.schedules import schedule_of
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
 from .hub import Hub
+from .model_check import ModelCheck
 from .prompts import open_curriculum, open_prompts
 from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
 
@@ -56,13 +58,6 @@ log = logging.getLogger(__name__)
 
 WATCHED = ("rollout", "relay", "reference", "task")
 WATCH_S = 0.2
-_SAME_FILES = "give all hosts the same files"
-_MODEL_FACTS = {
-    "config_digest": ("model.path", "another configuration or tokenizer", _SAME_FILES),
-    "weights_digest": ("model.path", "other weights", _SAME_FILES),
-    "exact_kernels": ("generator.exact", "other kernels", "take machines of one kind with the same packages"),
-}
-"""Facts about the policy that members announce: the setting, the meaning of a difference, and the remedy."""
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
@@ -76,6 +71,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
+    hub.prompts.pool.stop()  # on a full disk the last records need the room
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
     write_summary(Path(recipe.run.dir), ended | {"hosts": names_by_host(loop.seen.values())})
     hub.prompts.pool.close()
@@ -112,8 +108,7 @@ class HubLoop:
         self._lost: dict[str, int] = {}
         self._replaced: set[str] = set()
         self._printed = {""}
-        self._models: dict[str, Member] = {}
-        """The first member that announced each fact about its policy."""
+        self._models = ModelCheck()
         self._broken: ProcessExit | None = None
         """The exit of a process that is not started again."""
         self._checked_at = 0.0
@@ -224,15 +219,14 @@ class HubLoop:
                 print(f"generator: {description}", flush=True)
 
     def _check_models(self) -> None:
-        """All processes read the same policy; on another host `model.path` may name another one."""
-        for member in self.seen.values():
-            for fact, (setting, difference, remedy) in _MODEL_FACTS.items():
-                first = self._models.setdefault(fact, member) if fact in member.info else member
-                if first.info.get(fact) != member.info.get(fact):
-                    self.hub.context.failure = (
-                        f"{setting}: {member.name} on {member.host_name} has {difference} than {first.name} on"
-                        f" {first.host_name}; {remedy}"
-                    )
+        """A process with another policy ends the run; one of a host that has joined is refused alone."""
+        for member, reason, ends_run in self._models.differences([*self.seen.values()]):
+            if ends_run:
+                self.hub.context.failure = reason
+            else:
+                print(f"{member.name} is refused: {reason}", flush=True)
+                self.hub.on_process_death(member.name, "refused")
+                self.hub.leases.stop(member.name)
 
     def _on_connection_lost(self, name: str, incarnation: int) -> None:
         """Act on the first report about a process that is still in the fleet.
@@ -300,10 +294,16 @@ def open_journal(
                     _commit(event, state, journal, clock)
                 journal.move_to(path)
                 return state, journal
-            path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
+            _set_aside(path)
     journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), HubState()
+    _set_aside(run_dir / STREAM_FILE)  # of a run that this one does not continue
     _commit(opened, state, journal, clock)
     return state, journal
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
 
 
 def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> None:

@@ -138,14 +138,14 @@ class Prompts(Handler):
     def is_usable(self, group_id: GroupId) -> bool:
         """Whether the row of a group can be read; else its prompt is dropped."""
         if problem := row_problem(bytes(self.pool.row(group_id))):
-            self._drop(group_id, f"row {group_id.prompt + 1} {problem}")
+            self._drop(group_id, f"{self.pool.row_name(group_id)} {problem}")
         return not problem
 
     def _is_taken(self, curriculum: Curriculum, group_id: GroupId, row: bytes) -> bool:
         try:
             return curriculum.takes(self.state.step, group_id, msgspec.json.decode(row))
         except Exception as error:  # noqa: BLE001 - the run ends with any error of the user's function
-            self.context.failure = f"data.curriculum: row {group_id.prompt + 1}: {type(error).__name__}: {error}"
+            self.context.failure = f"data.curriculum: {self.pool.row_name(group_id)}: {type(error).__name__}: {error}"
             return False
 
     def _on_refused(self, _sender: str, message: PromptRefused) -> None:

@@ -1,5 +1,7 @@
 """The prompts of `eval.path`, file after file, and when an evaluation is due."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,10 +43,14 @@ class EvaluationPrompts:
 
 
 def evaluation_names(settings: EvalSettings) -> dict[str, str]:
-    """The path of each file by its name in the metrics: its stem, or a task's name. Raises `SettingError` if two have one name."""
+    """The path of each file by its name in the metrics: its stem, or a task's name, with its settings where several have it. Raises `SettingError` if two have one name."""
     named: dict[str, str] = {}
+    kinds = Counter(path.partition("?")[0] for path in settings.paths if path.startswith(REASONING_GYM))
     for path in settings.paths:
-        name = Path(path.partition("?")[0] if path.startswith(REASONING_GYM) else path).stem
+        kind, _, its_settings = path.partition("?") if path.startswith(REASONING_GYM) else (path, "", "")
+        name = Path(kind).stem
+        if its_settings and kinds[kind] > 1:
+            name += "-" + re.sub(r"[^\w.=-]+", "_", its_settings)
         if name in named:
             raise SettingError(f"eval.path: {named[name]} and {path} would both be eval/{name}/...; rename one")
         named[name] = path

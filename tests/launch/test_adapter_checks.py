@@ -47,7 +47,7 @@ def test_experts_without_an_adapter_and_settings_without_a_rank_are_warnings(tmp
     assert check_lora(read_recipe(None, ["lora.rank=4"]), tiny_policy(tmp_path)) == []
 
 
-@pytest.mark.parametrize("change", ["another", "none", "gone", "the same"])
+@pytest.mark.parametrize("change", ["another", "none", "without", "gone", "the same"])
 def test_a_changed_adapter_of_a_run_that_is_resumed_is_a_warning(tmp_path: Path, change: str):
     base, run = tiny_policy(tmp_path), tmp_path / "run"
     policy = load_policy(base, shard=lambda p: add_adapter(p.model, LoraSettings(rank=4), 7, torch.float32))
@@ -56,7 +56,8 @@ def test_a_changed_adapter_of_a_run_that_is_resumed_is_a_warning(tmp_path: Path,
         write_adapter(tmp_path / name, weights, LoraSettings(rank=4), AdapterBase.read(str(base)))
     words = ["lora.rank=4", f"run.dir={run}", f"model.path={base}"]
     run.mkdir()
-    keep_start(read_recipe(None, [*words, f"lora.path={tmp_path / 'first'}"]))
+    if change != "without":
+        keep_start(read_recipe(None, [*words, f"lora.path={tmp_path / 'first'}"]))
     (run / "journal.jsonl").touch()
     given = {"none": "", "another": tmp_path / "another"}.get(change, tmp_path / "first")
     if change == "gone":
@@ -65,5 +66,11 @@ def test_a_changed_adapter_of_a_run_that_is_resumed_is_a_warning(tmp_path: Path,
     assert check_lora(resumed, base) == [], "a run without a checkpoint begins again"
     CheckpointFolder(run).begin(2)
     CheckpointFolder(run).seal(2)
-    warned = ["lora.path has no effect: the run began with another adapter, and continues from its checkpoint"]
-    assert check_lora(resumed, base) == (warned if change in ("another", "none") else [])
+    warned = {
+        "another": ["lora.path has no effect: the run began with another adapter, and continues from its checkpoint"],
+        "without": ["lora.path has no effect: the run began without an adapter, and continues from its checkpoint"],
+        "none": [
+            f"lora.path is not set: the run continues with the adapter that it began with, {run / 'start_adapter'}"
+        ],
+    }
+    assert check_lora(resumed, base) == warned.get(change, [])

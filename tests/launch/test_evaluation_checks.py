@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from headrace.comm.errors import SettingError
+from headrace.comm.recipe import EvalSettings
 from headrace.launch.config.evaluation_checks import check_evaluation
 from headrace.launch.config.load import read_recipe
+from headrace.relay.queue.evaluation_prompts import evaluation_names
 
 
 @pytest.fixture
@@ -22,14 +24,20 @@ def test_the_prompts_of_each_file_are_read(prompts: Path):
     assert not check_evaluation(read_recipe(None, [f"eval.path={prompts}", "eval.every=0"]))
 
 
+def test_tasks_of_one_kind_are_named_by_their_settings():
+    easy, hard, other = "reasoning-gym/legs?most=3&least=1", "reasoning-gym/legs", "reasoning-gym/gcd?a=[1, 2]"
+    named = evaluation_names(EvalSettings(path=(easy, hard, other)))
+    assert named == {"legs-most=3_least=1": easy, "legs": hard, "gcd": other}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["eval.path=none.jsonl"], r"eval\.path: none\.jsonl does not exist"),
         (["eval.path=[{0},sub/easy.jsonl]"], r"eval\.path: .* would both be eval/easy/"),
         (
-            ["eval.path=['reasoning-gym/gcd?a=.5',reasoning-gym/gcd]", "eval.max_prompts=3"],
-            r"eval\.path: .* would both be eval/gcd/",
+            ["eval.path=['reasoning-gym/gcd?a=1','reasoning-gym/gcd?a=1']", "eval.max_prompts=3"],
+            r"eval\.path: .* would both be eval/gcd-a=1/",
         ),
         (["eval.path={0}", "eval.samples=4"], r"eval\.samples=4: greedy"),
         (["eval.path=reasoning-gym/leg_counting"], r"eval\.max_prompts: reasoning-gym makes tasks without end"),

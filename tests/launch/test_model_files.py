@@ -51,3 +51,18 @@ def test_in_exact_mode_trainer_and_rollouts_announce_their_kernels(tmp_path: Pat
     assert ("exact_kernels" in facts) == (exact and role != "shard")
     if "exact_kernels" in facts:
         assert torch.__version__ in facts["exact_kernels"]
+
+
+def test_one_tokenizer_in_other_files_has_the_same_digest(tmp_path: Path):
+    first = tiny_policy(tmp_path / "a")
+    other = shutil.copytree(first, tmp_path / "b")
+    assert (first / "tokenizer.json").exists()
+    known = model_digests(str(first), with_weights=False)
+    settings = json.loads((first / "tokenizer_config.json").read_text())
+    written = settings | {"name_or_path": "b", "transformers_version": "0"}
+    (other / "tokenizer_config.json").write_text(json.dumps(written, indent=4))
+    (other / "vocab.json").write_text("{}")
+    (other / "merges.txt").write_text("")
+    assert model_digests(str(other), with_weights=False) == known
+    (other / "tokenizer_config.json").write_text(json.dumps(written | {"chat_template": "another"}))
+    assert model_digests(str(other), with_weights=False) != known

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import tracemalloc
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from headrace.comm.recipe import DataSettings, Recipe, RunSettings
 from headrace.launch.config.data_checks import check_data
 from headrace.relay.dataset.opening import CHECKED_ROWS, checked_prompts, open_rows
 from headrace.relay.dataset.order import PromptSource
-from headrace.relay.dataset.rows import MAX_ROW_BYTES, row_problem
+from headrace.relay.dataset.rows import MAX_ROW_BYTES, as_json, row_problem
 from headrace.relay.dataset.tables import TableRows
 from headrace.relay.hub.prompts import open_prompts
 from headrace.rollout.rewards.ready import reasoning_gym
@@ -313,3 +314,9 @@ def test_a_mistake_in_one_of_several_files_names_the_file_and_the_row(tmp_path: 
     (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
     with pytest.raises(SettingError, match=r"b\.jsonl:2 has no `prompt` column"):
         check_data(DataSettings(path=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))))
+
+
+def test_a_column_of_objects_without_a_text_is_refused_by_name():
+    assert as_json({"when": date(2026, 1, 2)}) == b'{"when": "2026-01-02"}'
+    with pytest.raises(SettingError, match=r"data\.path: the column image holds objects without a text"):
+        as_json({"prompt": "p at 0x1>", "level": float("nan"), "image": object()})

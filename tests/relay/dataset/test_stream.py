@@ -1,21 +1,28 @@
 """A data set that is read as it is used: its rows come in one order, whatever happens between them."""
 
+import errno
 import json
+import os
+import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headrace.comm import disk as disk_module
 from headrace.comm.errors import SettingError
 from headrace.comm.messages.base import GroupId
 from headrace.comm.recipe import DataSettings
 from headrace.launch.config.data_checks import check_data
 from headrace.relay.dataset import stream as stream_module
-from headrace.relay.dataset.stream import StreamedPrompts
+from headrace.relay.dataset.stream import StreamedPrompts, StreamReader
+from headrace.relay.dataset.stream_file import Mark, StreamFile
 
 datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
 
@@ -208,3 +215,129 @@ def test_a_stream_is_checked_before_the_run(folder: str, tmp_path: Path):
         check_data(DataSettings(path=(folder, folder), streaming=True))
     with pytest.raises(SettingError, match=r"data\.streaming: tasks of reasoning-gym"):
         check_data(DataSettings(path="reasoning-gym/leg_counting", streaming=True))
+
+
+def test_rows_that_do_not_come_to_the_disk_are_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(_file: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    rows = [b'{"n":%d}' % number for number in range(9)]
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        file.append(Mark(), rows[:4])
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="broken"):
+            patched.setattr(os, "fsync", fail)
+            file.append(Mark(0, {"x": 1}), rows[4:6])
+        file.append(Mark(0, {"x": 1}), rows[4:])
+        assert list(map(file.__getitem__, range(len(file)))) == rows
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        assert list(map(file.__getitem__, range(len(file)))) == rows
+
+
+@pytest.mark.parametrize("num_new", [0, 8])
+def test_an_epoch_that_ends_while_a_position_is_looked_up_is_not_mixed_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_new: int
+):
+    prompts = StreamedPrompts(DataSettings(path="x", streaming=True, buffer_size=4), 0, tmp_path, 1.0)
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        monkeypatch.setattr(prompts, "_file", file, raising=False)
+        monkeypatch.setattr(
+            prompts, "_reader", StreamReader(lambda mark: None, file, lambda: False, "x", 1.0), raising=False
+        )
+        file.append(Mark(), [b"{}"] * 10)
+
+        def ends(epochs: Any, cursor: int) -> int:
+            found = bisect_right(epochs, cursor)
+            if len(file.epochs) == 1:
+                file.append(Mark(1), [b"{}"] * num_new)
+            return found
+
+        monkeypatch.setattr(stream_module, "bisect_right", ends)
+        assert prompts.group_at(8) is None, "the end of its block was not known"
+        group = prompts.group_at(8)
+        assert group is not None and group.epoch == 0 and group.prompt in (8, 9)
+
+
+def test_a_mark_that_the_library_cannot_read_leads_to_the_beginning_of_its_epoch(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with opened(folder, tmp_path / "whole") as prompts:
+        whole = taken(prompts, range(40))
+    monkeypatch.setattr(stream_module, "_ROWS_AT_ONCE", 4)
+    with opened(folder, tmp_path / "run") as prompts:
+        taken(prompts, range(16))
+    path = tmp_path / "run" / "stream.jsonl"
+    lines = path.read_text().splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith("#"))
+    lines[last] = "#" + json.dumps(json.loads(lines[last][1:]) | {"state": {"of": "another version"}})
+    path.write_text("".join(line + "\n" for line in lines))
+    with opened(folder, tmp_path / "run", cursor=16) as prompts:
+        assert taken(prompts, range(40)) == whole
+
+
+class SlowRows:
+    """A stream of 9 rows, with 4 s between them on a clock of its own, at each of which the run waits for a row."""
+
+    reader: StreamReader
+
+    def __init__(self) -> None:
+        self.now_s, self.waits, self.is_over = 1.0, 0, threading.Event()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(9):
+            self.reader.check()
+            self.waits += 1
+            self.now_s += 4.0
+            yield {}
+        self.is_over.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_rows_that_are_read_again_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stream = SlowRows()
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: stream.now_s))
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, 1.0)) as file:
+        file.append(Mark(), [b"{}"] * 9)
+        stream.reader = StreamReader(lambda mark: stream, file, lambda: True, "x", deadline_s=5.0)
+        with closing(stream.reader):
+            stream.reader.start()
+            assert stream.is_over.wait(PATIENCE_S)
+    assert stream.waits == 9
+
+
+def test_a_stream_that_ends_with_the_run_waits_no_longer_for_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    stream, waits = SlowRows(), threading.Event()
+    with closing(StreamFile(tmp_path / "stream.jsonl", {}, deadline_s=PATIENCE_S)) as file:
+        reader = StreamReader(lambda mark: stream, file, lambda: True, "x", deadline_s=PATIENCE_S)
+        stream.reader = reader
+        monkeypatch.setattr(disk_module, "say", lambda text: waits.set())
+        monkeypatch.setattr(os, "fsync", fail)
+        reader.start()
+        assert waits.wait(PATIENCE_S)
+        reader.stop()
+        with pytest.raises(SettingError, match=r"run\.dir is full"):
+            until = time.monotonic() + PATIENCE_S / 2
+            while time.monotonic() < until:
+                reader.check()
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_small_set_is_read_one_epoch_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    loaded: list[int] = []
+    enough, load, is_short = threading.Event(), stream_module.load_table, vars(StreamedPrompts)["_is_short"]
+    monkeypatch.setattr(stream_module, "load_table", lambda *given: loaded.append(1) or load(*given))
+    monkeypatch.setattr(StreamedPrompts, "_is_short", lambda self: is_short(self) or enough.set())
+    with opened(str(tmp_path / "set.jsonl"), tmp_path / "run", shuffle=shuffle, buffer_size=100) as prompts:
+        assert enough.wait(PATIENCE_S)
+        assert len(loaded) == 3, "the third epoch is opened, and waits"
+        assert group_at(prompts, 0).epoch == 0
+        assert prompts.whole_turn == 4, "two epochs have each row among them"

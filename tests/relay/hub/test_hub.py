@@ -268,7 +268,7 @@ def test_hosts_with_other_files_under_model_path_end_the_run(scene: MakeScene):
     MemoryFleet.join_network(s.network, "actor").announce(config_digest="a", weights_digest="b")
     MemoryFleet.join_network(s.network, "rollout").announce(config_digest="a")
     assert loop.step() is None and not s.hub.context.failure
-    MemoryFleet.join_network(s.network, "rollout", 1).announce(config_digest="a", weights_digest="c")
+    MemoryFleet.join_network(s.network, "rollout", 1, host="there").announce(config_digest="a", weights_digest="c")
     loop = HubLoop(s.hub, loop.fleet)
     end = [loop.step() for _ in range(2)][-1]
     assert end is not None and end.status == "failed"
@@ -283,6 +283,35 @@ def test_exact_mode_on_machines_with_other_kernels_ends_the_run(scene: MakeScene
     end = [loop.step() for _ in range(2)][-1]
     assert end is not None and end.status == "failed"
     assert end.error.startswith("generator.exact: rollout-0 on ") and " has other kernels than actor-0 on " in end.error
+
+
+def test_a_host_that_joins_with_other_files_is_refused_alone(scene: MakeScene, capsys: pytest.CaptureFixture[str]):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    joined = MemoryFleet.join_network(s.network, "rollout", host="there")
+    joined.announce(config_digest="b", joined="yes")
+    assert loop.step() is None
+    MemoryFleet.join_network(s.network, "rollout", 1).announce(config_digest="a")
+    s.lease("rollout-0")
+    loop = HubLoop(s.hub, loop.fleet)
+    assert loop.step() is None and not s.hub.context.failure
+    assert returned(s) == ["refused"] and [type(each) for each in s.heard("rollout-0")] == [Stop]
+    s.say("rollout-0", LeaseRequest(2, 0, 1))
+    assert [type(each) for each in s.heard("rollout-0")] == [Stop]
+    assert "rollout-0 is refused: model.path: rollout-0 on " in capsys.readouterr().out
+
+
+def test_files_under_model_path_that_change_on_a_host_are_a_warning(
+    scene: MakeScene, capsys: pytest.CaptureFixture[str]
+):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "actor").announce(config_digest="a")
+    MemoryFleet.join_network(s.network, "rollout").announce(config_digest="a")
+    assert loop.step() is None
+    MemoryFleet.join_network(s.network, "rollout").announce(config_digest="b")
+    assert [loop.step() for _ in range(2)] == [None, None] and not s.hub.context.failure
+    assert "rollout-0 on  has another configuration or tokenizer than" in capsys.readouterr().out
 
 
 def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):

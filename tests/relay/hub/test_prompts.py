@@ -242,6 +242,19 @@ def test_a_request_waits_for_the_rows_of_a_stream_and_asks_for_none_twice(
     assert asked == [0, 1, 2, 3, 4] and replay(scene.path) == scene.hub.state
 
 
+def test_a_row_of_a_stream_is_named_by_its_place_in_the_file(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
+    gate = Gate(9)
+    gate.is_open.set()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: gate)
+    with_stream(scene, tmp_path, 60, lambda step, row: 1 / row["level"])
+    scene.say("rollout-0", LeaseRequest(1, 0, 1))
+    until(scene, lambda: scene.hub.context.failure)
+    assert "row 1 of stream.jsonl (its lines with # not counted): ZeroDivisionError" in scene.hub.context.failure
+
+
 def test_a_stream_without_rows_ends_the_run_with_the_reason(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

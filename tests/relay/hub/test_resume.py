@@ -73,6 +73,19 @@ def test_the_lines_that_a_resumed_run_gives_up_are_kept_beside_its_journal(tmp_p
     assert not (run_dir / "journal.jsonl.new").exists()
 
 
+def test_a_run_without_a_checkpoint_to_continue_takes_no_row_that_an_earlier_run_read(tmp_path: Path):
+    run_dir = interrupted_run(tmp_path / "run")
+    (run_dir / "stream.jsonl").write_text("old rows")
+    resume(run_dir)[1].close()
+    assert (run_dir / "stream.jsonl").exists(), "a run that continues needs them"
+    (run_dir / "checkpoints/latest").unlink()
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        path.rename(tmp_path / path.name)
+    resume(run_dir, "third")[1].close()
+    (kept,) = run_dir.glob("stream.jsonl.discarded-*")
+    assert not (run_dir / "stream.jsonl").exists() and kept.read_text() == "old rows"
+
+
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_the_journal_of_a_run_that_still_runs_is_not_touched(tmp_path: Path, has_checkpoint: bool):
     run_dir = interrupted_run(tmp_path / "run")
