@@ -141,7 +141,9 @@ def check_family(recipe: Recipe, folder: Path) -> None:
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
     if recipe.generator.exact:
-        check_exact_supported(config)
+        import torch
+
+        check_exact_supported(config, "cuda" if torch.cuda.is_available() else "cpu")
     if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
         raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
@@ -217,12 +219,20 @@ def check_files(role: str, recipe: Recipe) -> None:
 
 
 def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
-    """Digests of `model.path` that a process of `role` announces: the hub ends a run whose hosts have different ones, and refuses a host that joins with others."""
+    """Facts about the policy that a process of `role` announces: the hub ends a run whose hosts have different ones, and
+    refuses a host that joins with others.
+
+    Digests of `model.path`; in exact mode also the kernels that compute log-probabilities.
+    """
     if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
         return {}
     with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
-    joined = {JOINED: "yes"} if JOINING in os.environ else {}
-    return joined | model_digests(recipe.model.path, with_weights=with_weights)
+    facts = model_digests(recipe.model.path, with_weights=with_weights)
+    if recipe.generator.exact and role in ("actor", "rollout"):
+        from ...trainer.policy.exact.machine import kernels_of_machine
+
+        facts["exact_kernels"] = kernels_of_machine()
+    return facts | ({JOINED: "yes"} if JOINING in os.environ else {})
 
 
 def check_rewards(settings: RewardSettings) -> None:

@@ -8,8 +8,12 @@ if TYPE_CHECKING:
 
 JOINED = "joined"
 """A process announces it if its host has joined the running job."""
-_FACTS = {"config_digest": "another configuration or tokenizer", "weights_digest": "other weights"}
-"""Facts about the policy's files that members announce, and the meaning of a difference."""
+_FACTS = {
+    "config_digest": "another configuration or tokenizer",
+    "weights_digest": "other weights",
+    "exact_kernels": "other kernels",
+}
+"""Facts about the policy that members announce, and the meaning of a difference."""
 
 
 class OtherModel(NamedTuple):
@@ -48,7 +52,10 @@ class ModelCheck:
                 reason = (
                     f"{member.name} on {member.host_name} has {_FACTS[fact]} than {other.name} on {other.host_name}"
                 )
-                if other.host == member.host:
+                if fact == "exact_kernels":
+                    remedy = "take machines of one kind with the same packages"
+                    yield OtherModel(member, f"generator.exact: {reason}; {remedy}", JOINED not in member.info)
+                elif other.host == member.host:
                     print(f"warning: model.path: {reason}, since the files have changed", flush=True)
                 else:
                     give = "give all hosts the same files"

@@ -1,13 +1,19 @@
-"""The files of a policy: what all hosts must have alike has a digest."""
+"""The facts about a policy that all hosts must have alike, and a policy that this host cannot compute."""
 
 import json
 import shutil
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.policies import tiny_policy
 
+from headrace.comm.errors import SettingError
+from headrace.comm.recipe import GeneratorSettings, ModelSettings, Recipe
+from headrace.launch.config.checks import check_family, model_facts
 from headrace.launch.config.model_files import model_digests
+from headrace.trainer.policy import families
 
 
 def test_files_of_the_policy_that_all_hosts_need_alike_have_a_digest(tmp_path: Path):
@@ -23,6 +29,28 @@ def test_files_of_the_policy_that_all_hosts_need_alike_have_a_digest(tmp_path: P
     (other / "tokenizer_config.json").write_text("{}")
     found = model_digests(str(other), with_weights=True)
     assert all(found[part] != known[part] for part in known)
+
+
+def test_exact_mode_on_a_gpu_without_triton_is_refused_before_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy, recipe = tiny_policy(tmp_path), Recipe(generator=GeneratorSettings(exact=True))
+    monkeypatch.setattr(families, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_family(recipe, policy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SettingError, match="generator.exact: on CUDA it needs Triton"):
+        check_family(recipe, policy)
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout", "shard"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_in_exact_mode_trainer_and_rollouts_announce_their_kernels(tmp_path: Path, role: str, exact: bool):
+    model = ModelSettings(path=str(tiny_policy(tmp_path)))
+    facts = model_facts(role, Recipe(model=model, generator=GeneratorSettings(exact=exact)))
+    assert ("exact_kernels" in facts) == (exact and role != "shard")
+    if "exact_kernels" in facts:
+        assert torch.__version__ in facts["exact_kernels"]
 
 
 def test_one_tokenizer_in_other_files_has_the_same_digest(tmp_path: Path):

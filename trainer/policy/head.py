@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .exact.operators import ExactOperators
+from .exact.operators import BLOCK, ExactOperators
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one matrix of logits: on a CPU a few of them fit into the caches, on a GPU it keeps the matrix products large."""
-_BLOCK = 32
-"""The number of rows is a multiple of this: the blocks of exact mode on a CPU."""
 _MIN_ROWS = 128
 """Fewer rows would spend the time on reading the weights."""
 
@@ -73,7 +71,7 @@ class LogitsHead:
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """The rows whose logits are in memory at one time."""
         size = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cuda"]) // (4 * len(self.weight))
-        size = max(size // _BLOCK * _BLOCK, _MIN_ROWS)
+        size = max(size // BLOCK * BLOCK, _MIN_ROWS)
         return (slice(start, start + size) for start in range(0, num_rows, size))
 
 

@@ -275,6 +275,16 @@ def test_hosts_with_other_files_under_model_path_end_the_run(scene: MakeScene):
     assert "rollout-1" in end.error and " has other weights than actor-0 on " in end.error
 
 
+def test_exact_mode_on_machines_with_other_kernels_ends_the_run(scene: MakeScene):
+    s = scene()
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    MemoryFleet.join_network(s.network, "actor").announce(exact_kernels="cpu AVX512, torch 2.13.0")
+    MemoryFleet.join_network(s.network, "rollout").announce(exact_kernels="cuda 9.0, torch 2.13.0, triton 3.7.1")
+    end = [loop.step() for _ in range(2)][-1]
+    assert end is not None and end.status == "failed"
+    assert end.error.startswith("generator.exact: rollout-0 on ") and " has other kernels than actor-0 on " in end.error
+
+
 def test_a_host_that_joins_with_other_files_is_refused_alone(scene: MakeScene, capsys: pytest.CaptureFixture[str]):
     s = scene()
     loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))

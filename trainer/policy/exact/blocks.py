@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .gradient import with_gradient
-from .operators import Run
+from .operators import BLOCK, Run
 from .pages import TileAttention
 
-BLOCK = 32
-"""Rows of every linear layer's call."""
 _PIECE = 16384
 """Elements of one call of silu, where there are several threads. PyTorch divides a call over them from 32,768 elements on, and an element
 at the end of a thread's part has another exponential than one inside."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PAGE = 64
 """Keys per page."""
+BLOCK = 32
+"""Rows of every linear layer's call on a CPU."""
 
 
 class Run(NamedTuple):
