@@ -60,10 +60,10 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
     proximal: Literal["version", "loglinear", "rollout"] = "version"
     """Policy that the clip compares with: of the step's start (decoupled), its estimate, or the generator's."""
-    importance_sampling: Literal["token_clip", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "token_clip"
+    importance_sampling: Literal["token_truncate", "token_clip", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
     )
-    """Bounds of importance weights: clip as PPO does, truncate (TIS) or mask (IcePop), of each token or of whole responses."""
+    """Bounds of importance weights: truncate (TIS), clip as PPO does, or mask (IcePop), of each token or of whole responses."""
     importance_sampling_cap: AtLeastOne = 2.0
     """Largest importance weight of tokens of older versions; a mask also drops weights below 1 / cap."""
     mismatch_cap: AtLeastOne = 2.0

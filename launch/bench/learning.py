@@ -55,8 +55,8 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of each schedule; the others are compared with the first."""
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
-    "clip-token": (),
-    "truncate-token": ("algorithm.importance_sampling=token_truncate",),
+    "truncate-token": (),
+    "clip-token": ("algorithm.importance_sampling=token_clip",),
     "truncate-sequence": ("algorithm.importance_sampling=sequence_truncate",),
     "mask-token": ("algorithm.importance_sampling=token_mask",),
     "mask-sequence": ("algorithm.importance_sampling=sequence_mask",),

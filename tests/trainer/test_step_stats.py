@@ -107,11 +107,10 @@ def test_clipped_tokens_are_counted():
 
 
 def test_bounded_weights_of_fresh_and_of_stale_tokens_are_counted_apart():
-    truncate: dict[str, Any] = {"importance_sampling": "token_truncate"}
-    fresh, stale = (stats_of(version, shift=0.2, **truncate).metrics(VERSION) for version in (VERSION, VERSION - 1))
+    fresh, stale = (stats_of(version, shift=0.2).metrics(VERSION) for version in (VERSION, VERSION - 1))
     assert fresh["mismatch/limited_frac"] == 1 and "staleness/limited_frac" not in fresh
     assert stale["staleness/limited_frac"] == 0 and "mismatch/limited_frac" not in stale
-    assert stats_of(VERSION - 1, shift=0.8, **truncate).metrics(VERSION)["staleness/limited_frac"] == 1
+    assert stats_of(VERSION - 1, shift=0.8).metrics(VERSION)["staleness/limited_frac"] == 1
     assert stale["staleness/kl"] == pytest.approx(math.exp(0.2) - 1.2, rel=1e-3)
 
 

@@ -25,6 +25,7 @@ STALENESS = np.array([2, 2, 2, 1, 0, 0, 3, 3, 1, 0, 0, 0, 0, 0])
 PROGRESS = 0.25
 LOW, HIGH, CAP, MISMATCH_CAP = 0.1, 0.15, 1.4, 1.2
 PROXIMALS = ("version", "loglinear", "rollout")
+CLIP = AlgorithmSettings(importance_sampling="token_clip")
 BOUNDS = ("token_clip", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -143,11 +144,11 @@ def test_a_stale_token_stops_to_push_once_the_policy_has_moved_as_far_as_its_upd
     stale = packed([[-1.0] * 4] * 2, [1.0, -1.0])
     stale.staleness = torch.tensor([0, 1, 1, 2] * 2)
     ratios = torch.tensor([9.0, 1.3, 1.5, 1.5, 0.1, 0.7, 0.6, 0.6])
-    found = correct(stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings())
+    found = correct(stale.rollout_logprobs + ratios.log(), stale, CLIP)
     assert found.weight.tolist() == pytest.approx([2.0, 1.3, 0.0, 1.5, 0.1, 0.7, 0.0, 0.6])
     assert found.is_limited.tolist() == [True, False, True, False, False, False, True, False]
     stale.advantages = -stale.advantages
-    found = correct(stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings())
+    found = correct(stale.rollout_logprobs + ratios.log(), stale, CLIP)
     assert found.weight.tolist() == pytest.approx(ratios.clamp(max=2).tolist())
 
 
@@ -155,7 +156,7 @@ def test_each_update_of_a_version_has_a_trust_region_of_its_own():
     stale = packed([[-1.0] * 2], [1.0])
     stale.staleness = torch.tensor([1, 1])
     logprobs = stale.rollout_logprobs + torch.tensor([1.2**5 * 0.99, 1.2**5 * 1.01]).log()
-    settings = AlgorithmSettings(importance_sampling_cap=9)
+    settings = AlgorithmSettings(importance_sampling="token_clip", importance_sampling_cap=9)
     found = correct(logprobs, stale, settings, updates_per_version=4)
     assert found.is_limited.tolist() == [False, True]
     assert correct(logprobs, stale, settings).is_limited.tolist() == [True, True]
@@ -166,5 +167,7 @@ def test_a_loss_without_a_clip_of_tokens_truncates_their_weights_alone(loss: str
     stale = packed([[-1.0] * 2], [1.0])
     stale.staleness = torch.tensor([1, 1])
     ratios = torch.tensor([1.7, 2.5])
-    found = correct(stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings(loss=loss))
+    found = correct(
+        stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings(importance_sampling="token_clip", loss=loss)
+    )
     assert found.weight.tolist() == pytest.approx([1.7, 2.0])
