@@ -49,7 +49,7 @@ def trained(system: System) -> list[dict[str, torch.Tensor]]:
     return [{re.sub(r"@\d+", "", name): rows for name, rows in load_file(file).items()} for file in files]
 
 
-@pytest.mark.parametrize("kind", ["stream", "curriculum"])
+@pytest.mark.parametrize("kind", ["stream", pytest.param("curriculum", marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_trains_the_rows_of_one_that_is_not(tmp_path: Path, kind: str):
     whole = data_system(tmp_path / "whole", kind).start_all(num_rollouts=1)
     whole.wait()

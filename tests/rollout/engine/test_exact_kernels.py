@@ -46,7 +46,9 @@ def assert_same_bits(path, dtype, completions, temperature=1.0):
     assert torch.equal(found, packed_logprobs(policy, completions, temperature))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral", "phi3"))]
+)
 @given(
     dtype=st.sampled_from(["float32", "float16"]),
     seed=st.integers(0, 99),
