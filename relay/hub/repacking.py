@@ -25,7 +25,7 @@ MOVE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
-class _History:
+class _LastLoad:
     """The load of a rollout at the last plan, on its present version."""
 
     version: int
@@ -54,16 +54,16 @@ class Repacking(Handler):
         self._clock = clock
         self._planned_at = clock()
         self._reports: dict[str, LoadReport] = {}
-        self._histories: dict[str, _History] = {}
+        self._last_loads: dict[str, _LastLoad] = {}
         self._open_moves: dict[int, _OpenMove] = {}
         # The orders of each process of the hub have ids of their own: a result may be that of an earlier order.
         self._last_request_id = self.state.hub_restarts << 32
 
     def observe(self, sender: str, load: LoadReport) -> None:
         """Take in a report. For a plan, those of a rollout with an open move are out of date and are dropped."""
-        history = self._histories.get(sender)
-        if history is None or history.version != load.version:
-            self._histories[sender] = _History(load.version)
+        last = self._last_loads.get(sender)
+        if last is None or last.version != load.version:
+            self._last_loads[sender] = _LastLoad(load.version)
         if load.batch_bound and not any(sender in move.rollouts for move in self._open_moves.values()):
             self._reports[sender] = load
 
@@ -78,16 +78,16 @@ class Repacking(Handler):
     def on_process_death(self, process: str, reason: str) -> None:
         """Forget the moves of a dead process; `Leases` takes back its rows."""
         self._reports.pop(process, None)
-        self._histories.pop(process, None)
+        self._last_loads.pop(process, None)
         self._open_moves = {n: move for n, move in self._open_moves.items() if process not in move.rollouts}
 
     def _plan(self, now: float) -> None:
         reports = {name: self._report(name, load) for name, load in self._reports.items()}
         for name, report in reports.items():
-            self._histories[name].kv_before = report.kv_used
+            self._last_loads[name].kv_before = report.kv_used
         for move in plan_moves(reports.values(), self.settings.slowdown):
             # The load that the destination is about to receive must not look like a cache that fills up.
-            self._histories[move.destination].kv_before += reports[move.source].kv_used
+            self._last_loads[move.destination].kv_before += reports[move.source].kv_used
             self._last_request_id += 1
             rollouts = (move.source, move.destination)
             self._open_moves[self._last_request_id] = _OpenMove(rollouts, now)
@@ -96,12 +96,12 @@ class Repacking(Handler):
             self.context.mailbox.send(move.source, MigrateOrder(self._last_request_id, move.version, move.destination))
 
     def _report(self, name: str, load: LoadReport) -> Report:
-        history = self._histories[name]
+        last = self._last_loads[name]
         return Report(
             rollout=name,
             version=load.version,
             kv_used=load.kv_used,
-            kv_before=history.kv_before,
+            kv_before=last.kv_before,
             kv_fixed=load.kv_fixed,
             kv_max=load.kv_max,
             num_requests=load.num_running + load.num_waiting,

@@ -18,7 +18,7 @@ CURRICULUM = "def easy_first(step, row):\n    return (row['level'] <= step) * 0.
 
 
 def data_system(folder: Path, kind: str, **settings: object) -> System:
-    """A run whose sixth prompt is too long, and whose seventh row is no JSON in a file that is not streamed."""
+    """A run whose sixth prompt is too long; in a file that is not streamed the seventh row is not JSON."""
     folder.mkdir(exist_ok=True)
     chosen: dict[str, object] = {"data.curriculum": f"{folder}/curriculum.py:easy_first"}
     if kind == "stream":

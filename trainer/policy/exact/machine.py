@@ -1,4 +1,4 @@
-"""What must be equal on two machines for equal bits in exact mode."""
+"""The facts that two machines must share for equal bits in exact mode."""
 
 from importlib.metadata import version
 
