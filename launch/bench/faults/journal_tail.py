@@ -61,8 +61,9 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
     """Seconds from a fault of `target` at `since` (wall clock) until what its role does is done again, by name.
 
     A dead rollout's leases are back (`failover`) and its next process has weights (`restart`); rows are ready in a unit
-    of the relay that is not one of `units`; the hub is open; the trainer has trained a step, and rows are ready meanwhile. `step`
-    is the next step of any run.
+    of the relay that is not one of `units`; the hub is open; the trainer has joined again (`restart`) and trained its next step,
+    and rows are ready meanwhile. `next-step` is the next step of any run. A step of a dead trainer that the hub hears of late
+    is none of the next one's.
     """
     known, times = set(units), dict[str, float]()
     name = target.removeprefix("host of ").removeprefix("supervisor of ")
@@ -82,6 +83,9 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
                 times.setdefault("actor-next-row", seconds)
             case ev.Opened() | ev.HubRestarted() if role == "hub":
                 times.setdefault("hub-restart", seconds)
+            case ev.TrainerRestarted() if role == "actor":
+                times.pop("actor-next-step", None)
+                times.setdefault("actor-restart", seconds)
             case ev.Trained():
                 times.setdefault(f"{role}-next-step", seconds)
             case _:
@@ -92,7 +96,7 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
 def is_back(target: str, times: Mapping[str, float]) -> bool:
     """Whether the next process of a killed target does its work, by the times of recovery so far."""
     role = target.partition("-")[0]
-    return ("actor-next-step" if role == "actor" else f"{role}-restart") in times
+    return f"{role}-restart" in times and (role != "actor" or "actor-next-step" in times)
 
 
 def named_times(times: Mapping[str, float], cold_start_s: float | None, *, had_spares: bool) -> dict[str, float]:

@@ -61,9 +61,20 @@ def test_a_relay_is_back_when_a_row_is_ready_in_a_unit_that_was_not_there_before
 def test_the_hub_is_back_when_it_opens_the_journal_and_the_trainer_when_it_trains():
     events = [ev.Opened(epoch=2, samples_per_prompt=4, t=11.0), ev.Trained(step=4, t=12.0)]
     assert is_back("hub", recovery_times("hub", 10.0, events, ()))
-    times = recovery_times("actor-0", 10.0, [ready("relay-0#1", 10.5), *events], ())
-    assert is_back("actor-0", times) and times == {"actor-next-row": 0.5, "actor-next-step": 2.0}
     assert recovery_times("hub", 10.0, events, ())["hub-restart"] == 1.0
+    events = [ready("relay-0#1", 10.5), ev.TrainerRestarted(incarnation=2, t=11.5), ev.Trained(step=4, t=12.0)]
+    times = recovery_times("actor-0", 10.0, events, ())
+    assert is_back("actor-0", times)
+    assert times == {"actor-next-row": 0.5, "actor-restart": 1.5, "actor-next-step": 2.0}
+
+
+def test_a_step_of_the_dead_trainer_that_the_hub_hears_of_late_is_no_recovery():
+    late = ev.Trained(step=4, t=10.1)
+    assert not is_back("actor-0", recovery_times("actor-0", 10.0, [late], ()))
+    restarted = [late, ev.TrainerRestarted(incarnation=2, t=11.5)]
+    assert not is_back("actor-0", recovery_times("actor-0", 10.0, restarted, ()))
+    times = recovery_times("actor-0", 10.0, [*restarted, ev.Trained(step=5, t=12.0)], ())
+    assert is_back("actor-0", times) and times["actor-next-step"] == 2.0
 
 
 def test_units_count_from_the_last_opening_since_a_resumed_run_names_them_as_before(tmp_path):
