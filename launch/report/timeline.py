@@ -31,6 +31,8 @@ class Timeline:
     speed: float = 1.0
     spans: dict[str, list[Span]] = field(default_factory=dict)
     samples: dict[str, list[CounterSample]] = field(default_factory=dict)
+    started: dict[str, float] = field(default_factory=dict)
+    """When each process was started last."""
 
     @staticmethod
     def read(run_dir: Path) -> "Timeline":
@@ -51,6 +53,7 @@ class Timeline:
             if "process" in line:
                 self.speed = line["speed"]
                 shift = line["wall"] * self.speed - line["clock"]
+                self.started[path.stem] = line["clock"] + shift
             elif "state" in line:
                 start, length = line.pop("t") + shift, line.pop("d")
                 spans.append(Span(line.pop("state"), start, start + length, line))

@@ -15,6 +15,7 @@ from support.emulated_run import EMULATED
 from support.system import System
 
 from headrace.comm.clock import Clock
+from headrace.comm.errors import SettingError
 from headrace.comm.trace import Trace, longest_lag
 from headrace.comm.waits import waiting
 from headrace.launch import compare
@@ -269,6 +270,19 @@ def test_a_comparison_of_real_devices_is_refused(capsys: pytest.CaptureFixture[s
 def test_a_comparison_without_a_seed_is_refused(capsys: pytest.CaptureFixture[str]):
     assert compare.main([str(RECIPE), "--seeds", "0"]) == 2
     assert "--seeds: at least 1" in capsys.readouterr().err
+
+
+def test_a_comparison_names_settings_of_which_each_row_has_its_own(capsys: pytest.CaptureFixture[str]):
+    assert compare.main([str(RECIPE), "batch.prompts_per_step=8", "repack.enabled=false", "--gpus", "4"]) == 2
+    assert "no effect: batch.prompts_per_step, repack.enabled; each row has its own" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_named_and_not_run_over(tmp_path: Path):
+    experiment = Experiment(str(RECIPE), [], tmp_path, is_virtual=True)
+    (tmp_path / "headrace-virtual").mkdir()
+    (tmp_path / "headrace-virtual" / "journal.jsonl").touch()
+    with pytest.raises(SettingError, match="headrace-virtual has not finished; remove that folder"):
+        experiment.run("headrace", {})
 
 
 def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
