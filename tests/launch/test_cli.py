@@ -187,6 +187,13 @@ def test_a_wrong_number_of_ranks_is_reported_once(words):
     assert "torchrun started 2 ranks" in first.stderr
 
 
+def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: Path):
+    done = call(*as_words(words), "run.mode=replay", RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    assert done.returncode == 2
+    assert "run.mode=replay: start it without torchrun" in done.stderr
+    assert not run_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -233,6 +233,18 @@ def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: P
     assert {event["ph"] for event in events} == {"M", "X", "C"} and min(e.get("ts", 0) for e in events) >= 0
 
 
+def test_the_trace_of_a_long_run_has_all_states_and_a_part_of_the_samples(tmp_path: Path):
+    (tmp_path / "trace").mkdir()
+    lines: list[dict[str, object]] = [{"process": "a", "clock": 0.0, "wall": 0.0, "speed": 1.0}]
+    for t in range(100):
+        lines += [{"state": "generate", "t": t, "d": 1}, {"t": t, "values": {"running": t}}]
+    path = tmp_path / "trace" / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, part = Timeline.read(tmp_path), Timeline.read(tmp_path, path.stat().st_size // 4)
+    assert part.spans == whole.spans and len(whole.samples["a"]) == 100
+    assert len(part.samples["a"]) == 20 and part.samples["a"][-1] == whole.samples["a"][-1]
+
+
 def test_a_finished_run_gives_its_figures_and_plots(tmp_path: Path):
     words = {**EMULATED, "run.steps": 7, "run.schedule": "one_step"}
     system = System(tmp_path, **words).start_all(num_rollouts=2)
