@@ -271,6 +271,7 @@ def test_a_comparison_without_a_seed_is_refused(capsys: pytest.CaptureFixture[st
     assert "--seeds: at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
     words = [str(RECIPE), f"run.dir={tmp_path}", "emulated.speed=10", "--only", "headrace"]
     comparison = subprocess.Popen([sys.executable, "-m", "headrace.launch.compare", *words])
