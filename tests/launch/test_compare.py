@@ -297,6 +297,7 @@ def test_an_unfinished_run_is_named_and_not_run_over(tmp_path: Path):
         experiment.run("headrace", {})
 
 
+@pytest.mark.slow
 def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
     words = [str(RECIPE), f"run.dir={tmp_path}", "emulated.speed=10", "--only", "headrace"]
     comparison = subprocess.Popen([sys.executable, "-m", "headrace.launch.compare", *words])
