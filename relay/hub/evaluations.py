@@ -93,13 +93,9 @@ class Evaluations(Handler):
             return
         version = due if may_go_back and due > self._gone else request.version
         begun = ev.EvaluationBegun(
-            number=self.log.num_begun,
-            version=version,
-            due=due,
-            num_prompts=prompts.num_prompts,
-            samples=prompts.settings.samples,
-            threshold=prompts.settings.threshold,
-        )
+            number=self.log.num_begun, version=version, due=due, num_prompts=prompts.num_prompts,
+            samples=prompts.settings.samples, threshold=prompts.settings.threshold,
+        )  # fmt: skip
         self.context.commit(begun)
 
     def _share(
@@ -133,15 +129,11 @@ class Evaluations(Handler):
         failure = scored.failure or ("no reward" if scored.reward is None else "")
         if not failure and scored.versions != [begun.version]:
             failure = f"versions {scored.versions} generated it"
-        self._end(
-            ev.Evaluated(
-                row=scored.row,
-                reward=scored.reward or 0.0,
-                num_tokens=scored.num_tokens,
-                is_truncated=scored.is_truncated,
-                failure=failure,
-            )
-        )
+        evaluated = ev.Evaluated(
+            row=scored.row, reward=scored.reward or 0.0, num_tokens=scored.num_tokens,
+            is_truncated=scored.is_truncated, failure=failure,
+        )  # fmt: skip
+        self._end(evaluated)
 
     def _end(self, event: ev.Evaluated) -> None:
         """Print each reason for a missing score the first time and whenever its count is 10, 100, ..."""

@@ -72,17 +72,11 @@ class Results(Handler):
             self.context.commit(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
             self._count_lost(1, reason)
         else:
-            self.context.commit(
-                ev.RowReady(
-                    row=done.row,
-                    units=units,
-                    version=done.version,
-                    num_tokens=done.num_tokens,
-                    reward=done.reward,
-                    num_versions=done.num_versions,
-                    num_kept=done.num_kept,
-                )
-            )
+            ready = ev.RowReady(
+                row=done.row, units=units, version=done.version, num_tokens=done.num_tokens, reward=done.reward,
+                num_versions=done.num_versions, num_kept=done.num_kept,
+            )  # fmt: skip
+            self.context.commit(ready)
         if (group := self.state.groups.get(done.row.group)) is not None:
             self._filter(group)
 
