@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ...comm.disk import say
 from ...comm.messages import Lease, LeaseRequest, SampleScored
 from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
@@ -141,4 +142,4 @@ class Evaluations(Handler):
         if event.failure:
             self._failures[event.failure] += 1
             if is_power_of_ten(count := self._failures[event.failure]):
-                print(f"evaluation: {count} x no score: {event.failure}", flush=True)
+                say(f"evaluation: {count} x no score: {event.failure}")
