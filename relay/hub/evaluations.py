@@ -26,11 +26,7 @@ class Evaluations(Handler):
     """Begins evaluations, gives out their prompts, and accepts a score only from the holder of a sample's present attempt."""
 
     def __init__(
-        self,
-        context: HubContext,
-        prompts: "EvaluationPrompts | None",
-        partials: "PartialPool",
-        schedule: "Schedule",
+        self, context: HubContext, prompts: "EvaluationPrompts | None", partials: "PartialPool", schedule: "Schedule"
     ) -> None:
         super().__init__(context)
         self.prompts = prompts

@@ -121,10 +121,6 @@ class Hub:
         self.partials.on_storage_lost(storage_id)
         self.advance()
 
-    def stop_leasing(self) -> None:
-        """Grant no more leases and plan no more moves: the run ends."""
-        self.context.is_leasing = False
-
     def _on_version_ready(self, sender: str, message: VersionReady) -> None:
         relay = process_of(sender)
         self.context.relays.add(relay)

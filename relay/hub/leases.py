@@ -37,11 +37,7 @@ class Leases(Handler):
         """The last request of each holder that was answered without leases; the journal has none for it."""
         grants = self.state.grants.items()
         self._newest = {holder: LeaseRequest(grant.request_id, grant.version, 0) for holder, grant in grants}
-        self.routes = {
-            LeaseRequest: self._on_request,
-            LeaseReturn: self._on_return,
-            DrainRequested: self._on_drain,
-        }
+        self.routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return, DrainRequested: self._on_drain}
 
     def advance(self) -> None:
         state = self.state
