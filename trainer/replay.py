@@ -38,7 +38,7 @@ def replay_steps(recipe: Recipe) -> int:
     num_different = 0
     with TemporaryDirectory() as folder, _other_ranks(recipe, steps, folder):
         for row, metrics in zip(recorded, _train(recipe, 0, steps, folder), strict=True):
-            changed = [name for name in COMPARED if row[name] != metrics[name]]
+            changed = [name for name in COMPARED if repr(row[name]) != repr(metrics[name])]  # NaN is NaN
             num_different += bool(changed)
             result = "; ".join(f"{name} {row[name]!r} -> {metrics[name]!r}" for name in changed) or "the same"
             print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {result}")

@@ -130,7 +130,7 @@ class Actor:
                 progress = len(self.updates) / self._num_updates
                 packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
                 logprobs = self._backward(packed, stats)
-                if self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
+                if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
                         batch.columns[row.key]["proximal_logprobs"] = own.cpu().numpy()
             self._num_groups += len(batch.row_batch.groups)
