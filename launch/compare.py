@@ -45,6 +45,8 @@ LAG_LIMIT = 0.01
 """Lateness of a process behind its devices, in shares of a step, above which the row is invalid."""
 REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 512
 """Repack is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
+SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "emulated.colocated", "repack.enabled")
+"""Settings of which each row has its own value."""
 GROUPS_PER_GPU = 4
 """Groups of a global batch per GPU: 512 groups on 128 GPUs (Laminar, Table 1 and section 9)."""
 
@@ -156,6 +158,8 @@ def _check_overrides(overrides: Sequence[str], budget: int) -> None:
         raise SettingError(
             f"--tune: the knobs are saved beside the recipe; set {', '.join(given)} in the recipe itself"
         )
+    if ignored := [key for key in SET_BY_ROWS if any(word.startswith(f"{key}=") for word in overrides)]:
+        print_message(f"no effect: {', '.join(ignored)}; each row has its own, see --only and --fixed-batch")
     if others:
         print_message(f"the recipe's tuned knobs are not used: {', '.join(others)} changed")
 

@@ -77,6 +77,8 @@ def main(words: Sequence[str]) -> int:
     except SettingError as error:
         print_message(f"error: {error}")
         return 2
+    except KeyboardInterrupt:
+        return 130
     return run.main(words)
 
 

@@ -59,7 +59,7 @@ class Arguments:
                 options[option] = value if equals else next(rest, "")
             elif word.startswith("-"):
                 known = ", ".join(f"--{option}" for option in _HOST_OPTIONS)
-                raise SettingError(f"unknown option {word}; the options are --dry-run, --help, {known}")
+                raise SettingError(f"unknown option {word}; the options are --dry-run, --gpus=, --help, {known}")
             elif name == "join":
                 join = value
             else:
@@ -70,7 +70,7 @@ class Arguments:
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit code: 2 for a user's mistake, which is one message."""
+    """Returns the exit code: 2 for a user's mistake, which is one message, 130 after Ctrl-C."""
     if "--help" in words or "-h" in words or not words:
         from .config.help import usage
 
@@ -82,8 +82,12 @@ def main(words: Sequence[str]) -> int:
     try:
         gpus, words = Gpus.taken_from(words)
         arguments = Arguments.parse(words)
+        if gpus is not None and not arguments.is_dry_run:
+            raise SettingError("--gpus: only with --dry-run; a run takes the GPUs of CUDA_VISIBLE_DEVICES")
         if is_rank:
             return run_rank(arguments.recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
+        if arguments.join and (arguments.is_dry_run or arguments.hosts != Hosts()):
+            raise SettingError("join: the other options are not for a host that joins a run; leave them out")
         if arguments.join:
             return join_run(arguments.join, arguments.recipe, list(arguments.overrides))
         recipe = _read_here(arguments)
@@ -103,6 +107,8 @@ def main(words: Sequence[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_message(f"error: {error}")
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _read_here(arguments: Arguments) -> Recipe:

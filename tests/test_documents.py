@@ -6,9 +6,14 @@ from pathlib import Path
 
 from support.source_tree import FLOORS, MODULES, ROOT
 
+from headrace.launch.config.load import known_settings, sections
+
 DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
 FILE = re.compile(rf"\b(?:{'|'.join((*FLOORS, 'tests', 'docs'))})/[\w/]+\.(?:py|sh|yaml|json|md)\b")
 MODULE = re.compile(r"python -m headrace\.([a-z_.]+)")
+
+
+SETTING = re.compile(rf"\b((?:{'|'.join(name for name, _ in sections())})\.\w+)=")
 
 
 def named(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
@@ -22,3 +27,7 @@ def test_every_file_that_the_documents_name_exists():
 
 def test_every_module_that_the_documents_run_exists():
     assert not [(path.name, module) for path, module in named(MODULE) if module.rstrip(".") not in MODULES]
+
+
+def test_every_setting_that_the_documents_set_exists():
+    assert not [(path.name, setting) for path, setting in named(SETTING) if setting not in known_settings()]

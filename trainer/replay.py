@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .actor_group import ActorGroup
 from .learners.actor import Actor
@@ -31,8 +32,10 @@ def replay_steps(recipe: Recipe) -> int:
     On the machine of the run they are equal bit for bit. Prints one line per step, with the differences. Raises `SettingError`
     if a step's rows are missing, or if another number of ranks than `roles.actor` trained it.
     """
-    lines = (Path(recipe.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    recorded = [json.loads(line) for line in lines]
+    path = Path(recipe.run.dir) / "metrics.jsonl"
+    if not path.exists():
+        raise SettingError(f"run.dir: {recipe.run.dir} has no {path.name}; run.mode=replay needs the folder of a run")
+    recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [row["step"] for row in recorded]
     _check_ranks(recipe, steps)
     num_different = 0

@@ -105,7 +105,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Weights of the functions' rewards in their sum; empty is 1 for each."""
     batch: Literal["sample", "group"] = "sample"
     """Unit of a call: with `group` it gets all samples of each of its prompts, for functions that compare them."""
-    timeout_s: NotNegative = 30.0
+    timeout_s: Positive = 30.0
     """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1
     """Reward processes per rollout."""

@@ -52,9 +52,9 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         "token-mean"
     )
     """Mean of the loss: over tokens (DAPO), over responses (GRPO), or with constant length `sampling.max_new_tokens` (Dr. GRPO)."""
-    clip_low: float = 0.2
+    clip_low: NotNegative = 0.2
     """Lower clip of the importance ratio: 1 - clip_low; of stale tokens' weights too with `token_clip`."""
-    clip_high: float = 0.2
+    clip_high: NotNegative = 0.2
     """Upper clip of the importance ratio: 1 + clip_high; likewise."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""

@@ -89,6 +89,7 @@ def medians(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 def write_json(value: object, path: Path) -> None:
     """Write measurements, or another value, as indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 

@@ -17,6 +17,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.hub.model_check import JOINED
+from ...relay.journal.journal import Journal
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
@@ -45,7 +46,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     _check_optimizer(recipe)
     warnings = check_algorithm(recipe)
     data = check_data(recipe.data)
-    policy = ModelFiles.read(_given("model.path", recipe.model.path, "the folder of a Hugging Face checkpoint"))
+    policy = ModelFiles.read(recipe.model.path)
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
     warnings += check_lora(recipe, policy.folder)
@@ -162,13 +163,19 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
 def check_run_folder(recipe: Recipe) -> None:
     """The run folder can be written, and holds no run unless the recipe resumes it."""
     folder = Path(_given("run.dir", recipe.run.dir, "a folder for the files of the run"))
-    if (folder / "journal.jsonl").exists() and recipe.run.resume != "auto":
+    journal = make_run_folder(folder) / "journal.jsonl"
+    if not os.access(folder, os.W_OK | os.X_OK) or (journal.exists() and not os.access(journal, os.R_OK | os.W_OK)):
+        raise SettingError(f"run.dir: no permission to write in {folder}")
+    if not journal.exists():
+        return
+    if Journal.is_in_use(journal):
+        raise SettingError(
+            f"run.dir: a run is under way in {folder}; end it (python -m headrace.launch.ctl {folder} stop), or set another run.dir"
+        )
+    if recipe.run.resume != "auto":
         raise SettingError(
             f"run.dir: {folder} holds a run already; set run.resume=auto to resume it, or another run.dir"
         )
-    make_run_folder(folder)
-    if not os.access(folder, os.W_OK):
-        raise SettingError(f"run.dir: no permission to write in {folder}")
 
 
 def _check_functions(recipe: Recipe) -> None:
@@ -244,7 +251,7 @@ def check_rewards(settings: RewardSettings) -> None:
         )
     for path in functions.values() or [""]:
         if path not in READY:
-            check_function("reward.path", path)
+            check_function("reward.path", path, f"FILE.py:FUNCTION, or one of {', '.join(READY)}")
         elif (package := NEEDS.get(path)) is not None and find_spec(package) is None:
             raise SettingError(f"reward.path: {path} needs the package {package}: pip install 'headrace[{path}]'")
 
@@ -265,11 +272,11 @@ def _check_optimizer(recipe: Recipe) -> None:
         optimizer_class(optimizer.name)
 
 
-def check_function(setting: str, path: str) -> None:
+def check_function(setting: str, path: str, form: str = "FILE.py:FUNCTION") -> None:
     """`FILE.py:FUNCTION` names a Python file that binds this name; the file is read but not run."""
-    file, colon, function = _given(setting, path, "FILE.py:FUNCTION").rpartition(":")
+    file, colon, function = _given(setting, path, form).rpartition(":")
     if not colon or not function.isidentifier():
-        raise SettingError(f"{setting}: {path!r} is not of the form FILE.py:FUNCTION")
+        raise SettingError(f"{setting}: {path!r} is not of the form {form}")
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
     except OSError as error:

@@ -7,6 +7,11 @@ from ...comm.recipe import Recipe
 def check_comm(recipe: Recipe) -> None:
     """The links can carry what the recipe asks of them. Raises `SettingError`."""
     comm = recipe.comm
+    if comm.expiry_s < 2 * comm.heartbeat_s:
+        raise SettingError(
+            f"comm.expiry_s={comm.expiry_s:g}: at least twice comm.heartbeat_s={comm.heartbeat_s:g}, or processes that live"
+            " count as dead"
+        )
     if comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if comm.tls:

@@ -21,7 +21,7 @@ def print_plan(recipe: Recipe, hosts: Sequence[int] = (), gpus: Gpus | None = No
     """Print the plan of a recipe whose policy this program can run. Raises `SettingError`."""
     from .checks import check_family
 
-    if (Path(recipe.model.path) / "config.json").exists():
+    if recipe.model.path and (Path(recipe.model.path) / "config.json").exists():
         check_family(recipe, Path(recipe.model.path))
     sys.stdout.write(describe_run(recipe, hosts, gpus))
 
@@ -76,7 +76,7 @@ def _batch(recipe: Recipe) -> Iterator[str]:
 
 
 def _epochs(recipe: Recipe) -> str:
-    if recipe.data.streaming or not all(path.endswith(".jsonl") for path in recipe.data.paths):
+    if recipe.data.streaming or recipe.data.weights or not all(path.endswith(".jsonl") for path in recipe.data.paths):
         return ""
     try:
         num_rows = sum(len(JsonLines(Path(path))) for path in recipe.data.paths)

@@ -37,6 +37,13 @@ class _Loader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, if no key is there twice: YAML keeps the last one, and the settings under the others would be lost."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(problem=f"{twice!r} is there twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `path` (None: only defaults) with dotted `key=value` overrides; raises `SettingError`."""

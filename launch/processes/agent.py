@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import children_of
 from ...comm.recipe import Recipe
@@ -170,10 +171,12 @@ class Torchrun:
             return
         self.received = number
         self._deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + self._grace_s
-        print_message(
-            f"{signal.Signals(number).name}: the run writes a checkpoint and ends in order, within {self._grace_s:g} s"
-            " (a second signal kills it)"
+        end = (
+            "this host finishes its rows and leaves"
+            if JOINING in os.environ
+            else "the run writes a checkpoint and ends in order"
         )
+        print_message(f"{signal.Signals(number).name}: {end}, within {self._grace_s:g} s (a second signal kills it)")
         send_signal(supervisors, number)
         if not supervisors:
             torchrun.send(_END)

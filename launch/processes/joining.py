@@ -30,6 +30,10 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
     Everything else is as in the run's own recipe. Raises `SettingError`.
     """
     roles = read_recipe(recipe_file, overrides).roles
+    if others := [word for word in overrides if word.partition("=")[0] not in ("roles.rollout", "roles.relay")]:
+        raise SettingError(
+            f"join: {others[0]} has no effect; all but roles.rollout and roles.relay is as in the run's recipe"
+        )
     find_run(where)
     recipe, first_replica, first_relay = _take_places(roles)
     counts = [roles.rollout, roles.relay or 0, recipe.rollout.tp, first_replica, first_relay]

@@ -37,6 +37,8 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
             places = place_joining(*map(int, os.environ[JOINING].split(",")))
             return supervise(fetch_recipe("the host joins a run", Path()), places)
         recipe = _read(recipe_file, overrides)
+        if recipe.run.mode == "replay":
+            raise SettingError("run.mode=replay: start it without torchrun; it starts as many ranks as the run had")
         hosts = ranks_of_hosts()
         is_known = True  # the counts are the same on every host
         recipe = with_relays(recipe, len(hosts))

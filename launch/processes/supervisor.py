@@ -181,7 +181,7 @@ class Supervisor:
         role = self.placement.role if child.name == self.placement.name else child.name
         now = time.monotonic()
         can_restart = is_restartable(role, self.recipe)
-        is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGKILL)
+        is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGQUIT, -signal.SIGKILL)
         if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
         state = {
@@ -220,8 +220,9 @@ class Supervisor:
         error = describe_exit(child.name, code)
         if restarts := self.restarts.get(child.name):
             error += f", after {len(restarts)} restarts{child.last_line()}"
-        print_message(f"{error}; the run ends{child.log_tail()}")
-        if is_reported or child.name == "store" or self.placement.host == JOINED_HOST:
+        has_joined = self.placement.host == JOINED_HOST
+        print_message(f"{error}; {'this host leaves the run' if has_joined else 'the run ends'}{child.log_tail()}")
+        if is_reported or child.name == "store" or has_joined:
             return
         self._report_exit(child, error, ends_run=True)
         if child.name == "hub" or self.has_other_hosts:  # the others read no file of this host
@@ -272,7 +273,7 @@ class Supervisor:
                 child.send(signal.SIGQUIT)
                 continue
             if not self.is_over():
-                print_message(f"{name} did not end within {self.shutdown_s:g} s and is killed; its log is {child.log}")
+                print_message(f"{name} did not end in time and is killed; its log is {child.log}")
                 self.exit_code = self.exit_code or 1
             child.send(signal.SIGKILL)
         self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s

@@ -81,6 +81,8 @@ class Experiment:
             recipe = read_recipe(self.recipe, words)
         if (result := _kept(run_dir, recipe)) is not None:
             return result
+        if (run_dir / "journal.jsonl").exists() and (self.is_virtual or recipe.run.resume == "never"):
+            raise SettingError(f"run.dir: the run in {run_dir} has not finished; remove that folder")
         check_recipe(recipe)
         print_message(f"{run_dir.name} runs")
         if self.is_virtual:

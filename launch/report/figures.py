@@ -98,15 +98,16 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
     return replace(figures, is_settled=2 * figures.mean_staleness <= before and figures.mean_staleness <= after)
 
 
-def window_of(timeline: Timeline, num_steps: int) -> Window:
-    """The measured part of a run of `num_steps` steps; a step starts when the trainer begins to wait for its rows."""
+def window_of(timeline: Timeline, num_steps: int, begun: int = 0) -> Window:
+    """The measured part of a run of `num_steps` steps from step `begun` on; a step starts when the trainer begins to wait for its rows."""
     starts: dict[int, float] = {}
     for span in timeline.spans["actor-0"]:
         if "step" in span.facts:
             starts.setdefault(span.facts["step"], span.start)
-    first = max(WARM_UP_STEPS, int(num_steps * WARM_UP_SHARE))
-    last = num_steps - max(LAST_STEPS, int(num_steps * LAST_SHARE))
-    assert first < last, f"{num_steps} steps are too few to measure"
+    num = num_steps - begun
+    first = begun + max(WARM_UP_STEPS, int(num * WARM_UP_SHARE))
+    last = num_steps - max(LAST_STEPS, int(num * LAST_SHARE))
+    assert first < last, f"{num} steps are too few to measure"
     return Window(first, last, starts[first], starts[last])
 
 

@@ -30,17 +30,23 @@ _LEAST_S = 1e-6
 
 
 def measured_part(run_dir: Path) -> tuple[Timeline, Window]:
-    """The timeline of a finished run, and the part of it that is measured. Raises `SettingError` for a run without."""
+    """The timeline of a finished run, and the part of it that is measured: since its trainer was started last, as when it was resumed.
+
+    Raises `SettingError` for a run without."""
     timeline, num_steps = Timeline.read(run_dir), len(_steps(run_dir))
     if not timeline.spans.get("actor-0") or "rollout-0" not in timeline.spans:
         raise SettingError(
             f"--from: {run_dir} has no trace of a trainer and a rollout; name the folder of a finished run"
         )
-    if num_steps <= WARM_UP_STEPS + LAST_STEPS:
+    trainer = [span for span in timeline.spans["actor-0"] if span.start >= timeline.started["actor-0"]]
+    begun = min((span.facts["step"] for span in trainer if span.state == "train"), default=num_steps)
+    if num_steps - begun <= WARM_UP_STEPS + LAST_STEPS:
         raise SettingError(
-            f"--from: {run_dir} has {num_steps} steps; more than {WARM_UP_STEPS + LAST_STEPS} are needed"
+            f"--from: {run_dir} has {num_steps - begun} steps since its trainer was started last; more than"
+            f" {WARM_UP_STEPS + LAST_STEPS} are needed"
         )
-    return timeline, window_of(timeline, num_steps)
+    timeline.spans["actor-0"] = trainer
+    return timeline, window_of(timeline, num_steps, begun)
 
 
 def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
@@ -54,6 +60,8 @@ def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
     num_prompt = max(1, round(sum(map(_num_tokens, steps)) / num_rows - responses))
     num_leases = sum(isinstance(event, Leased) for event in inside)
     lengths = [event.num_tokens - num_prompt for event in inside if isinstance(event, RowReady)]
+    if not lengths:
+        raise SettingError(f"--from: no response ended in the measured part of {run_dir}; take a run of more steps")
     return EmulatedSettings(
         prompt_tokens=num_prompt,
         lengths=equal_parts(lengths),
@@ -153,7 +161,8 @@ def _generators(timeline: Timeline, window: Window, num_prefilled: int) -> dict[
     """Terms of a step of the rollouts together; time that decoding does not explain is that of turns and of prefills."""
     sums, terms, generate_s, last = np.zeros(4), np.zeros(3), 0.0, {}
     for name in (name for name in timeline.spans if name.startswith("rollout-")):
-        samples = [each for each in timeline.samples[name] if window.start <= each.at < window.end]
+        start = max(window.start, timeline.started[name])  # the numbers of a process begin at 0
+        samples = [each for each in timeline.samples[name] if start <= each.at < window.end]
         if not samples or "step_kv" not in samples[-1].values:
             continue
         first, last = samples[0].values, samples[-1].values

@@ -21,13 +21,13 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def print_summary(run_dir: Path) -> dict[str, Any] | None:
     """Print how the run in `run_dir` ended, and write its timeline; returns its summary, None without one."""
-    from .timeline import TRACE_FILE, Timeline
+    from .timeline import MOST_BYTES, TRACE_FILE, Timeline
 
     summary = read_summary(run_dir)
     if summary is not None:
         show_summary(summary, run_dir)
         try:
-            Timeline.read(run_dir).write(run_dir / TRACE_FILE)
+            Timeline.read(run_dir, MOST_BYTES).write(run_dir / TRACE_FILE)
         except OSError as error:
             print_message(f"warning: {run_dir / TRACE_FILE} is not written: {error.strerror}")
     return summary

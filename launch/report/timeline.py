@@ -1,11 +1,15 @@
 """The timeline of a run: the processes' files under `trace/` on one time axis, and `trace.json` for Perfetto."""
 
 import json
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 TRACE_FILE = "trace.json"
+MOST_BYTES = 1 << 18
+"""Bytes of a process's file from which on `trace.json` has a part of its samples: those of a day and of 64 rollouts are gigabytes."""
 
 
 class Span(NamedTuple):
@@ -31,19 +35,26 @@ class Timeline:
     speed: float = 1.0
     spans: dict[str, list[Span]] = field(default_factory=dict)
     samples: dict[str, list[CounterSample]] = field(default_factory=dict)
+    started: dict[str, float] = field(default_factory=dict)
+    """When each process was started last."""
 
     @staticmethod
-    def read(run_dir: Path) -> "Timeline":
-        """The timeline of a run folder, without a last line that a killed process did not finish."""
+    def read(run_dir: Path, most_bytes: int = sys.maxsize) -> "Timeline":
+        """The timeline of a run folder, without a last line that a killed process did not finish.
+
+        Of a file of k times `most_bytes` every k-th line of samples is read."""
         timeline = Timeline()
         for path in sorted((run_dir / "trace").glob("*.jsonl")):
-            timeline._read(path)
+            with path.open(encoding="utf-8") as lines:
+                timeline._read(path.stem, lines, every=1 + path.stat().st_size // most_bytes)
         return timeline
 
-    def _read(self, path: Path) -> None:
-        spans, samples = self.spans.setdefault(path.stem, []), self.samples.setdefault(path.stem, [])
+    def _read(self, name: str, lines: Iterable[str], every: int) -> None:
+        spans, samples = self.spans.setdefault(name, []), self.samples.setdefault(name, [])
         shift = 0.0
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for number, text in enumerate(lines):
+            if number % every and '"values"' in text:
+                continue
             try:
                 line: dict[str, Any] = json.loads(text)
             except ValueError:
@@ -51,6 +62,7 @@ class Timeline:
             if "process" in line:
                 self.speed = line["speed"]
                 shift = line["wall"] * self.speed - line["clock"]
+                self.started[name] = line["clock"] + shift
             elif "state" in line:
                 start, length = line.pop("t") + shift, line.pop("d")
                 spans.append(Span(line.pop("state"), start, start + length, line))
@@ -59,17 +71,27 @@ class Timeline:
 
     def write(self, path: Path) -> None:
         """The trace in Chrome's JSON form, which https://ui.perfetto.dev opens; times in microseconds from the first."""
+        with path.open("w", encoding="utf-8") as stream:
+            stream.write('{"traceEvents": [')
+            for number, event in enumerate(self._events()):
+                stream.write((",\n" if number else "") + json.dumps(event))
+            stream.write("]}")
+
+    def _events(self) -> Iterator[dict[str, Any]]:
         zero = min((span.start for spans in self.spans.values() for span in spans), default=0.0)
-        events: list[dict[str, Any]] = []
         for number, name in enumerate(self.spans):
             common = {"pid": number, "tid": 0}
-            events.append({"ph": "M", "name": "process_name", "args": {"name": name}, **common})
+            yield {"ph": "M", "name": "process_name", "args": {"name": name}, **common}
             for span in self.spans[name]:
                 times = {"ts": 1e6 * (span.start - zero), "dur": 1e6 * (span.end - span.start)}
                 lane = {"tid": span.facts.get("lane", 0)}
-                events.append({"ph": "X", "name": span.state, "args": span.facts, **times, **common, **lane})
+                yield {"ph": "X", "name": span.state, "args": span.facts, **times, **common, **lane}
             for sample in self.samples[name]:
                 for counter, value in sample.values.items():
-                    point = {"ph": "C", "name": counter, "ts": 1e6 * (sample.at - zero), "args": {counter: value}}
-                    events.append(point | common)
-        path.write_text(json.dumps({"traceEvents": events}))
+                    yield {
+                        "ph": "C",
+                        "name": counter,
+                        "ts": 1e6 * (sample.at - zero),
+                        "args": {counter: value},
+                        **common,
+                    }

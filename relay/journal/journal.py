@@ -72,6 +72,16 @@ class Journal:
         sync_folder(path.parent)
         self.path = self._file.path = path
 
+    @staticmethod
+    def is_in_use(path: Path) -> bool:
+        """Whether a hub writes this journal now."""
+        with path.open("rb") as file, suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
     def _lock(self) -> None:
         """One process writes a journal: a hub that was only frozen must not write after the next one has opened it."""
         try:

@@ -64,8 +64,8 @@ def _rendered(messages: Messages, tokenizer: Any, settings: DataSettings, tools:
     template = _template(settings.chat_template) or getattr(tokenizer, "chat_template", None)
     if not template:
         raise SettingError(
-            "data.path: the prompts are chat messages, but the tokenizer of model.path has no chat template;"
-            " set data.chat_template"
+            "data.chat_template: the prompts are chat messages, or become such by data.system_prompt or data.chat_template, but"
+            " the tokenizer of model.path has no chat template; name a file with one, or its text"
         )
     try:
         return tokenizer.apply_chat_template(

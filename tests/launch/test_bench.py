@@ -85,7 +85,7 @@ def test_the_error_names_a_process_that_ends_before_its_answer():
 
 
 def test_the_command_runs_a_workload_several_times_and_writes_its_rows(tmp_path: Path):
-    path = tmp_path / "rows.json"
+    path = tmp_path / "new" / "rows.json"
     words = ["tcp-link", "--megabytes", "4", "--runs", "2", "--json", str(path)]
     command = [sys.executable, "-m", "headrace.launch.bench", *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import pytest
 from support.policies import tiny_policy
 
+from headrace.launch.config.checks import check_run_folder
+from headrace.launch.config.load import read_recipe
 from headrace.launch.run import main
+from headrace.relay.journal.journal import Journal
 
 PATIENCE_S = 240.0
 REWARD = "def reward(prompts, completions, completion_ids, **columns):\n    return [1.0] * len(completions)\n"
@@ -137,6 +140,17 @@ def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir:
     assert f"run.dir: {run_dir} holds a run already; set run.resume=auto" in capsys.readouterr().err
 
 
+def test_a_run_that_is_under_way_keeps_its_folder(words, run_dir: Path, capsys):
+    run_dir.mkdir()
+    (run_dir / "secret").write_text("its own")
+    journal = Journal(run_dir / "journal.jsonl")
+    assert main([*as_words(words), "run.resume=auto"]) == 2
+    assert f"run.dir: a run is under way in {run_dir}; end it" in capsys.readouterr().err
+    assert (run_dir / "secret").read_text() == "its own"
+    journal.close()
+    check_run_folder(read_recipe(None, [f"run.dir={run_dir}", "run.resume=auto"]))
+
+
 def test_help_imports_no_large_library():
     done = call("--help")
     assert done.returncode == 0 and "optimizer.lr=" in done.stdout
@@ -174,6 +188,13 @@ def test_a_wrong_number_of_ranks_is_reported_once(words):
     assert "torchrun started 2 ranks" in first.stderr
 
 
+def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: Path):
+    done = call(*as_words(words), "run.mode=replay", RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    assert done.returncode == 2
+    assert "run.mode=replay: start it without torchrun" in done.stderr
+    assert not run_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -182,13 +203,23 @@ def test_a_wrong_number_of_ranks_is_reported_once(words):
         (["--nnodes", "two", "--master-addr", "h"], "--nnodes=two is not a number"),
         (["--nnodes", "2", "--master-addr", "h", "roles.rollout=2"], "5 ranks, which 2 hosts (--nnodes) cannot share equally"),
         (["--nnodes", "2", "--master-addr", "h", "--nproc-per-node", "3"], "= 4, but torchrun started 6 ranks"),
-        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --help, --nnodes"),
+        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --gpus=, --help, --nnodes"),
+        (["--gpus=8x80"], "--gpus: only with --dry-run"),
+        (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
+        (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),
+        (["join=x"], "has no effect; all but roles.rollout and roles.relay is as in the run's recipe"),
+        (["run.mode=replay"], "has no metrics.jsonl; run.mode=replay needs the folder of a run"),
     ],
 )  # fmt: skip
 def test_hosts_that_do_not_fit_the_roles_are_refused_before_torchrun_starts(words, options, message, capsys):
     assert main([*as_words(words), *options]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_a_dry_run_without_a_policy_says_so(capsys):
+    assert main(["run.steps=2", "--dry-run"]) == 0
+    assert "unknown: model.path is not set" in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_the_ranks_of_several_hosts(words, capsys):

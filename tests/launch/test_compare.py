@@ -15,6 +15,7 @@ from support.emulated_run import EMULATED
 from support.system import System
 
 from headrace.comm.clock import Clock
+from headrace.comm.errors import SettingError
 from headrace.comm.trace import Trace, longest_lag
 from headrace.comm.waits import waiting
 from headrace.launch import compare
@@ -232,6 +233,18 @@ def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: P
     assert {event["ph"] for event in events} == {"M", "X", "C"} and min(e.get("ts", 0) for e in events) >= 0
 
 
+def test_the_trace_of_a_long_run_has_all_states_and_a_part_of_the_samples(tmp_path: Path):
+    (tmp_path / "trace").mkdir()
+    lines: list[dict[str, object]] = [{"process": "a", "clock": 0.0, "wall": 0.0, "speed": 1.0}]
+    for t in range(100):
+        lines += [{"state": "generate", "t": t, "d": 1}, {"t": t, "values": {"running": t}}]
+    path = tmp_path / "trace" / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, part = Timeline.read(tmp_path), Timeline.read(tmp_path, path.stat().st_size // 4)
+    assert part.spans == whole.spans and len(whole.samples["a"]) == 100
+    assert len(part.samples["a"]) == 20 and part.samples["a"][-1] == whole.samples["a"][-1]
+
+
 def test_a_finished_run_gives_its_figures_and_plots(tmp_path: Path):
     words = {**EMULATED, "run.steps": 7, "run.schedule": "one_step"}
     system = System(tmp_path, **words).start_all(num_rollouts=2)
@@ -271,6 +284,20 @@ def test_a_comparison_without_a_seed_is_refused(capsys: pytest.CaptureFixture[st
     assert "--seeds: at least 1" in capsys.readouterr().err
 
 
+def test_a_comparison_names_settings_of_which_each_row_has_its_own(capsys: pytest.CaptureFixture[str]):
+    assert compare.main([str(RECIPE), "batch.prompts_per_step=8", "repack.enabled=false", "--gpus", "4"]) == 2
+    assert "no effect: batch.prompts_per_step, repack.enabled; each row has its own" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_named_and_not_run_over(tmp_path: Path):
+    experiment = Experiment(str(RECIPE), [], tmp_path, is_virtual=True)
+    (tmp_path / "headrace-virtual").mkdir()
+    (tmp_path / "headrace-virtual" / "journal.jsonl").touch()
+    with pytest.raises(SettingError, match="headrace-virtual has not finished; remove that folder"):
+        experiment.run("headrace", {})
+
+
+@pytest.mark.slow
 def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
     words = [str(RECIPE), f"run.dir={tmp_path}", "emulated.speed=10", "--only", "headrace"]
     comparison = subprocess.Popen([sys.executable, "-m", "headrace.launch.compare", *words])

@@ -46,6 +46,8 @@ from headrace.launch.config.run_folder import make_run_folder
         ("sampling.top_p=1.5", "sampling.top_p=1.5 is not allowed; it takes float >= 0 and <= 1"),
         ("optimizer.lr=nan", "optimizer.lr=nan is not allowed; it takes float >= 0"),
         ("optimizer.lr=-.inf", "optimizer.lr=-inf is not allowed; it takes float >= 0"),
+        ("algorithm.clip_low=nan", "algorithm.clip_low=nan is not allowed; it takes float >= 0"),
+        ("reward.timeout_s=0", "reward.timeout_s=0.0 is not allowed; it takes float > 0"),
         ("comm.chunk_bytes=1", "comm.chunk_bytes=1 is not allowed; it takes int >= 65536 and <= 33554432 or null"),
         ("rollout.engine=vllm", "it takes one of builtin, emulated, transformers, FILE.py:CLASS"),
         ("comm.link=pigeon", "comm.link=pigeon is not allowed; it takes one of auto, nccl, shm, tcp"),
@@ -69,6 +71,8 @@ def test_the_message_for_a_wrong_override_names_the_setting(word: str, message: 
         ("run: 3", "'run' is a section"),
         ("- run", "must be a mapping of sections"),
         ("run: {", "is not YAML"),
+        ("run: {steps: 3}\nrun: {seed: 1}", "'run' is there twice"),
+        ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "'lr' is there twice"),
     ],
 )
 def test_the_message_for_a_wrong_recipe_file_names_the_file(tmp_path: Path, text: str, message: str):
@@ -151,3 +155,8 @@ def test_copies_from_gpu_to_gpu_need_the_weights_on_a_gpu_at_both_ends(word: str
     check_combinations(read_recipe(None, ["comm.cuda_ipc=true"]))
     with pytest.raises(SettingError, match=f"comm.cuda_ipc: {reason}"):
         check_combinations(read_recipe(None, ["comm.cuda_ipc=true", word]))
+
+
+def test_processes_beat_more_often_than_they_expire():
+    with pytest.raises(SettingError, match="comm.expiry_s=10: at least twice comm.heartbeat_s=6"):
+        check_combinations(read_recipe(None, ["comm.heartbeat_s=6"]))

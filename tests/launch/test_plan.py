@@ -83,6 +83,18 @@ def test_the_profile_of_a_run_has_the_settings_of_its_devices(tmp_path: Path):
     assert found.push_gb_s == pytest.approx(true.push_gb_s, rel=0.05)
 
 
+def test_the_profile_of_a_resumed_run_is_of_its_last_start(tmp_path: Path):
+    recipe = run_of(tmp_path, run__steps=8)
+    as_measured(tmp_path, recipe)
+    undisturbed = profile_of(tmp_path, recipe)
+    trace = tmp_path / "trace" / "actor-0.jsonl"
+    head, *spans = trace.read_text().splitlines()
+    earlier = json.loads(head)
+    earlier["wall"] -= 50_000.0
+    trace.write_text("\n".join([json.dumps(earlier), *spans, head, *spans]) + "\n")  # the resumed run repeats all steps
+    assert profile_of(tmp_path, recipe) == undisturbed
+
+
 def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
     recipe = run_of(tmp_path / "run")
     as_measured(tmp_path / "run", recipe)

@@ -75,8 +75,8 @@ def test_a_template_may_be_a_file(tmp_path: Path, tokenizer):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("", r"has no chat template; set data\.chat_template"),
-        ("tokenizer", r"has no chat template; set data\.chat_template"),
+        ("", r"data\.chat_template: .* has no chat template; name a file with one"),
+        ("tokenizer", r"data\.chat_template: .* has no chat template; name a file with one"),
         ("missing.jinja", r"data\.chat_template: cannot read missing\.jinja"),
         ("{{ raise_exception('no system role') }}", r"data\.chat_template: it refuses a prompt: .*no system role"),
     ],

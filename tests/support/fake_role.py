@@ -53,6 +53,9 @@ def main() -> int:
         case "mistake":
             sys.stderr.write("some.setting is wrong\n")
             return 2
+        case "quit":  # as an interpreter that is about to end, which has no handlers any more
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+            signal.pause()
         case "wait" | "ignore":
             while not signals or action == "ignore":
                 time.sleep(0.01)

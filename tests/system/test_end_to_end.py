@@ -135,6 +135,7 @@ def test_an_interrupted_run_is_resumed_from_its_newest_whole_checkpoint(job: Mak
     assert seconds == sorted(seconds), "the clock of the metrics goes on"
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_send_sigterm_to_every_process_of_a_run_that_is_queued_again(job: MakeJob):
     run = job(run__steps=1000, checkpoint__every=2).start()
     run.wait_for_step(2)
@@ -171,6 +172,7 @@ def test_an_asynchronous_run_gives_all_the_same_weights_and_is_replayed_bit_for_
     assert code == 1 and "1 of them differ" in output
 
 
+@pytest.mark.slow
 def test_several_actor_ranks_train_like_one_and_are_replayed_with_as_many(job: MakeJob):
     """With the same data on policy, the first steps are equal up to the order of additions."""
     exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
@@ -221,6 +223,7 @@ def test_torchrun_runs_the_same_program(job: MakeJob):
     assert_account_adds_up(run)
 
 
+@pytest.mark.slow
 @needs_stories
 def test_a_real_checkpoint_learns_a_users_reward(job: MakeJob, stories260k: Path):
     run = job()

@@ -159,6 +159,7 @@ def test_wrong_counts_are_one_line_on_each_host_under_torchrun(hosts_job):
         assert "torchrun started 6 ranks" in line
 
 
+@pytest.mark.slow
 def test_a_relay_on_a_host_without_files_gets_the_recipe_and_the_summary_from_the_run(hosts_job):
     """The second host has one rank, and neither the recipe nor the run folder; both have the secret in their environment."""
     job = hosts_job(2, run__dir="/tmp/private/run", roles__relay=1, roles__rollout=2)

@@ -50,6 +50,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name)
 
 
+@pytest.mark.slow
 def test_a_rollout_joins_works_is_drained_and_the_run_is_stopped(job: MakeJob, tmp_path: Path, capsys):
     run = job(run__steps=100_000).start()
     run.wait_for_step(1)

@@ -20,6 +20,8 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 def find_checkpoint(path: str | Path) -> Path:
     """The folder of a checkpoint, downloaded from the Hub where `path` is an id; raises SettingError if there is none."""
     folder, name = Path(path), str(path)
+    if not path:
+        raise SettingError("model.path is not set; it names the folder of a Hugging Face checkpoint")
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -48,8 +48,8 @@ def problems_of_end(job: FaultyJob, shared_memory: set[str]) -> Iterator[str]:
 
 
 def shared_memory_names() -> set[str]:
-    """Names in /dev/shm of files of this user."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.getuid()}
+    """Names in /dev/shm of files of this user. Shared memory is a plain file there; folders are another program's."""
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file() and entry.stat().st_uid == os.getuid()}
 
 
 def trained_rows(run_dir: Path, num_steps: int) -> list[str]:
