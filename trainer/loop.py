@@ -57,12 +57,9 @@ class Trainer:
         self.clock = clock or Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.checkpoints = CheckpointWriter(
-            self.run_dir,
-            recipe.checkpoint,
-            recipe.comm.deadline_s,
-            is_lead=self.group.is_lead,
+            self.run_dir, recipe.checkpoint, recipe.comm.deadline_s, is_lead=self.group.is_lead,
             on_written=lambda step, path: self.mailbox.send("hub", CheckpointWritten(step, path)),
-        )
+        )  # fmt: skip
         self.checkpoints.newest = self.learner.version
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoint_after = -1

@@ -4,6 +4,7 @@ Asynchrony decides only which trajectories each step trains, and the run folder 
 rank of the replay, with the rows that it trained. Rank 0 is the caller's process; it starts the other ranks.
 """
 
+import itertools
 import json
 import multiprocessing
 from collections.abc import Iterator
@@ -50,11 +51,8 @@ def replay_steps(recipe: Recipe) -> int:
 
 
 def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
-    num_ranks = recipe.roles.actor
-    for step in steps:
-        StepReplay(Path(recipe.run.dir), step).check_ranks(num_ranks)
-        for rank in range(1, num_ranks):
-            StepReplay(Path(recipe.run.dir), step, rank)
+    for step, rank in itertools.product(steps, range(recipe.roles.actor)):
+        StepReplay(Path(recipe.run.dir), step, rank).check_ranks(recipe.roles.actor)
 
 
 @contextmanager

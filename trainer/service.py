@@ -36,10 +36,7 @@ class Experience:
 
 
 class TrainerService:
-    """A trainer's side of a run, for one rank and one thread. Call `start` first and `close` at the end.
-
-    Raises SettingError for a KL term that needs log-probs of a reference policy, without a rank that computes them.
-    """
+    """A trainer's side of a run, for one rank and one thread. Call `start` first and `close` at the end."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:

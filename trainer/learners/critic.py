@@ -13,10 +13,12 @@ from ..algorithms.gae import value_loss
 from ..batch import PackedBatch
 from ..logprobs import by_row, packed_hidden
 from ..policy.adapter_files import AdapterBase
-from ..policy.model import Policy, load_policy
+from ..policy.model import Policy
 from .optimizer import Update, Updater, learning_rate
 
-_SUMS = ("tokens", "loss", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
+_SUMS: tuple[str, ...] = (
+    "tokens", "loss", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors",
+)  # fmt: skip
 
 
 class ValueModel(nn.Module):
@@ -37,10 +39,7 @@ class Critic:
     def __init__(self, recipe: Recipe, group: ActorGroup, adapter_base: AdapterBase) -> None:
         self._recipe = recipe
         self._group = group
-        path, device = recipe.model.path, group.device
-        policy = load_policy(path, "float32", device, shard=lambda policy: group.prepare(policy, recipe, adapter_base))
-        group.checkpoint_activations(policy, recipe)
-        self.model = ValueModel(policy)
+        self.model = ValueModel(group.load(recipe, adapter_base))
         group.shard_modules(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)
