@@ -75,7 +75,7 @@ class Rollout:
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
-        self._scoring = Scoring(rewards, recipe.reward, self.leases, self._mailbox, self._row_writer)
+        self._scoring = Scoring(rewards, recipe.reward, self.leases, self._row_writer)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
         self.episodes = open_episodes(recipe.environment, generator, self.leases)
         self.migration = Migration(

@@ -1,4 +1,7 @@
-"""Writes finished trajectories to two storage units, then reports them: the hub only hears of rows that can be read."""
+"""Writes finished trajectories to two storage units, then reports them: the hub only hears of rows that can be read.
+
+No row is written for a sample of an evaluation: its score is reported.
+"""
 
 import queue
 import threading
@@ -31,9 +34,11 @@ class FinishedRow:
     info: dict[str, Any] = field(default_factory=dict)
     """Notes of the reward functions, as in `ScoreRequest`."""
 
-    def report(self, storage_ids: list[str]) -> RowDone:
-        """The message to the hub about the row, which these units have."""
+    def report(self, storage_ids: list[str]) -> RowDone | SampleScored:
+        """The message to the hub about the row, which these units have, or about the sample of an evaluation."""
         held, done, versions = self.held, self.held.completion, self.held.drawn_by()
+        if held.row_id.is_evaluation:
+            return self._sample_scored()
         return RowDone(
             row=held.row_id,
             attempt=held.attempt,
@@ -61,8 +66,7 @@ class FinishedRow:
             "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
         }
 
-    def sample_scored(self) -> SampleScored:
-        """The report of a sample of an evaluation, which no row is written for."""
+    def _sample_scored(self) -> SampleScored:
         held, done = self.held, self.held.completion
         return SampleScored(
             row=held.row_id,
@@ -134,5 +138,6 @@ class RowWriter:
 
     def _write(self, row: FinishedRow) -> None:
         held = row.held
-        units = [] if row.failure else self._storage.put_row(held.row_id.key(held.attempt), row.columns())
+        has_row = not row.failure and not held.row_id.is_evaluation
+        units = self._storage.put_row(held.row_id.key(held.attempt), row.columns()) if has_row else []
         self._mailbox.send("hub", row.report(units))

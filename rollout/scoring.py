@@ -1,4 +1,4 @@
-"""The end of a trajectory: its reward, and then its row, or the report of its score if an evaluation asked for it."""
+"""The end of a trajectory: its reward, and then its row."""
 
 from typing import TYPE_CHECKING
 
@@ -10,25 +10,16 @@ from .rewards.process import ScoreRequest
 from .row_writer import FinishedRow, Writer
 
 if TYPE_CHECKING:
-    from ..comm.mailbox import Mailbox
     from .rewards.base import Rewards
 
 
 class Scoring:
     """Takes the finished trajectories of one rollout; used by its loop between two steps of the generator."""
 
-    def __init__(
-        self,
-        rewards: "Rewards",
-        settings: RewardSettings,
-        leases: HeldLeases,
-        mailbox: "Mailbox",
-        row_writer: Writer,
-    ) -> None:
+    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: HeldLeases, row_writer: Writer) -> None:
         self._rewards = rewards
         self._has_function = bool(settings.path)
         self._leases = leases
-        self._mailbox = mailbox
         self._row_writer = row_writer
         self._groups = WholeGroups(leases.held) if settings.batch == "group" else None
         self._scored: list[ScoreRequest] = []
@@ -72,8 +63,4 @@ class Scoring:
 
     def _finish(self, held: LeasedRow, scored: ScoreRequest) -> None:
         del self._leases.held[held.row_id.number]
-        row = FinishedRow(held, scored.reward, scored.failure, scored.info)
-        if held.row_id.is_evaluation:
-            self._mailbox.send("hub", row.sample_scored())
-        else:
-            self._row_writer.submit(row)
+        self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info))

@@ -190,9 +190,10 @@ class Engine:
         return self.scheduler.resume(trajectory_id, token_ids)
 
     def cancel(self, trajectory_id: int) -> bool:
-        """Drop a trajectory; False if the engine does not hold it."""
-        self._finished_early += self._drain()
-        return self.scheduler.cancel(trajectory_id) is not None
+        """Drop a trajectory, or its result that no step has returned yet; False if the engine does not hold it."""
+        early = self._finished_early + self._drain()
+        self._finished_early = [done for done in early if done.trajectory_id != trajectory_id]
+        return self.scheduler.cancel(trajectory_id) is not None or len(self._finished_early) < len(early)
 
     def unfinished(self) -> list[SequenceProgress]:
         """Every trajectory that is queued, running or paused."""

@@ -230,7 +230,8 @@ def _filtered(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     values = values.masked_fill(rank >= torch.where(top_k > 0, top_k, values.shape[-1]), float("-inf"))
     probs = values.softmax(-1)
     before = probs.cumsum(-1) - probs
-    drop = (before >= top_p) | (probs < min_p * probs[:, :1])
+    # Where top-p is off a rounded sum may reach 1 before the last token.
+    drop = ((before >= top_p) & (top_p < 1)) | (probs < min_p * probs[:, :1])
     drop[:, 0] = False
     values = values.masked_fill(drop, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, order, values)

@@ -211,7 +211,8 @@ class Scheduler:
         if self._must_recompute(sequence.num_cached, group.prefix_length):
             group.num_dropped = sequence.num_cached
             self._release(sequence)
-        group.pages, group.num_cached, group.chain = sequence.pages, sequence.num_cached, sequence.chain
+        num_cached = min(sequence.num_cached, group.prefix_length)  # a step behind a stop has cached its token too
+        group.pages, group.num_cached, group.chain = sequence.pages, num_cached, sequence.chain
         sequence.pages, sequence.num_cached, sequence.chain = [], 0, None  # the group's, which may lose them
         self.waiting.append(group)
         return True
@@ -259,9 +260,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every page has exactly the owners that it counts."""
-        assert all(any(group is each for each in self.waiting) for group in self._untouched.values()), (
-            "a group left unnoticed"
-        )
+        waiting = set(map(id, self.waiting))
+        assert all(id(group) in waiting for group in self._untouched.values()), "a group left unnoticed"
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
 
     def _must_recompute(self, num_cached: int, position: int) -> bool:
@@ -300,7 +300,7 @@ class Scheduler:
         num_full, rest = divmod(group.prefix_length, self.pool.page_size)
         if not group.sequences:
             sequence.pages, group.pages = group.pages, []
-            if not rest:
+            if len(sequence.pages) == num_full:
                 sequence.pages.append(self.pool.take())
             return sequence
         full = group.pages[:num_full]

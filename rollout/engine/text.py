@@ -1,5 +1,6 @@
 """Text in and out of the engine: prompts to token ids, responses to text, stop strings."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,14 @@ class Text:
         strings = [stop for stop in stops if isinstance(stop, str)]
         if strings and self.tokenizer is None:
             raise SettingError("sampling.stop has strings, but the policy has no tokenizer: give token ids")
-        special = set(self.tokenizer.all_special_tokens) if strings else set()
-        ids = {stop for stop in stops if isinstance(stop, int)}
-        ids |= {self.tokenizer.convert_tokens_to_ids(text) for text in strings if text in special}
+        special = self._special if strings else {}
+        ids = {stop for stop in stops if isinstance(stop, int)} | {special[text] for text in strings if text in special}
         return tuple(text for text in strings if text not in special), frozenset(ids)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The ids of special tokens by their text."""
+        return {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
     def has_ended(self, sequence: "Sequence") -> bool:
         """Whether the newest tokens of a response complete one of its stop strings."""

@@ -12,7 +12,7 @@ _running: set[object] = set()
 _cancelled: set[object] = set()
 
 
-async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """The result of a function, async or not. A thread cannot be ended: a call that is cancelled there is abandoned."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)

@@ -21,7 +21,7 @@ from .base import Messages, StepResult
 from .calls import call
 
 Tool = Callable[..., Any]
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _RESERVED = {"reset", "state", "restore", "close"}
 
 
@@ -42,7 +42,7 @@ def tools_of(environment: object) -> list[Tool]:
 def parse_calls(turn: str, names: Sequence[str], *, is_chat: bool) -> list[ToolCall]:
     """The calls of a turn in their order."""
     if is_chat:
-        return [_hermes_call(match.group(1)) for match in _HERMES.finditer(turn)]
+        return [_hermes_call(match.group(1).strip()) for match in _HERMES.finditer(turn)]
     if not names:
         return []
     form = re.compile(rf"<({'|'.join(map(re.escape, names))})>(.*?)(?:</\1>|$)", re.DOTALL)
@@ -53,12 +53,12 @@ def _hermes_call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ToolCall("", {}, 'a tool call is JSON with "name" and "arguments"')
     if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ToolCall(str(name), {}, "the arguments of a tool call are JSON")
     if not isinstance(arguments, dict):
         return ToolCall(str(name), {}, "the arguments of a tool call are an object")

@@ -166,7 +166,7 @@ class Worker:
         if hasattr(environment, "close"):
             _keep(asyncio.create_task(close(), name=CLOSING), self._closing)
 
-    async def _limited(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _limited(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """The call's result, or `TimeoutError`: a coroutine that does not end when it is cancelled is abandoned."""
         running = asyncio.current_task()
         assert running is not None
@@ -281,14 +281,16 @@ def main() -> None:
     """The arguments are `{"path", "tools", "timeout_s"}` and the process that starts this one."""
     settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
     fork_guarded(parent)
-    questions, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    questions = os.fdopen(os.dup(0), encoding="utf-8")
+    # An error's text may have half of a surrogate pair, which no message takes.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     lock = threading.Lock()
 
     def write(answer: dict[str, Any]) -> None:
         with lock:
-            answers.write(json.dumps(answer) + "\n")
+            answers.write(json.dumps(answer, ensure_ascii=False) + "\n")
             answers.flush()
 
     try:

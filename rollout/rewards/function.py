@@ -210,5 +210,5 @@ def _as_number(value: Any) -> float | None:
     """A number or a truth value as float; None for anything else."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

@@ -101,7 +101,8 @@ def main() -> None:
     fork_guarded(parent)
     questions, answers = (
         os.fdopen(os.dup(0), encoding="utf-8"),
-        os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1),
+        # A text may have half of a surrogate pair, which no row and no message takes.
+        os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1),
     )
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -122,7 +123,7 @@ _lock = threading.Lock()
 
 
 def _write(answers: TextIO, number: int, answer: dict[str, Any]) -> None:
-    line = json.dumps({"id": number, **answer}, default=str) + "\n"
+    line = json.dumps({"id": number, **answer}, default=str, ensure_ascii=False) + "\n"
     with _lock:
         answers.write(line)
 

@@ -104,13 +104,15 @@ def test_a_run_trains_on_the_rows_of_a_users_generator(tmp_path: Path):
         except RunStopped:
             service.close()
 
-    system = System(tmp_path, **{"run.steps": 2})
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "say a"}\n{"prompt": "say b"}\n')
+    system = System(tmp_path, **{"run.steps": 2, "eval.path": f"{tmp_path}/questions.jsonl"})
     system.start("hub", hub_loop.run)
     system.start("relay", relay_loop.run)
     system.start("rollout", main)
     system.start("actor", trainer_loop.run)
     summary = system.wait()
     assert (summary["status"], summary["steps"], account(system)["holds"]) == ("finished", 2, True)
+    assert [result["eval/version"] for result in replay(system.dir / "journal.jsonl").evaluations.results] == [0, 2]
     assert versions == sorted(set(versions)) and versions[0] == 0
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from support.policies import STORIES, needs_stories, plain_logprobs, random_prompts, tiny_policy
-from transformers import AutoModelForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.memory import AvailableMemory, plan_cache
-from headrace.trainer.policy.model import load_policy
+from headrace.rollout.engine.text import Text
+from headrace.trainer.policy.model import load_policy, load_tokenizer
 
 
 def by_transformers(path, prompts, max_new_tokens):
@@ -152,6 +153,11 @@ def test_the_text_of_a_special_token_stops_a_response_as_its_id_does(llama):
     sequence = engine._sequence([1], params[0], 0, 0)
     assert sequence.stop_ids == {engine.text.tokenizer.eos_token_id} and sequence.stop_strings == ()
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    tokenizer = load_tokenizer(llama)
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True), AddedToken("</think>", special=False)])
+    assert "<|end|>" not in tokenizer.all_special_tokens
+    stops = Text(tokenizer).split_stops(("<|end|>", "</think>"))
+    assert stops == (("</think>",), {tokenizer.convert_tokens_to_ids("<|end|>")})
 
 
 def test_a_policy_with_logits_that_are_not_finite_ends_its_responses_as_errors(tmp_path):
@@ -216,6 +222,27 @@ def test_a_cancelled_trajectory_leaves_nothing_behind(llama):
         finished += [c.trajectory_id for c in engine.step()]
     engine.check()
     assert sorted(finished) == [2, 3] and engine.pool.num_free == engine.pool.num_pages - 1
+
+
+def test_a_trajectory_that_is_cancelled_before_its_end_is_read_is_not_returned(llama):
+    engine = Engine(llama)
+    engine._is_async = True
+    engine.add_group([5, 6], SamplingParams(stop=range(128)), [1])
+    assert engine.step() == [] and engine.cancel(1) and engine.idle and engine.step() == []
+
+
+def test_a_turn_continues_without_new_tokens_where_steps_are_read_late(llama):
+    """The step behind the stop has cached the stop token, here on a page of its own, the last one of the context."""
+    turns = []
+    for is_async in (False, True):
+        engine = Engine(llama, page_size=16)
+        engine._is_async = is_async
+        engine.add_group([5] * 240, SamplingParams(stop=range(128), pause_at_stop=True), [1])
+        (first,) = [*engine.step(), *engine.step()]
+        assert len(first.token_ids) == 1 and engine.resume(1)
+        turns.append([*engine.step(), *engine.step()])
+        engine.check()
+    assert [done.token_ids for done in turns[0]] == [done.token_ids for done in turns[1]] and len(turns[0]) == 1
 
 
 def test_weights_overwritten_in_place_are_the_next_version(llama, tmp_path):

@@ -94,6 +94,13 @@ def test_greedy_and_random_rows_share_a_batch():
     assert torch.allclose(logprobs[0], logits[0].log_softmax(0)[tokens[0]])
 
 
+def test_a_row_without_top_p_keeps_its_least_likely_tokens_beside_one_with_it():
+    logits = 2 * torch.randn(8, 32_000, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(), SamplingParams(min_p=1e-9)] * 3 + [SamplingParams(top_p=0.5)] * 2
+    is_kept = sampling._filtered(logits, batch_of(params, range(8))).isfinite()
+    assert is_kept[:6].all() and not is_kept[6:].all(1).any()
+
+
 class LargestTensor(TorchDispatchMode):
     """The most elements of a tensor that an operator returns."""
 

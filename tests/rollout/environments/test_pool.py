@@ -30,7 +30,7 @@ class Counter:
         if completion == "die":
             os._exit(3)
         if completion == "raise":
-            raise ValueError("no such turn")
+            raise ValueError("no such turn: \\ud83d")
         return "+".join(self.turns), 0.5, completion == "end"
 
 class Threaded(Counter):
@@ -153,7 +153,7 @@ def test_a_call_that_blocks_the_event_loop_costs_its_trajectory_alone(pool: Make
 
 def test_a_call_that_kills_the_process_costs_its_trajectory_alone(pool: MakePool):
     killer, raiser, *others = ask(pool(), ["a", "die"], ["raise"], *[["a", "wait"]] * 9)
-    assert "process ended" in killer.failure and "ValueError: no such turn" in raiser.failure
+    assert "process ended" in killer.failure and "ValueError: no such turn: ?" in raiser.failure
     assert [call.step.observation for call in others] == ["a+wait"] * 9
 
 

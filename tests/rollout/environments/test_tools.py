@@ -85,11 +85,22 @@ def test_a_text_models_call_has_one_argument_between_tags():
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are an object"),
         ('<tool_call>{"name": "add", "arguments": {"up": 1}}</tool_call>', "TypeError"),
         ('<tool_call>["add"]</tool_call>', 'JSON with \\"name\\"'),
+        ("<tool_call>" + "[" * 100_000, 'JSON with \\"name\\"'),
+        ('<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}', "are JSON"),
     ],
 )
 def test_the_policy_reads_what_is_wrong_with_its_call(turn: str, problem: str):
     (step,) = run(ToolEnvironment([add]), [{"role": "user", "content": "?"}], turn)
     assert problem in step[0][0]["content"] and '"error"' in step[0][0]["content"]
+
+
+def test_an_argument_may_have_any_name():
+    def plot(function: str) -> str:
+        return function
+
+    turn = '<tool_call>{"name": "plot", "arguments": {"function": "x^2"}}</tool_call>'
+    (step,) = run(ToolEnvironment([plot]), [{"role": "user", "content": "?"}], turn)
+    assert step[0][0]["content"] == "x^2"
 
 
 def test_arguments_may_be_json_within_json_and_a_cut_call_counts():

@@ -20,6 +20,18 @@ class Slow:
         self.is_closed.set()
 
 
+class Plotter:
+    """An environment for data with a column `function`."""
+
+    def reset(self, function: str, **row: Any) -> str:
+        return function
+
+
+def test_a_column_of_the_data_may_have_any_name():
+    question: dict[str, Any] = {"key": 1, "row": {"prompt": "p", "function": "x^2"}, "completions": []}
+    assert asyncio.run(Worker(Plotter, timeout_s=60).answer(question))["observation"] == "x^2"
+
+
 def test_an_environment_whose_constructor_ends_after_its_deadline_is_closed():
     question: dict[str, Any] = {"key": 1, "row": {"prompt": "p"}, "completions": []}
 

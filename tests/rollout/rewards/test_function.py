@@ -78,6 +78,11 @@ def test_a_per_sample_function_may_name_columns_and_log():
     assert (scores.rewards, scores.metrics) == ([0.5, 1.0], [{"tokens": 1}, {"tokens": 2}])
 
 
+def test_a_note_that_is_too_large_for_a_metric_is_kept_as_extra():
+    scores = scores_of(lambda solution_str: (0.5, {"number": 10**400}))
+    assert (scores.rewards[0], scores.metrics[0], scores.extra[0]) == (0.5, {}, {"f/number": 10**400})
+
+
 @pytest.mark.parametrize("value", [(0.5, {"acc": True, "text": "x"}), {"score": 0.5, "acc": 1, "text": "x"}])
 def test_a_score_with_an_info_keeps_its_numbers_as_metrics_and_the_rest_as_extra(value: Any):
     scores = scores_of(lambda solution_str: value)

@@ -102,6 +102,15 @@ def test_one_bad_trajectory_costs_only_itself(pool: MakePool):
     assert "rewards.py:2" in done[1].failure
 
 
+def test_half_of_a_surrogate_pair_in_a_note_or_an_error_becomes_a_question_mark(pool: MakePool):
+    """Neither a row nor a message to the hub takes one."""
+    source = (
+        "def reward(solution_str, answer):\n    assert answer, 'no \\ud83d'\n    return 1.0, {'found': '\\ud83dé'}\n"
+    )
+    found, failed = score(pool(source), {"answer": 1}, {"answer": 0})
+    assert found.info["extra"] == {"reward/found": "?é"} and "no ?" in failed.failure
+
+
 def test_a_reward_of_none_is_a_failure(pool: MakePool):
     done = score(pool(TRL + "    return [a for a in answer]\n"), {"answer": None}, {"answer": 1})
     assert [item.reward for item in done] == [None, 1.0]
