@@ -76,16 +76,12 @@ class Trainer:
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
             tasks.append(REFERENCE.name)
         return ExperienceStream(
-            self.mailbox,
-            self.storage,
-            tasks,
+            self.mailbox, self.storage, tasks,
             steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
             max_tokens=recipe.optimizer.micro_tokens,
             evaluated=self.recorder.evaluated if self.recorder is not None else -1,
-            thread_team=self.group.clone_for_thread(),
-            caller_team=self.group,
-            deadline_s=recipe.comm.deadline_s,
-        )
+            thread_team=self.group.clone_for_thread(), caller_team=self.group, deadline_s=recipe.comm.deadline_s,
+        )  # fmt: skip
 
     def _open_step_log(self) -> StepLog | None:
         if not self.recipe.run.save_rows:
