@@ -34,8 +34,8 @@ from .report.figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .report.profile import emulated_recipe, measured_part, profile_of, relay_seconds
 from .report.tuning import Knobs, climb
 
-WARM_UP = 20
-"""Steps of a warm-up run."""
+WARM_UP = {"run.steps": 20, "optimizer.lr_schedule": "constant", "optimizer.min_lr_ratio": 0}
+"""Settings of a warm-up run: so few steps have no room for the schedule of a long run."""
 MOST_STEPS = 24
 """Steps of a simulated run, unless the recipe has fewer."""
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
@@ -136,7 +136,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
     home, run = Path(f"{recipe.run.dir}-plan"), arguments.run
     if run is None and not is_emulated(recipe):
         warm_up = Experiment(arguments.recipe, arguments.overrides, home, draws=False)
-        run = Path(warm_up.run("warm-up", {"run.steps": WARM_UP}).folder)
+        run = Path(warm_up.run("warm-up", WARM_UP).folder)
     job: MeasuredJob | None = None
     if run is not None:
         measured = _recipe_of(run)

@@ -4,6 +4,7 @@ python -m headrace.launch.quickstart [calculator] [KEY=VALUE ...]
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,10 +108,13 @@ def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], *, is_dry_run: boo
 def _make(name: str, path: Path, seed: int, task: Task) -> None:
     if name == "model.path":
         make_policy(path, seed, task)
-    elif path.name == "openings.jsonl":
-        path.write_text("".join(json.dumps({"prompt": opening}) + "\n" for opening in OPENINGS), encoding="utf-8")
+        return
+    made = path.with_suffix(f".{os.getpid()}")  # a run that reads the file keeps the one before
+    if path.name == "openings.jsonl":
+        made.write_text("".join(json.dumps({"prompt": opening}) + "\n" for opening in OPENINGS), encoding="utf-8")
     else:
-        task.write_data(path, NUM_ROWS, seed)
+        task.write_data(made, NUM_ROWS, seed)
+    made.replace(path)
 
 
 def make_policy(folder: Path, seed: int, task: Task) -> None:

@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
 
         sys.stdout.write(usage())
         return 0
-    is_rank = "RANK" in os.environ
+    is_rank = "LOCAL_WORLD_SIZE" in os.environ  # torchrun's own; clusters set RANK and WORLD_SIZE of a pod too
     if is_rank:
         block_signals()
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..comm.clock import Clock
+from ..comm.disk import say
 from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
@@ -121,7 +122,7 @@ class Trainer:
         if self.incarnation > 1 and self.group.is_lead:
             seconds, num = self.clock.now() - started, self.first_step - restored
             text = f"actor-0 continues after step {self.first_step}: {num} steps were trained again in {seconds:.1f} s"
-            print(text, flush=True)
+            say(text)
         return True
 
     def train_step(self, step: int) -> None:
@@ -200,7 +201,7 @@ class Trainer:
             while (taken := self.next_groups(self.recipe.run.steps)[1]).total:
                 metrics |= taken.evaluation
         except RunStopped:
-            print("the run ends before its last evaluation is complete", flush=True)
+            say("the run ends before its last evaluation is complete")
         return metrics
 
     def next_batch(self, step: int) -> Batch:
@@ -272,12 +273,12 @@ class RunRecorder:
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
         self.log.write(step, metrics)
-        print(console_line(step, self.num_steps, metrics), flush=True)
+        say(console_line(step, self.num_steps, metrics))
 
     def evaluation(self, metrics: dict[str, float]) -> None:
         """Show an evaluation that is complete; the line of the step in progress has it too."""
         self.log.write_evaluation(metrics)
-        print(evaluation_line(metrics), flush=True)
+        say(evaluation_line(metrics))
 
     def finish(self, export: str) -> None:
         """Send the hub the facts for the summary."""

@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from ..processes.child import print_message
 from ..recipes import count_word
 from ..report.experiment import CpuMonitor
-from .harness import Measurement, Options
+from .harness import Measurement, Options, medians
 
 _WINDOW = 3
 
@@ -140,14 +140,11 @@ def outcome_of(metrics: Sequence[Mapping[str, Any]], target: float) -> Outcome:
 
 def rows_of(name: str, ours: Sequence[Outcome], peer: str, theirs: Sequence[Outcome]) -> list[Measurement]:
     """Steps and seconds to the target with their ratios to a peer seed by seed, the mean staleness and the final reward."""
-    rows: list[Measurement] = []
-    for field, unit in (("steps", "steps"), ("seconds", "s"), ("staleness", ""), ("reward", "")):
-        values = [(getattr(mine, field), getattr(other, field)) for mine, other in zip(ours, theirs, strict=True)]
-        pairs = tuple((value, value / other if other else float("nan")) for value, other in values)
-        rows.append(Measurement(f"{name}-{field}", peer, *_medians(pairs, unit), runs=pairs))
-    return rows
 
+    def row(field: str, unit: str, mine: Outcome, other: Outcome) -> Measurement:
+        value, base = getattr(mine, field), getattr(other, field)
+        return Measurement(f"{name}-{field}", peer, value, unit, value / base if base else float("nan"))
 
-def _medians(pairs: Iterable[tuple[float, float]], unit: str) -> tuple[float, str, float]:
-    value, ratio = map(statistics.median, zip(*pairs, strict=True))
-    return value, unit, ratio
+    fields = {"steps": "steps", "seconds": "s", "staleness": "", "reward": ""}
+    pairs = zip(ours, theirs, strict=True)
+    return medians([[row(field, unit, *pair) for field, unit in fields.items()] for pair in pairs])

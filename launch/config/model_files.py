@@ -1,7 +1,6 @@
 """The files of a policy's checkpoint, read without torch: completeness, size, context length."""
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import xxhash
 
 from ...comm.errors import SettingError
-from ...trainer.policy.checkpoint_files import find_checkpoint, language_model, weight_files, weights_digest
+from ...trainer.policy.checkpoint_files import find_checkpoint, weight_files, weights_digest
 from ...trainer.policy.families import text_part
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -25,13 +24,10 @@ _SAMPLE_BYTES = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The folder of a Hugging Face checkpoint: `context` in tokens, sizes in numbers of elements."""
+    """The folder of a Hugging Face checkpoint, and its `context` in tokens, 0 without a limit."""
 
     folder: Path
     context: int
-    num_parameters: int
-    kv_per_token: int
-    """Elements of key-value cache that one token takes."""
 
     @classmethod
     def read(cls, path: str) -> "ModelFiles":
@@ -40,12 +36,9 @@ class ModelFiles:
         config = read_config(folder)
         if not any((folder / name).exists() for name in _TOKENIZER_FILES):
             raise SettingError(f"model.path: {folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-        return cls(
-            folder=folder,
-            context=int(config.get("max_position_embeddings", 0)),
-            num_parameters=sum(_count_elements(file) for file in weight_files(folder)),
-            kv_per_token=_kv_per_token(config),
-        )
+        for file in weight_files(folder):
+            _check_weights(file)
+        return cls(folder, int(config.get("max_position_embeddings") or 0))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -84,18 +77,11 @@ def _tokenizer_parts(folder: Path) -> Iterator[tuple[str, bytes]]:
     yield "tokenizer_config.json", json.dumps(kept, sort_keys=True).encode()
 
 
-def _count_elements(file: Path) -> int:
-    """Elements of the language model's tensors in a safetensors file, from its header."""
+def _check_weights(file: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy") as tensors:
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in language_model(tensors.keys()))
+        with safe_open(file, framework="numpy"):
+            pass
     except (OSError, SafetensorError) as error:
         raise SettingError(f"model.path: {file} is not a safetensors file ({error})") from error
-
-
-def _kv_per_token(config: dict[str, Any]) -> int:
-    heads = config.get("num_attention_heads", 1)
-    head_size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    return 2 * config.get("num_hidden_layers", 0) * config.get("num_key_value_heads", heads) * head_size

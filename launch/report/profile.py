@@ -38,7 +38,7 @@ def measured_part(run_dir: Path) -> tuple[Timeline, Window]:
         raise SettingError(
             f"--from: {run_dir} has no trace of a trainer and a rollout; name the folder of a finished run"
         )
-    trainer = [span for span in timeline.spans["actor-0"] if span.start >= timeline.started["actor-0"]]
+    trainer = [span for span in timeline.spans["actor-0"] if span.start >= timeline.started.get("actor-0", 0.0)]
     begun = min((span.facts["step"] for span in trainer if span.state == "train"), default=num_steps)
     if num_steps - begun <= WARM_UP_STEPS + LAST_STEPS:
         raise SettingError(
@@ -161,7 +161,7 @@ def _generators(timeline: Timeline, window: Window, num_prefilled: int) -> dict[
     """Terms of a step of the rollouts together; time that decoding does not explain is that of turns and of prefills."""
     sums, terms, generate_s, last = np.zeros(4), np.zeros(3), 0.0, {}
     for name in (name for name in timeline.spans if name.startswith("rollout-")):
-        start = max(window.start, timeline.started[name])  # the numbers of a process begin at 0
+        start = max(window.start, timeline.started.get(name, 0.0))  # the numbers of a process begin at 0
         samples = [each for each in timeline.samples[name] if start <= each.at < window.end]
         if not samples or "step_kv" not in samples[-1].values:
             continue

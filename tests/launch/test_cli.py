@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 from support.policies import tiny_policy
 
-from headrace.launch.config.checks import check_run_folder
+from headrace.launch.config.checks import check_recipe, check_run_folder
 from headrace.launch.config.load import read_recipe
+from headrace.launch.plan import WARM_UP
 from headrace.launch.run import main
 from headrace.relay.journal.journal import Journal
 
@@ -181,6 +182,13 @@ def test_under_torchrun_only_the_first_rank_prints_the_plan(words, rank: str):
     assert bool(done.stdout) is (rank == "0")
 
 
+def test_the_rank_of_a_clusters_pod_is_not_one_of_torchrun(words, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*as_words(words), "--dry-run"]) == 0
+    assert "rank 2  host 0  relay-0 + hub" in capsys.readouterr().out
+
+
 def test_a_wrong_number_of_ranks_is_reported_once(words):
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     first, second = (call(*as_words(words), RANK=rank, **ranks) for rank in "01")
@@ -215,6 +223,16 @@ def test_hosts_that_do_not_fit_the_roles_are_refused_before_torchrun_starts(word
     assert main([*as_words(words), *options]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_the_warm_up_of_a_plan_has_room_for_any_schedule_of_the_learning_rate(words):
+    long = {
+        "run.steps": "500",
+        "optimizer.lr_schedule": "cosine",
+        "optimizer.min_lr_ratio": ".1",
+        "optimizer.warmup_steps": "50",
+    }
+    check_recipe(read_recipe(None, as_words(words | long | WARM_UP)))
 
 
 def test_a_dry_run_without_a_policy_says_so(capsys):

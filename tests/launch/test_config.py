@@ -71,6 +71,7 @@ def test_the_message_for_a_wrong_override_names_the_setting(word: str, message: 
         ("run: 3", "'run' is a section"),
         ("- run", "must be a mapping of sections"),
         ("run: {", "is not YAML"),
+        ("run: !!map steps", "is not YAML"),
         ("run: {steps: 3}\nrun: {seed: 1}", "'run' is there twice"),
         ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "'lr' is there twice"),
     ],

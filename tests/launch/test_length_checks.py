@@ -18,7 +18,7 @@ def test_the_length_of_a_prompt_counts_the_tools_that_its_template_shows(tmp_pat
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "policy")
-    policy = ModelFiles(tmp_path / "policy", context=100, num_parameters=0, kv_per_token=0)
+    policy = ModelFiles(tmp_path / "policy", context=100)
     prompts = [[{"role": "user", "content": "add them"}]]
     words = ["sampling.max_new_tokens=8", "data.path=data.jsonl"]
     assert check_lengths(read_recipe(None, words), prompts, policy) == []

@@ -106,6 +106,17 @@ def test_with_a_users_policy_prompts_are_made_but_the_reward_must_be_named(tmp_p
     assert "reward.path is not set" in capsys.readouterr().err
 
 
+def test_a_quickstart_leaves_the_data_that_another_one_reads(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "runs" / "quickstart-policy" / "seed-0"
+    (home / "policy").mkdir(parents=True)
+    missing_parts(read_recipe(RECIPE), is_dry_run=False)
+    with (home / "prompts.jsonl").open() as rows:
+        missing_parts(read_recipe(RECIPE), is_dry_run=False)
+        assert os.fstat(rows.fileno()).st_nlink == 0, "the file was written over"
+    assert sorted(path.name for path in home.iterdir()) == ["policy", "prompts.jsonl"]
+
+
 def test_the_quickstart_reports_a_mistake_like_the_program(capsys):
     assert main(["run.stpes=3"]) == 2
     assert capsys.readouterr().err == "headrace: error: unknown setting 'run.stpes'; the nearest is 'run.steps'\n"

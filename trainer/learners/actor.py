@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm.disk import say
 from ...comm.recipe import Recipe
 from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
@@ -182,7 +183,7 @@ class Actor:
         update = self.updater.update(self.group.size / max(weight, 1.0), self.lr(), is_finite=math.isfinite(loss))
         if not update.is_applied and self.group.is_lead:
             cause = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {update.grad_norm}"
-            print(f"step {self.version + 1}: an update of the weights is skipped: {cause}", flush=True)
+            say(f"step {self.version + 1}: an update of the weights is skipped: {cause}")
         self.updates.append(update)
 
 

@@ -1,6 +1,5 @@
 """The workloads: every target at every moment, every target frozen, and faults at random for minutes."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,7 @@ from itertools import product
 from random import Random
 
 from ...processes.child import print_message
-from ..harness import Measurement, Options
+from ..harness import Measurement, Options, medians
 from .striker import MOMENTS, Fault, Strike, Striker, open_striker
 
 TARGETS = (
@@ -102,8 +101,6 @@ def _recoveries(strikes: Sequence[Strike]) -> Iterator[Measurement]:
             for what, seconds in strike.recovery.items():
                 times[what].append(seconds)
     for what, seconds in sorted(times.items()):
-        aim, runs = AIMS_S.get(what), tuple((value, value / AIMS_S.get(what, float("nan"))) for value in seconds)
-        median = statistics.median(seconds)
-        yield Measurement(
-            what, f"an aim of {aim:g} s" if aim else "", median, "s", median / aim if aim else float("nan"), runs
-        )
+        aim = AIMS_S.get(what, float("nan"))
+        peer = f"an aim of {aim:g} s" if what in AIMS_S else ""
+        yield from medians([[Measurement(what, peer, value, "s", value / aim)] for value in seconds])

@@ -118,6 +118,19 @@ def test_the_hub_learns_of_each_complete_version_and_its_digest(scene):
     assert scene.hub.receive(0.05) is None
 
 
+def test_the_next_process_of_a_relay_tells_the_hub_of_the_version_that_it_finds(scene):
+    scene.publisher().publish(3, weights(3))
+    told = scene.hub.receive(PATIENCE_S).message
+    (server,) = scene.relays
+    server.close()
+    segment = Segment.open(server._segment.path)
+    scene.closing += [
+        segment,
+        WeightServer(scene.join("relay", 0, {"segment": segment.path}), segment, scene.settings).start(),
+    ]
+    assert scene.hub.receive(PATIENCE_S).message == told, "the one before may have died before it did"
+
+
 def test_tensors_may_change_once_publish_has_returned(scene):
     publisher, reader = scene.publisher(), scene.reader()
     tensors = weights(1)
