@@ -47,7 +47,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
             case DropRows(keys=keys):
                 unit.drop(keys)
             case ListStoredRows():
-                mailbox.send("hub", StoredRows(list(unit.listing())))
+                mailbox.send("hub", StoredRows(unit.listing()))
             case SaveQueue() | RestoreQueue() as order:
                 keeper.submit(order)
             case DeclaredDead(incarnation=incarnation) if incarnation == fleet.incarnation:

@@ -43,8 +43,7 @@ class Report(NamedTuple):
     def with_load_of(self, source: "Report") -> "Report":
         """The load after all trajectories of `source` have moved here."""
         return self._replace(
-            kv_used=self.kv_used + source.kv_used,
-            num_requests=self.num_requests + source.num_requests,
+            kv_used=self.kv_used + source.kv_used, num_requests=self.num_requests + source.num_requests
         )
 
     def is_within_bounds(self, slowdown: float) -> bool:

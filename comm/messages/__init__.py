@@ -21,16 +21,7 @@ from .leases import (
     RowsStreamed,
     SampleScored,
 )
-from .queue import (
-    ColumnsAdded,
-    DropRows,
-    ListStoredRows,
-    RequestRows,
-    RowBatch,
-    RowsNotFound,
-    StoredRows,
-    TrainBatch,
-)
+from .queue import ColumnsAdded, DropRows, ListStoredRows, RequestRows, RowBatch, RowsNotFound, StoredRows, TrainBatch
 from .run import (
     ActorFailed,
     BusyReport,

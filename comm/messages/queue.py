@@ -9,14 +9,15 @@ class RequestRows(Message, frozen=True):
     """A consumer asks for rows of the first of `tasks` that has some. Repeated with the same id until answered.
 
     Of `train` it gets groups of `step` beyond the first `received`. Of another task it gets rows of up to `max_tokens`, which
-    is a micro-batch for each of its ranks. It lists its `open_batches`; the hub repeats one that is not among them.
+    is a micro-batch for each of its ranks. It lists its `open_batches`, each by task and number; the hub repeats one that is not
+    among them.
     """
 
     request_id: int
     tasks: list[str]
     step: int = -1
     received: int = 0
-    open_batches: tuple[int, ...] = ()
+    open_batches: tuple[tuple[str, int], ...] = ()
     max_tokens: int = 1 << 14
     evaluated: int = -1
     """The newest version whose evaluation it has received, for `train`."""

@@ -138,10 +138,10 @@ class StorageClient:
         with self._lock:
             return self._ask(Drop(list(keys)), Ack).count
 
-    def listing(self) -> dict[str, tuple[str, ...]]:
-        """Keys of the rows held, with the names of their columns."""
+    def listing(self) -> list[str]:
+        """The keys of the rows held."""
         with self._lock:
-            return self._ask(ListRows(), Listing).columns()
+            return self._ask(ListRows(), Listing).keys
 
     def close(self) -> None:
         """End the connection; the rows stay. Closing twice is allowed."""

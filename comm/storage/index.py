@@ -1,12 +1,11 @@
 """Where the columns of each row are stored in a storage unit: plain state, free of I/O."""
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
-from .protocol import Block, Listing
+from .protocol import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,43 +16,32 @@ class Allocation:
     num_bytes: int
 
 
-class _Row:
-    """The blocks of a row, whose column names do not overlap; `names` are those of all its columns."""
-
-    __slots__ = ("blocks", "names")
-
-    def __init__(self, blocks: list[tuple[Block, Allocation]]) -> None:
-        self.blocks = blocks
-        self.names = tuple(sys.intern(column.name) for block, _ in blocks for column in block.columns)
-
-
 class RowIndex:
     """Rows by key."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, list[tuple[Block, Allocation]]] = {}
+        """The blocks of each row, whose column names do not overlap."""
 
     def add(self, key: str, block: Block, allocation: Allocation) -> list[Allocation]:
         """Add a block's columns to a row in place of those with the same names; returns what is free now."""
         names = {column.name for column in block.columns}
         kept, freed = [(block, allocation)], []
-        before = self._rows.get(key)
-        for held, held_allocation in before.blocks if before else ():
+        for held, held_allocation in self._rows.get(key, ()):
             if remaining := tuple(column for column in held.columns if column.name not in names):
                 kept.append((msgspec.structs.replace(held, columns=remaining), held_allocation))
             else:
                 freed.append(held_allocation)
-        self._rows[key] = _Row(kept)
+        self._rows[key] = kept
         return freed
 
     def locate(self, key: str, columns: Iterable[str] | None) -> list[Block]:
         """The blocks of a row with only the named columns; raises `KeyError` with the row or column that is missing."""
-        row = self._rows[key]
-        blocks = [block for block, _ in row.blocks]
+        blocks = [block for block, _ in self._rows[key]]
         if columns is None:
             return blocks
         wanted = set(columns)
-        if absent := wanted.difference(row.names):
+        if absent := wanted.difference(column.name for block in blocks for column in block.columns):
             raise KeyError(f"{key}: {', '.join(sorted(absent))}")
         chosen = [tuple(c for c in block.columns if c.name in wanted) for block in blocks]
         return [msgspec.structs.replace(b, columns=c) for b, c in zip(blocks, chosen, strict=True) if c]
@@ -61,9 +49,8 @@ class RowIndex:
     def drop(self, key: str) -> list[Allocation] | None:
         """Drop a row; returns what is free now, None if the row is not there."""
         row = self._rows.pop(key, None)
-        return None if row is None else [allocation for _, allocation in row.blocks]
+        return None if row is None else [allocation for _, allocation in row]
 
-    def listing(self) -> Listing:
-        """Row keys with the names of their columns."""
-        sets: dict[tuple[str, ...], int] = {}
-        return Listing({key: sets.setdefault(row.names, len(sets)) for key, row in self._rows.items()}, list(sets))
+    def listing(self) -> list[str]:
+        """The keys of all rows."""
+        return list(self._rows)

@@ -102,14 +102,9 @@ class ListRows(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Row keys, each with the index in `column_sets` of the names of its columns: most rows of a run have the same."""
+    """The keys of all rows."""
 
-    rows: dict[str, int]
-    column_sets: list[tuple[str, ...]]
-
-    def columns(self) -> dict[str, tuple[str, ...]]:
-        """Row keys with the names of their columns."""
-        return {key: self.column_sets[index] for key, index in self.rows.items()}
+    keys: list[str]
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

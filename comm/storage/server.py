@@ -36,6 +36,7 @@ from .protocol import (
     Drop,
     Goodbye,
     Hello,
+    Listing,
     ListRows,
     Locate,
     Located,
@@ -96,10 +97,10 @@ class StorageServer:
             self._free(allocation for allocations in freed for allocation in allocations or ())
         return sum(allocations is not None for allocations in freed)
 
-    def listing(self) -> dict[str, tuple[str, ...]]:
-        """Keys of the rows held, with the names of their columns."""
+    def listing(self) -> list[str]:
+        """The keys of the rows held."""
         with self._lock:
-            return self._index.listing().columns()
+            return self._index.listing()
 
     def close(self) -> None:
         """Drop all rows, disconnect the clients and end the threads."""
@@ -188,8 +189,7 @@ class StorageServer:
                 case Drop(keys=keys):
                     return Ack(self.drop(keys))
                 case ListRows():
-                    with self._lock:
-                        return self._index.listing()
+                    return Listing(self.listing())
         except KeyError as error:
             return NotFound(str(error.args[0]))
         except (StorageFull, WrongDigest) as error:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from ...comm.process_tree import end_with_parent
@@ -119,5 +119,6 @@ def describe_exit(name: str, code: int) -> str:
 
 def print_message(text: str) -> None:
     """Print a message of the launcher or of a supervisor on the console."""
-    sys.stderr.write(f"headrace: {text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # it may go to a file on a full disk
+        sys.stderr.write(f"headrace: {text}\n")
+        sys.stderr.flush()

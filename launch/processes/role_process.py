@@ -287,8 +287,9 @@ def _run(arguments: argparse.Namespace, address: str, recipe: Recipe, interrupti
 def end_process(code: int) -> NoReturn:
     """End the process without the interpreter's own exit, which a thread inside torch or Gloo would abort."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for console in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # it may be a file on a full disk
+            console.flush()
     os._exit(code)
 
 

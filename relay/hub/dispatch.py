@@ -3,7 +3,7 @@
 An answer can be repeated from the state alone, so the loss of an answer or of the hub costs nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...comm.messages import (
@@ -20,15 +20,15 @@ from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import GroupRef
 from ...comm.recipe.evaluation import WAIT_S
 from ..journal import events as ev
-from ..journal.records import Group, RowStatus, TaskRecord
+from ..journal.records import RowStatus, TaskRecord
+from ..queue.admission import Admission, first_groups
 from ..queue.batch import TRAIN
-from ..queue.controller import Controller, Task, candidate_of, group_ref_of
+from ..queue.controller import Controller, Task, group_ref_of
 from ..queue.samplers import TokenBalanced
 from .context import Handler, HubContext
 from .telemetry import FleetStats, Snapshot
 
 if TYPE_CHECKING:
-    from ..queue.admission import Admission
     from .evaluations import Evaluations
 
 _MICRO_BATCHES_PER_RANK = (2, 8)
@@ -43,7 +43,7 @@ class Dispatcher(Handler):
     def __init__(
         self,
         context: HubContext,
-        admission: "Admission",
+        admission: Admission,
         fleet_stats: FleetStats,
         tasks: Mapping[str, Task],
         evaluations: "Evaluations",
@@ -109,7 +109,7 @@ class Dispatcher(Handler):
             self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
         end = next((end for end in self.admission.update_ends if end > request.received), 0)
         handed = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
-        given = _first_groups(handed, max_tokens)
+        given = first_groups(handed, max_tokens)
         if not given:
             return self._hold_on(request)
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
@@ -152,7 +152,7 @@ class Dispatcher(Handler):
         """A batch that this consumer was given and has not received, or a new one."""
         record = self.state.tasks.get(task, TaskRecord())
         for number, batch in record.open_batches.items():
-            if batch.consumer == consumer and number not in request.open_batches:
+            if batch.consumer == consumer and (task, number) not in request.open_batches:
                 groups = self._still_queued(batch.attempts)
                 break
         else:
@@ -224,15 +224,3 @@ class Dispatcher(Handler):
         if self._reported is not None:
             self.fleet_stats.finish_step(self._reported)
             self._reported = None
-
-
-def _first_groups(groups: Iterable[Group], max_tokens: float) -> list[Group]:
-    """The groups up to the one that reaches `max_tokens`, as `Admission.select_groups` chooses them."""
-    first: list[Group] = []
-    num_tokens = 0
-    for group in groups:
-        first.append(group)
-        num_tokens += candidate_of(group).num_tokens
-        if num_tokens >= max_tokens:
-            break
-    return first

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ...comm.disk import say
 from ...comm.messages import Lease, LeaseRequest, SampleScored
 from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
@@ -25,11 +26,7 @@ class Evaluations(Handler):
     """Begins evaluations, gives out their prompts, and accepts a score only from the holder of a sample's present attempt."""
 
     def __init__(
-        self,
-        context: HubContext,
-        prompts: "EvaluationPrompts | None",
-        partials: "PartialPool",
-        schedule: "Schedule",
+        self, context: HubContext, prompts: "EvaluationPrompts | None", partials: "PartialPool", schedule: "Schedule"
     ) -> None:
         super().__init__(context)
         self.prompts = prompts
@@ -93,13 +90,9 @@ class Evaluations(Handler):
             return
         version = due if may_go_back and due > self._gone else request.version
         begun = ev.EvaluationBegun(
-            number=self.log.num_begun,
-            version=version,
-            due=due,
-            num_prompts=prompts.num_prompts,
-            samples=prompts.settings.samples,
-            threshold=prompts.settings.threshold,
-        )
+            number=self.log.num_begun, version=version, due=due, num_prompts=prompts.num_prompts,
+            samples=prompts.settings.samples, threshold=prompts.settings.threshold,
+        )  # fmt: skip
         self.context.commit(begun)
 
     def _share(
@@ -133,15 +126,11 @@ class Evaluations(Handler):
         failure = scored.failure or ("no reward" if scored.reward is None else "")
         if not failure and scored.versions != [begun.version]:
             failure = f"versions {scored.versions} generated it"
-        self._end(
-            ev.Evaluated(
-                row=scored.row,
-                reward=scored.reward or 0.0,
-                num_tokens=scored.num_tokens,
-                is_truncated=scored.is_truncated,
-                failure=failure,
-            )
-        )
+        evaluated = ev.Evaluated(
+            row=scored.row, reward=scored.reward or 0.0, num_tokens=scored.num_tokens,
+            is_truncated=scored.is_truncated, failure=failure,
+        )  # fmt: skip
+        self._end(evaluated)
 
     def _end(self, event: ev.Evaluated) -> None:
         """Print each reason for a missing score the first time and whenever its count is 10, 100, ..."""
@@ -149,4 +138,4 @@ class Evaluations(Handler):
         if event.failure:
             self._failures[event.failure] += 1
             if is_power_of_ten(count := self._failures[event.failure]):
-                print(f"evaluation: {count} x no score: {event.failure}", flush=True)
+                say(f"evaluation: {count} x no score: {event.failure}")

@@ -74,7 +74,7 @@ class Hub:
         self.evaluations = Evaluations(self.context, evaluation, self.partials, schedule)
         self.prompts = Prompts(self.context, pool, curriculum)
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
-        self.saved_queue = SavedQueue(self.context, self.prompts, self.partials, clock)
+        self.saved_queue = SavedQueue(self.context, self.prompts, admission, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
         # Rows are handed out before groups are leased, since that makes room in the queue.
@@ -120,10 +120,6 @@ class Hub:
         self.results.on_storage_lost(storage_id, reason)
         self.partials.on_storage_lost(storage_id)
         self.advance()
-
-    def stop_leasing(self) -> None:
-        """Grant no more leases and plan no more moves: the run ends."""
-        self.context.is_leasing = False
 
     def _on_version_ready(self, sender: str, message: VersionReady) -> None:
         relay = process_of(sender)

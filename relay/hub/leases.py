@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Leases(Handler):
-    """Open requests, the newest request of each holder, the leases that a dead holder had, and drained holders."""
+    """Open requests, the newest request of each holder, and the leases that a dead or drained holder had."""
 
     def __init__(
         self,
@@ -33,16 +33,11 @@ class Leases(Handler):
         self.admission = admission
         self.partials = partials
         self._requests: dict[str, LeaseRequest] = {}
-        self._drained: set[str] = set()
         self._empty: dict[str, int] = {}
         """The last request of each holder that was answered without leases; the journal has none for it."""
         grants = self.state.grants.items()
         self._newest = {holder: LeaseRequest(grant.request_id, grant.version, 0) for holder, grant in grants}
-        self.routes = {
-            LeaseRequest: self._on_request,
-            LeaseReturn: self._on_return,
-            DrainRequested: self._on_drain,
-        }
+        self.routes = {LeaseRequest: self._on_request, LeaseReturn: self._on_return, DrainRequested: self._on_drain}
 
     def advance(self) -> None:
         state = self.state
@@ -75,9 +70,14 @@ class Leases(Handler):
         return {row.holder for _, row in self.state.leased()}
 
     def repeat_grants(self) -> None:
-        """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it."""
+        """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it.
+
+        The same goes for the end of a drained process.
+        """
         for holder, grant in self.state.grants.items():
             self.context.mailbox.send(holder, self._rest_of(holder, grant))
+        for member in self.state.drained:
+            self._stop_if_empty(member)
 
     def _on_request(self, sender: str, request: LeaseRequest) -> None:
         """Note a request, or repeat what is left of the grant whose message was lost or crossed the repeated request.
@@ -96,7 +96,7 @@ class Leases(Handler):
             self.context.mailbox.send(sender, self._rest_of(sender, granted))
         elif self._empty.get(sender) == request.request_id:  # a grant under an answered number would never be taken
             self.context.mailbox.send(sender, LeaseGrant(request.request_id, request.version, []))
-        elif sender in self._drained:
+        elif sender in self.state.drained:
             self._stop_if_empty(sender)
         else:
             self._requests[sender] = request
@@ -106,13 +106,13 @@ class Leases(Handler):
 
         Another process, such as a relay, has no leases and stops at once.
         """
-        self._drained.add(message.member)
+        self.context.commit(ev.Drained(member=message.member))
         if self._requests.pop(message.member, None) is not None or not message.member.startswith("rollout-"):
             self._stop_if_empty(message.member)
 
     def stop(self, holder: str) -> None:
         """Grant a rollout nothing more, and end it once it has no lease."""
-        self._drained.add(holder)
+        self.context.commit(ev.Drained(member=holder))
         self._stop_if_empty(holder)
 
     def _stop_if_empty(self, holder: str) -> None:

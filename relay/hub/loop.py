@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ...comm.clock import Clock
-from ...comm.disk import DiskReserve
+from ...comm.disk import DiskReserve, say
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import (
@@ -216,7 +216,7 @@ class HubLoop:
             description = member.info.get("generator", "")
             if description not in self._printed:
                 self._printed.add(description)
-                print(f"generator: {description}", flush=True)
+                say(f"generator: {description}")
 
     def _check_models(self) -> None:
         """A process with another policy ends the run; one of a host that has joined is refused alone."""
@@ -224,7 +224,7 @@ class HubLoop:
             if ends_run:
                 self.hub.context.failure = reason
             else:
-                print(f"{member.name} is refused: {reason}", flush=True)
+                say(f"{member.name} is refused: {reason}")
                 self.hub.on_process_death(member.name, "refused")
                 self.hub.leases.stop(member.name)
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...comm.disk import say
+
 if TYPE_CHECKING:
     from ...comm.fleet import Member
 
@@ -56,7 +58,7 @@ class ModelCheck:
                     remedy = "take machines of one kind with the same packages"
                     yield OtherModel(member, f"generator.exact: {reason}; {remedy}", JOINED not in member.info)
                 elif other.host == member.host:
-                    print(f"warning: model.path: {reason}, since the files have changed", flush=True)
+                    say(f"warning: model.path: {reason}, since the files have changed")
                 else:
                     give = "give all hosts the same files"
                     yield OtherModel(member, f"model.path: {reason}; {give}", JOINED not in member.info)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ...comm.disk import say
 from ...comm.errors import SettingError
 from ...comm.messages import GroupId, PromptRefused
 from ...comm.plugins import load_object
@@ -161,4 +162,4 @@ class Prompts(Handler):
             self.context.drop_rows(group.row_ids(RowStatus.READY))
         self.context.commit(ev.PromptDropped(group=group_id, reason=reason))
         if is_power_of_ten(count := len(self.state.passed_over)):
-            print(f"dropped prompts: {count}, the last one because {reason}", flush=True)
+            say(f"dropped prompts: {count}, the last one because {reason}")

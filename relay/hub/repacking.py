@@ -98,16 +98,10 @@ class Repacking(Handler):
     def _report(self, name: str, load: LoadReport) -> Report:
         last = self._last_loads[name]
         return Report(
-            rollout=name,
-            version=load.version,
-            kv_used=load.kv_used,
-            kv_before=last.kv_before,
-            kv_fixed=load.kv_fixed,
-            kv_max=load.kv_max,
-            num_requests=load.num_running + load.num_waiting,
-            num_waiting=load.num_waiting,
+            rollout=name, version=load.version, kv_used=load.kv_used, kv_before=last.kv_before, kv_max=load.kv_max,
+            kv_fixed=load.kv_fixed, num_requests=load.num_running + load.num_waiting, num_waiting=load.num_waiting,
             batch_bound=load.batch_bound,
-        )
+        )  # fmt: skip
 
     def _on_migrate_result(self, sender: str, result: MigrateResult) -> None:
         move = self._open_moves.pop(result.request_id, None)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 
+from ...comm.disk import say
 from ...comm.messages import DropRows, RowDone, RowId, RowsNotFound
 from ...comm.messages.base import is_partial, process_of
 from ...comm.recipe import QueueSettings
@@ -72,17 +73,11 @@ class Results(Handler):
             self.context.commit(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
             self._count_lost(1, reason)
         else:
-            self.context.commit(
-                ev.RowReady(
-                    row=done.row,
-                    units=units,
-                    version=done.version,
-                    num_tokens=done.num_tokens,
-                    reward=done.reward,
-                    num_versions=done.num_versions,
-                    num_kept=done.num_kept,
-                )
-            )
+            ready = ev.RowReady(
+                row=done.row, units=units, version=done.version, num_tokens=done.num_tokens, reward=done.reward,
+                num_versions=done.num_versions, num_kept=done.num_kept,
+            )  # fmt: skip
+            self.context.commit(ready)
         if (group := self.state.groups.get(done.row.group)) is not None:
             self._filter(group)
 
@@ -90,7 +85,7 @@ class Results(Handler):
         """Print each reason the first time and whenever its count is 10, 100, ..."""
         self.context.commit(ev.RowFailed(row=done.row, reason=reason))
         if is_power_of_ten(count := self.state.failures[reason]):
-            print(f"failed trajectories: {count} x {reason}", flush=True)
+            say(f"failed trajectories: {count} x {reason}")
 
     def _filter(self, group: Group) -> None:
         """Throw a group out if one of its rows failed or if it has no learning signal, where the settings say so."""
@@ -126,4 +121,4 @@ class Results(Handler):
         self._num_lost += num_rows
         if self._num_lost > self._alarm_at:
             self._alarm_at = 2 * self._num_lost
-            print(f"alarm: {self._num_lost} rows were lost since step {self.state.step} began: {reason}", flush=True)
+            say(f"alarm: {self._num_lost} rows were lost since step {self.state.step} began: {reason}")

@@ -11,10 +11,11 @@ from ...comm.disk import say
 from ...comm.messages import DropRows, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from ...comm.messages.base import GroupId, process_of
 from ..journal import events as ev
-from ..journal.records import RowStatus
+from ..journal.records import Group, RowStatus
 from .context import Handler, HubContext
 
 if TYPE_CHECKING:
+    from ..queue.admission import Admission
     from .partial_pool import PartialPool
     from .prompts import Prompts
 
@@ -33,6 +34,7 @@ class SavedQueue(Handler):
         self,
         context: HubContext,
         prompts: "Prompts",
+        admission: "Admission",
         partials: "PartialPool",
         clock: Callable[[], float],
     ) -> None:
@@ -40,6 +42,7 @@ class SavedQueue(Handler):
         self._clock = clock
         self._asked_at = 0.0
         self._prompts = prompts
+        self._admission = admission
         self._partials = partials
         self._number = 0
         self.routes = {QueueSaved: self._on_saved, QueueRestored: self._on_restored}
@@ -135,20 +138,18 @@ class SavedQueue(Handler):
                 ready.append(row)
             elif known.status is not RowStatus.READY or known.attempt != row.attempt:  # else the report is repeated
                 needless.append(row)
+        oldest = min((row.version for row in ready), default=0)
+        if ready and not self._admission.may_lease(self.state, oldest, group or Group(group_id, 0, [])):
+            needless, ready = [*needless, *ready], []  # the bound of the staleness is lower than in the run before
         if ready or group is None:
-            self.context.commit(
-                ev.GroupRestored(
-                    group=group_id,
-                    passed_over=0 if group else passed_over,
-                    samples=[row.row.sample for row in ready],
-                    attempts=[row.attempt for row in ready],
-                    versions=[row.version for row in ready],
-                    num_tokens=[row.num_tokens for row in ready],
-                    rewards=[row.reward or 0.0 for row in ready],
-                    num_versions=[row.num_versions for row in ready],
-                    units=[row.storage_ids for row in ready],
-                )
-            )
+            restored = ev.GroupRestored(
+                group=group_id, passed_over=0 if group else passed_over,
+                samples=[row.row.sample for row in ready], attempts=[row.attempt for row in ready],
+                versions=[row.version for row in ready], num_tokens=[row.num_tokens for row in ready],
+                rewards=[row.reward or 0.0 for row in ready], num_versions=[row.num_versions for row in ready],
+                units=[row.storage_ids for row in ready],
+            )  # fmt: skip
+            self.context.commit(restored)
         return needless + [row for row in saved if row.reward is None and not self._partials.restore(row)]
 
     def _drop(self, rows: Iterable[SavedRow]) -> None:

@@ -70,7 +70,7 @@ class Shutdown:
     def run(self, end: RunEnd) -> dict[str, Any]:
         """Stop all processes, count, write the last event; returns the summary."""
         hub, gone, done = self.hub, {end.gone}, end.done
-        hub.stop_leasing()
+        hub.context.is_leasing = False
         if hub.state.ending is None:
             hub.context.commit(end.event())
         if hub.state.ended:  # the hub before had counted already

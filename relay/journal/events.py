@@ -254,6 +254,12 @@ class CheckpointDue(Event, frozen=True, kw_only=True):
     after: int
 
 
+class Drained(Event, frozen=True, kw_only=True):
+    """A process gets no more leases in this run, and is stopped once it holds none."""
+
+    member: str
+
+
 class Ending(Event, frozen=True, kw_only=True):
     """The run begins to end; `status` is finished, interrupted or failed, `facts` are the trainer's if it is done."""
 

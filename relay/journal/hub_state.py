@@ -55,6 +55,7 @@ class HubState:
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
     incarnations: dict[str, int] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
     dropped: dict[int, str] = field(default_factory=dict)
     passed_over: set[int] = field(default_factory=set)
     failures: Counter[str] = field(default_factory=Counter)

@@ -37,7 +37,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.run_id = event.epoch, event.samples_per_prompt, event.run_id
     state.hub_restarts, state.checkpoint_after, state.ending, state.ended = 0, -1, None, ""
-    for forgotten in (state.in_training, state.lost_storage_ids, state.incarnations, state.grants):
+    for forgotten in (state.in_training, state.lost_storage_ids, state.incarnations, state.grants, state.drained):
         forgotten.clear()  # the incarnations of a resumed run count from 1 again
     state.trainer_incarnation, state.restarts_in_step = 1, 0
     for record in state.tasks.values():
@@ -134,16 +134,9 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         state.groups[event.group] = group
         state.cursor += event.passed_over + 1
         state.account.leased += len(group.rows)
-    columns = (
-        event.samples,
-        event.attempts,
-        event.versions,
-        event.num_tokens,
-        event.rewards,
-        event.num_versions,
-        event.units,
-    )
-    for sample, attempt, version, num_tokens, reward, num_versions, units in zip(*columns, strict=True):
+    rows = (event.samples, event.attempts, event.versions, event.units)
+    figures = (event.num_tokens, event.rewards, event.num_versions)
+    for sample, attempt, version, units, num_tokens, reward, num_versions in zip(*rows, *figures, strict=True):
         row = group.rows[sample]
         assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt <= attempt, f"{event.group}.{sample}: attempt {attempt} after {row.attempt}"
@@ -338,6 +331,11 @@ def _(event: ev.Checkpointed, state: HubState) -> None:
 @_change.register
 def _(event: ev.CheckpointDue, state: HubState) -> None:
     state.checkpoint_after = event.after
+
+
+@_change.register
+def _(event: ev.Drained, state: HubState) -> None:
+    state.drained.add(event.member)
 
 
 @_change.register

@@ -11,6 +11,7 @@ leased again at once, since they only grow older.
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from ...comm.messages.base import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
@@ -98,28 +99,30 @@ class Admission:
         return self._feasible(begun, state, self.open_slots(state))
 
     def select_groups(self, state: HubState, max_tokens: float = math.inf) -> list[Group]:
-        """The groups to hand out now: the most urgent first, as long as all others can still meet their deadlines.
+        """The groups to hand out now: the most urgent or the sampler's first, as long as all others can still meet their deadlines.
 
-        The last one is the one that reaches `max_tokens`.
+        Where a sampler's choice makes others late, the most urgent group goes before it. The last one is the one that reaches
+        `max_tokens`.
         """
         places, begun = self.open_slots(state), Counter(state.queue.begun)
-        chosen = self._most_urgent(state)[:places]
-        if self.schedule.whole_batches and len(chosen) < places:
-            return []
-        taken: set[GroupId] = set()
+        urgent = {group.id: group for group in self._by_urgency(state)}
+        chosen = urgent if self.sampler is None else self._sampled(self.sampler, state)
         out: list[Group] = []
-        num_tokens = 0
-        for together in [chosen] if self.schedule.whole_batches else [[group] for group in chosen]:
-            taken.update(group.id for group in together)
-            begun.subtract(state.queue.version_of[group.id] for group in together)
-            if not self._feasible(begun, state, places - len(taken)):
+        while chosen and len(out) < places:
+            for group in (next(iter(chosen.values())), next(iter(urgent.values()))):
+                version = state.queue.version_of[group.id]
+                begun[version] -= 1
+                if self._feasible(begun, state, places - len(out) - 1):
+                    break
+                begun[version] += 1
+            else:
                 break
-            for group in together:
-                out.append(group)
-                num_tokens += candidate_of(group).num_tokens
-                if num_tokens >= max_tokens:
-                    return out
-        return out
+            del urgent[group.id]
+            chosen.pop(group.id, None)
+            out.append(group)
+        if self.schedule.whole_batches and len(out) < places:
+            return []
+        return first_groups(out, max_tokens)
 
     def _least_lead(self, state: HubState) -> int:
         """Groups that fill a micro-batch on each rank, at most a step; a step, for a sampler to choose from."""
@@ -145,15 +148,16 @@ class Admission:
         can_proceed = state.num_queued > 0 or self.open_slots(state) == 0
         return can_proceed and num_in_hand > state.window.published_groups
 
-    def _most_urgent(self, state: HubState) -> list[Group]:
-        """The groups that can be trained, in the order in which they are handed out."""
+    def _by_urgency(self, state: HubState) -> list[Group]:
+        """The groups that can be trained, the most urgent first; without a bound, and among groups of equal urgency, the oldest."""
         ready = state.queue.ready_in_order()
-        if self.sampler is not None:
-            items = {candidate_of(group): group for group in ready}
-            room = Budget(self.open_slots(state), sum(item.num_tokens for item in items), state.step)
-            return [items[item] for item in self.sampler.sample(list(items), room)]
-        # Without a bound the oldest come first, and so they do among groups of equal urgency.
         return ready if self.bound is None else sorted(ready, key=lambda group: group.version)
+
+    def _sampled(self, sampler: Sampler, state: HubState) -> dict[GroupId, Group]:
+        """The groups that the user's sampler hands out now, in its order."""
+        items = {candidate_of(group): group for group in state.queue.ready_in_order()}
+        room = Budget(self.open_slots(state), sum(item.num_tokens for item in items), state.step)
+        return {item.group: items[item] for item in sampler.sample(list(items), room)}
 
     def _feasible(self, begun: Counter[int], state: HubState, places: int) -> bool:
         """Whether groups of these versions meet their deadlines, with so many places left in the step in progress.
@@ -169,3 +173,15 @@ class Admission:
             if steps_left < 0 or num_due > places + steps_left * self.per_step:
                 return False
         return True
+
+
+def first_groups(groups: Iterable[Group], max_tokens: float) -> list[Group]:
+    """The groups up to the one that reaches `max_tokens`."""
+    first: list[Group] = []
+    num_tokens = 0
+    for group in groups:
+        first.append(group)
+        num_tokens += candidate_of(group).num_tokens
+        if num_tokens >= max_tokens:
+            break
+    return first

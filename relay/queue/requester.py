@@ -18,7 +18,7 @@ POLL_S = 0.1
 
 
 class RowRequester:
-    """Rank 0 requests and acknowledges; any rank reports."""
+    """Rank 0 requests, acknowledges and reports, so the hub hears all of it in this order."""
 
     def __init__(self, mailbox: "Mailbox", tasks: Sequence[str], max_tokens: int) -> None:
         self._mailbox = mailbox
@@ -26,7 +26,7 @@ class RowRequester:
         self._max_tokens = max_tokens
         # Answers to an earlier incarnation of this process may still arrive.
         self._request_ids = itertools.count(time.monotonic_ns())
-        self._open_batches: set[int] = set()
+        self._open_batches: set[tuple[str, int]] = set()
         self._is_closing = threading.Event()
 
     @property
@@ -54,7 +54,7 @@ class RowRequester:
                     return stop
                 case RowBatch() | TrainBatch() as answer if answer.request_id == request_id:
                     if isinstance(answer, RowBatch):
-                        self._open_batches.add(answer.batch_id)
+                        self._open_batches.add((answer.task, answer.batch_id))
                     return answer
         return Stop("closed")
 
@@ -64,8 +64,8 @@ class RowRequester:
         held = [storage_ids.get(row.key, []) for row in rows]
         done = ColumnsAdded(batch.task, batch.batch_id, list(names), [row.row for row in rows], held)
         self._mailbox.send("hub", done)
-        self._open_batches.discard(batch.batch_id)
+        self._open_batches.discard((batch.task, batch.batch_id))
 
-    def report(self, row: RowRef, reason: str) -> None:
-        """Report a row that none of its units has; the hub ignores repeated reports."""
-        self._mailbox.send("hub", RowsNotFound([row.row], [row.attempt], reason))
+    def report(self, rows: Sequence[RowRef], reason: str) -> None:
+        """Report rows that none of their units has; the hub ignores repeated reports."""
+        self._mailbox.send("hub", RowsNotFound([row.row for row in rows], [row.attempt for row in rows], reason))

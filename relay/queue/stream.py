@@ -124,16 +124,21 @@ class RowFetcher:
         """Plan the micro-batches of all ranks and fetch this rank's. If any rank misses a row, all ranks leave out its group."""
         planned = rounds(row_batch.rows(), self._team.size, self._max_tokens)
         batch = Batch(row_batch, [parts[self._team.rank] for parts in planned])
-        missing = {group.group: False for group in row_batch.groups}
+        reasons = {row.key: "" for row in row_batch.rows()}
         for row in batch.rows:
             try:
                 batch.columns[row.key] = self._storage.get_row(row.key, row.storage_ids, self._columns)
             except RowNotFound as error:
-                missing[row.row.group] = True
-                self._requester.report(row, str(error))
-        flags = self._team.true_anywhere(list(missing.values()))
-        lost = [group for group, is_lost in zip(missing, flags, strict=True) if is_lost]
-        return batch.without(lost) if lost else batch
+                reasons[row.key] = str(error)
+        flags = self._team.true_anywhere([reason != "" for reason in reasons.values()])
+        lost = [row for row, is_lost in zip(row_batch.rows(), flags, strict=True) if is_lost]
+        if not lost:
+            return batch
+        if (
+            self._team.rank == 0
+        ):  # whose next request counts without these groups, so the hub has to hear of them before
+            self._requester.report(lost, next(filter(None, reasons.values()), "another rank found no copy"))
+        return batch.without({row.row.group for row in lost})
 
 
 class Stream(Protocol):

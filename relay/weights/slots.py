@@ -8,7 +8,7 @@ from being written next, as long as another slot is free. When readers lock all 
 Header words: layout fingerprint, newest slot + 1, then for each slot generation, version, digest (two words), incarnation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -94,20 +94,22 @@ class VersionSlots:
 
     # -------------------------------------------------------------------------------------------- the writer's side
 
-    def begin(self, version: int, *, force: bool = False) -> SlotWrite | None:
+    def begin(self, version: int, *, force: bool = False, busy: Container[int] = ()) -> SlotWrite | None:
         """A slot to write `version` into, without waiting; None while readers lock all that may be written.
 
-        With `force` it takes the oldest of those: its readers find their copies torn, and read again.
+        With `force` it takes the oldest of those: its readers find their copies torn, and read again. `busy` slots are not taken.
         """
         newest, indices = self.newest_stored(), range(self.segment.num_slots)
         stored = [self._stored(i) for i in indices]
         owned = [self.segment.try_lock(i, Lock.EXCLUSIVE) for i in indices]
-        slot = choose_slot(stored, newest.slot if newest else None, [not own for own in owned])
+        slot = choose_slot(
+            stored, newest.slot if newest else None, [not own or i in busy for i, own in enumerate(owned)]
+        )
         for i, own in enumerate(owned):
             if own and i != slot:
                 self.segment.unlock(i, Lock.EXCLUSIVE)
         if slot is None and force:
-            slot = choose_slot(stored, newest.slot if newest else None, [False] * len(indices))
+            slot = choose_slot(stored, newest.slot if newest else None, [i in busy for i in indices])
         if slot is None:
             return None
         words = self._slot(slot)

@@ -82,7 +82,8 @@ def _receive_delta(
     changes = np.empty(delta.num_bytes, np.uint8)
     _fill(link, changes, f"the delta of version {offer.version} from {upstream}")
     done = ranges_of(offer).num_bytes
-    is_applied = incoming.deltas.apply(offer, delta, changes, incoming.buffer, version_store.slots)
+    with version_store.filling(incoming):
+        is_applied = incoming.deltas.apply(offer, delta, changes, incoming.buffer, version_store.slots)
     if not is_applied or not version_store.advance(incoming, offer.part, upstream, done):
         raise LinkBroken(f"the delta of version {offer.version} from {upstream} does not fit")
     return done
@@ -99,7 +100,8 @@ def _receive_part(
             start, end = ranges.locate(at)
             if start + num_bytes > end:
                 raise LinkBroken(f"{upstream} sends more of version {offer.version} than it offered")
-            link.receive(incoming.buffer[start : start + num_bytes], SILENCE_S)
+            with version_store.filling(incoming):
+                link.receive(incoming.buffer[start : start + num_bytes], SILENCE_S)
             at += num_bytes
             if not version_store.advance(incoming, offer.part, upstream, at):
                 raise LinkBroken(f"version {offer.version} is no longer taken from {upstream}")

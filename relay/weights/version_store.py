@@ -9,7 +9,9 @@ it had reached.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -93,6 +95,8 @@ class VersionStore:
         self.differences: dict[int, Difference] = {}
         """The newest version as a difference, if it came as one."""
         self._trainer_incarnation = 0
+        self._num_filling: Counter[int] = Counter()
+        """Threads that write a piece into each slot."""
         self._closed = False
 
     def close(self) -> None:
@@ -170,6 +174,23 @@ class VersionStore:
             incoming.set_upstream(offer, upstream)
             return incoming
 
+    @contextmanager
+    def filling(self, incoming: IncomingVersion) -> Iterator[None]:
+        """No other version begins in this slot while the body writes a piece, which may last longer than its version is wanted.
+
+        Raises `LinkBroken` if the version is not wanted any more.
+        """
+        slot = incoming.slot.slot
+        with self._changed:
+            if not incoming.is_open:
+                raise LinkBroken(f"version {incoming.offer.version} is not wanted any more")
+            self._num_filling[slot] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_filling[slot] -= 1
+
     def advance(self, incoming: IncomingVersion, part: int, upstream: str, done: int) -> bool:
         """`done` bytes of a part are in place; False if `upstream` may no longer send the part."""
         with self._changed:
@@ -223,7 +244,7 @@ class VersionStore:
         """A slot for an offer. While readers lock all slots, waits a moment without the store's lock, and returns None."""
         self.slots.prepare(offer.num_bytes, offer.fingerprint)
         self._abandon()
-        slot = self.slots.begin(offer.version, force=time.monotonic() >= forced_at)
+        slot = self.slots.begin(offer.version, force=time.monotonic() >= forced_at, busy=+self._num_filling)
         if slot is None:
             self._changed.wait(_POLL_S)
             return None

@@ -47,10 +47,15 @@ class MemoryRows:
         with self._lock:
             return sum(self._rows.pop(key, None) is not None for key in keys)
 
-    def listing(self) -> dict[str, tuple[str, ...]]:
-        """Keys of the rows held, with the names of their columns."""
+    def listing(self) -> list[str]:
+        """The keys of the rows held."""
         with self._lock:
-            return {key: tuple(row) for key, row in self._rows.items()}
+            return list(self._rows)
+
+    def has(self, key: str, column: str) -> bool:
+        """Whether a row has a column."""
+        with self._lock:
+            return column in self._rows.get(key, ())
 
     def close(self) -> None:
         """No connection to end."""

@@ -349,7 +349,12 @@ class World(RuleBasedStateMachine):
         self.request_id += 1
         self.say(
             consumer,
-            RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
+            RequestRows(
+                self.request_id,
+                ["reference"],
+                open_batches=tuple(("reference", number) for number in self.work[consumer]),
+                max_tokens=12,
+            ),
         )
         for message in self.answers(consumer, RowBatch):
             done = self.add_column(consumer, message, is_written=ends != "dead before it writes")
@@ -365,7 +370,12 @@ class World(RuleBasedStateMachine):
         self.request_id += 1
         self.say(
             consumer,
-            RequestRows(self.request_id, ["reference"], open_batches=tuple(self.work[consumer]), max_tokens=12),
+            RequestRows(
+                self.request_id,
+                ["reference"],
+                open_batches=tuple(("reference", number) for number in self.work[consumer]),
+                max_tokens=12,
+            ),
         )
         for message in self.answers(consumer, RowBatch):
             self.work[consumer][message.batch_id] = message
@@ -443,8 +453,7 @@ class World(RuleBasedStateMachine):
         row, attempt = reference.row(n), reference.attempts[n]
         units = [unit for unit in reference.storage_ids[n] if unit == self.unit(process_of(unit))]
         if reader != "actor-0":  # rows of an older batch may have left the queue; rows in training stay
-            listings = {unit: self.units[process_of(unit)].listing() for unit in units}
-            units = [unit for unit in units if "content" in listings[unit].get(row.key(attempt), ())]
+            units = [unit for unit in units if self.units[process_of(unit)].has(row.key(attempt), "content")]
         for unit in units:
             columns = self.units[process_of(unit)].get(row.key(attempt))
             assert columns["content"].tolist() == [row.epoch, row.prompt, row.sample, attempt], (

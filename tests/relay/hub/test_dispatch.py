@@ -25,6 +25,7 @@ from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
 from headrace.relay.journal.journal import replay
+from headrace.relay.queue.controller import Task
 from headrace.relay.queue.tasks import pipeline
 
 MakeScene = Callable[..., Scene]
@@ -49,7 +50,8 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
 def take(
     s: Scene, consumer: str, request_id: int = 1, open_batches: tuple[int, ...] = (), tokens: int = 100
 ) -> RowBatch | None:
-    s.say(consumer, RequestRows(request_id, ["reference"], open_batches=open_batches, max_tokens=tokens))
+    held = tuple(("reference", number) for number in open_batches)
+    s.say(consumer, RequestRows(request_id, ["reference"], open_batches=held, max_tokens=tokens))
     (answer,) = s.heard(consumer) or [None]
     assert answer is None or isinstance(answer, RowBatch)
     return answer
@@ -265,3 +267,14 @@ def test_restarts_of_the_trainer_in_different_steps_do_not_end_the_run(scene: Ma
         train(s)
         s.say("actor-0", StepTrained(step, incarnation=step + 2))
     assert s.hub.state.trainer_restarts == 2 * MAX_RESTARTS_IN_STEP and not s.hub.context.failure
+
+
+def test_a_lost_batch_comes_again_beside_one_of_another_task_with_the_same_number(scene: MakeScene):
+    tasks = {name: Task(name, yields=(f"{name}_column",)) for name in ("reference", "weigh")}
+    s = scene(tasks={**tasks, "train": Task("train")})
+    ready(s, num_groups=1)
+    assert take(s, "reference-0") is not None
+    for request_id in (2, 3):
+        s.say("reference-0", RequestRows(request_id, list(tasks), open_batches=(("reference", 1),)))
+        (batch,) = s.heard("reference-0")
+        assert isinstance(batch, RowBatch) and (batch.task, batch.batch_id) == ("weigh", 1)

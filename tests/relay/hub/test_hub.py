@@ -1,6 +1,9 @@
 """The hub decides from messages and journal alone: leases, fencing, hand-outs, deaths, and the account of its decisions."""
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -591,3 +594,14 @@ def test_the_status_has_the_living_members_their_leases_and_the_account(scene: M
     assert isinstance(status, StatusReport)
     assert {member.name: member.leased for member in status.members}["rollout-0"] == 2
     assert status.account["leased"] == 2 and status.account["holds"] is True
+
+
+def test_a_console_on_a_full_disk_ends_nothing(scene: MakeScene, monkeypatch: pytest.MonkeyPatch):
+    s = scene()
+    row = s.lease().leases[0].group.row(0)
+    console = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    monkeypatch.setattr(sys, "stdout", console)
+    s.say("rollout-0", RowDone(row, 1, 0, [], 0, None, failure="the reward failed"))
+    with suppress(OSError):
+        console.close()
+    assert s.hub.state.failures == {"the reward failed": 1}

@@ -127,7 +127,7 @@ def test_trajectories_never_move_between_rollouts_on_different_versions(tail: Ta
 def test_no_move_is_planned_where_repacking_is_disabled_or_the_run_ends(tmp_path: Path, is_enabled: bool):
     tail = Tail(tmp_path, repack=RepackSettings(enabled=is_enabled))
     if is_enabled:
-        tail.hub.stop_leasing()
+        tail.hub.context.is_leasing = False
     for used in (60, 50, 40):
         assert tail.plans({"rollout-0": used, "rollout-1": used + 10}) == []
     tail.close()

@@ -9,6 +9,7 @@ from support.in_memory import MemoryFleet
 
 from headrace.comm.messages import (
     CheckpointRequested,
+    DrainRequested,
     DropRows,
     LeaseGrant,
     LeaseRequest,
@@ -16,6 +17,7 @@ from headrace.comm.messages import (
     RequestRows,
     RowDone,
     StepTrained,
+    Stop,
     TrainBatch,
     TrainingDone,
 )
@@ -150,6 +152,18 @@ def test_a_checkpoint_that_was_asked_for_is_still_due(scene: Restart):
     scene.say("actor-0", RequestRows(1, ["train"], 0, 0))
     (batch,) = scene.heard("actor-0")
     assert isinstance(batch, TrainBatch) and batch.checkpoint_after == 0
+
+
+def test_a_process_that_was_drained_gets_no_more_and_is_stopped(scene: Restart):
+    grant = scene.lease(request=FIRST + 1)
+    scene.say("ctl-1", DrainRequested("rollout-0"))
+    scene.say("ctl-1", DrainRequested("relay-0"))
+    scene.restart()
+    assert Stop("drained") in scene.heard("relay-0"), "the hub before may not have sent it"
+    assert scene.heard("rollout-0") == [grant]
+    scene.finish(grant)
+    scene.say("rollout-0", LeaseRequest(FIRST + 2, 0, 1))
+    assert scene.heard("rollout-0") == [Stop("drained")]
 
 
 def test_an_end_that_had_begun_goes_on(scene: Restart):

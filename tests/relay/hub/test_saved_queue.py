@@ -12,10 +12,12 @@ from headrace.comm.messages import (
     LeaseGrant,
     LeaseRequest,
     QueueRestored,
+    RequestRows,
     RestoreQueue,
     RowsStreamed,
     SavedRow,
     SaveQueue,
+    TrainBatch,
 )
 from headrace.comm.messages.base import GroupId
 from headrace.relay.hub import saved_queue
@@ -117,3 +119,18 @@ def test_leases_wait_until_the_queue_is_read_or_cannot_be(scene: Scene, how: str
         scene.hub.advance()
     [grant] = scene.heard("rollout-0")
     assert isinstance(grant, LeaseGrant) and grant.leases
+
+
+def test_rows_that_a_lower_bound_of_the_staleness_forbids_are_generated_again(tmp_path: Path):
+    scene = Scene(tmp_path, samples=1, per_step=1, max_staleness=1)
+    groups = [group_at(scene, position) for position in range(3)]
+    scene.say("relay-0", QueueRestored(0, 3, [finished(group, 0) for group in groups]))
+    state = scene.hub.state
+    assert [state.groups[group].rows[0].status for group in groups] == [RowStatus.READY] * 2 + [RowStatus.WANTED]
+    assert [message.keys for message in scene.heard("relay-0") if isinstance(message, DropRows)] == [
+        [groups[2].row(0).key(1)]
+    ]
+    scene.say("actor-0", RequestRows(1, ["train"], step=0))
+    (batch,) = scene.heard("actor-0")
+    assert isinstance(batch, TrainBatch) and [group.group for group in batch.groups] == groups[:1]
+    scene.close()

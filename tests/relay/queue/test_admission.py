@@ -1,5 +1,6 @@
 """Admission: the staleness bound holds by construction, and a run never gets stuck."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
@@ -11,7 +12,7 @@ from headrace.comm.recipe import BatchSettings, QueueSettings
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
-from headrace.relay.queue.samplers import Fifo, Sampler
+from headrace.relay.queue.samplers import Budget, Candidate, Fifo, Sampler
 
 
 class SmallRun:
@@ -67,6 +68,24 @@ class SmallRun:
         for group in self.unfinished():
             self.finish(group)
         assert self.train_if_ready()
+
+
+class NewestFirst:
+    """A sampler that would leave the groups that are due to the last."""
+
+    def sample(self, candidates: Sequence[Candidate], budget: Budget) -> Sequence[Candidate]:
+        return sorted(candidates, key=lambda each: -each.lease_order)[: budget.items]
+
+
+def test_a_group_that_is_due_goes_before_the_choice_of_a_sampler():
+    run = SmallRun(bound=1, per_step=1, lead=3, sampler=NewestFirst())
+    assert run.lease(0) and run.lease(0)
+    for group in run.unfinished():
+        run.finish(group)
+    assert [group.id for group in run.admission.select_groups(run.state)] == [GroupId(0, 1)]
+    assert run.train_if_ready() and run.lease(1)
+    run.finish(GroupId(0, 2))
+    assert [group.id for group in run.admission.select_groups(run.state)] == [GroupId(0, 0)]
 
 
 def test_a_bound_of_zero_admits_one_batch_per_version():
@@ -182,9 +201,12 @@ def test_a_failed_group_frees_its_place():
     per_step=st.integers(1, 4),
     lags=st.lists(st.integers(0, 3), min_size=1, max_size=20),
     choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=50),
+    sampler=st.sampled_from([None, NewestFirst()]),
 )
-def test_the_bound_holds_for_any_order_of_finishing(bound: int, per_step: int, lags: list[int], choices: list[int]):
-    run = SmallRun(bound=bound, per_step=per_step)
+def test_the_bound_holds_for_any_order_of_finishing_and_a_sampler(
+    bound: int, per_step: int, lags: list[int], choices: list[int], sampler: Sampler | None
+):
+    run = SmallRun(bound=bound, per_step=per_step, sampler=sampler)
     turn = 0
     while run.state.step < 8:
         turn += 1

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.messages import GroupId, Message, RequestRows, RowsNotFound, Stop, TrainBatch
+from headrace.comm.messages import GroupId, Message, RequestRows, RowBatch, RowId, RowsNotFound, Stop, TrainBatch
 from headrace.comm.messages.base import storage_id_of
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.replicated_rows import ReplicatedRows
+from headrace.relay.queue.requester import RowRequester
 from headrace.relay.queue.stream import ExperienceStream
 
 PATIENCE_S = 30.0
@@ -141,3 +143,33 @@ def test_a_group_with_a_missing_row_is_left_out_on_all_ranks_and_the_attempt_is_
     assert sum(len(batch) for batch in batches) == 2
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert s.hear(RequestRows).received == 1, "the group that was left out is requested again"
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_rank_0_reports_a_row_that_any_rank_missed_before_it_requests_again(scene: Any, absent: int):
+    s = scene(2)
+    s.answer(s.group(0, [9, 8], absent=(absent,)), total=2)
+    senders = [s.hub.receive(PATIENCE_S) for _ in range(2)]
+    assert [(e.sender, type(e.message)) for e in senders] == [("actor-0", RowsNotFound), ("actor-0", RequestRows)]
+    assert senders[0].message.rows == [RowId(0, 0, absent)]
+
+
+def test_a_request_lists_the_open_batches_of_each_task():
+    mailboxes = MemoryNetwork().mailboxes
+    hub, requester = mailboxes.open("hub"), RowRequester(mailboxes.open("task-0"), ["weigh", "score"], 10)
+    batches = [RowBatch(request_id=n, task=task, batch_id=1, groups=[]) for n, task in enumerate(("weigh", "score"))]
+
+    def request() -> RequestRows:
+        hub.send("task-0", Stop("the test needs the request alone"))
+        assert isinstance(requester.request(-1, 0), Stop)
+        (*_, envelope) = iter(lambda: hub.receive(0), None)
+        assert isinstance(envelope.message, RequestRows)
+        return envelope.message
+
+    first_id = request().request_id
+    for number, batch in enumerate(batches, 1):
+        hub.send("task-0", replace(batch, request_id=first_id + number))
+        assert requester.request(-1, 0) == replace(batch, request_id=first_id + number)
+    assert request().open_batches == (("score", 1), ("weigh", 1))
+    requester.acknowledge(batches[0], [], {})
+    assert request().open_batches == (("score", 1),), "the batch of another task has the same number"

@@ -1,6 +1,7 @@
 """Publisher, relays and readers together in one process, through shared memory and over links."""
 
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -115,6 +116,19 @@ def test_the_hub_learns_of_each_complete_version_and_its_digest(scene):
     receipt, _ = pulled(reader)
     assert scene.hub.receive(PATIENCE_S).message == VersionReady(3, receipt.digest)
     assert scene.hub.receive(0.05) is None
+
+
+def test_the_next_process_of_a_relay_tells_the_hub_of_the_version_that_it_finds(scene):
+    scene.publisher().publish(3, weights(3))
+    told = scene.hub.receive(PATIENCE_S).message
+    (server,) = scene.relays
+    server.close()
+    segment = Segment.open(server._segment.path)
+    scene.closing += [
+        segment,
+        WeightServer(scene.join("relay", 0, {"segment": segment.path}), segment, scene.settings).start(),
+    ]
+    assert scene.hub.receive(PATIENCE_S).message == told, "the one before may have died before it did"
 
 
 def test_tensors_may_change_once_publish_has_returned(scene):
@@ -253,6 +267,23 @@ def test_a_version_that_only_the_dead_head_had_is_pushed_to_the_next():
     assert scene.relays[1].newest is None
     scene.fleets[0].crash()
     assert until(lambda: scene.relays[1].newest == 4)
+
+
+def test_relays_that_die_do_not_each_leave_a_version_in_the_trainers_memory():
+    scene, sizes = WeightsScene(), list[int]()
+    publisher = scene.publisher()
+    tracemalloc.start()
+    for version in (0, 4, 8):
+        for number in range(version, version + 4):  # the later ones go straight to the slot
+            publisher.publish(number, weights(number))
+            assert until(lambda number=number: scene.relays[-1].newest == number)
+        scene.fleets[-1].crash()
+        scene.relays[-1].close()
+        scene.relays.append(scene.relay(version + 1))
+        assert until(lambda version=version: scene.relays[-1].newest == version + 3)
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[-1] - sizes[0] < 1.5 * scene.layout.num_bytes
 
 
 def test_an_older_version_comes_from_a_relay_that_still_holds_it(scene):

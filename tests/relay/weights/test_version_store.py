@@ -8,13 +8,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.in_memory import MemoryLink
 
 from headrace.comm.errors import LinkBroken
 from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
 from headrace.relay.weights.incoming import IncomingState, watermark
+from headrace.relay.weights.protocol import FrameKind, send_frame
 from headrace.relay.weights.slots import VersionSlots
+from headrace.relay.weights.transfer import receive_versions
 from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096
@@ -285,3 +288,29 @@ def test_chunks_are_digested_as_they_arrive():
     del incoming, opened
     store.close()
     segment.close()
+
+
+class LateLink(MemoryLink):
+    """A link on which a piece of a version is so late that a newer version comes by another way before its bytes."""
+
+    def __init__(self, link: MemoryLink, store: VersionStore) -> None:
+        super().__init__(link._out, link._into)
+        self.store = store
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        if buffer.nbytes == NUM_BYTES:
+            put(self.store, 2)
+        super().receive(buffer, deadline_s)
+
+
+def test_a_late_piece_of_an_older_version_leaves_the_newer_one_as_it_is(version_store):
+    sender, receiver = MemoryLink.pair()
+    send_frame(sender, Offer(1, NUM_BYTES, 5), 1.0)
+    sender.send(np.array([FrameKind.DATA, NUM_BYTES]).view(np.uint8), 1.0)
+    sender.send(content(1), 1.0)
+    with pytest.raises(LinkBroken, match="version 1 is no longer taken"):
+        receive_versions(LateLink(receiver, version_store), version_store, "relay-0", lambda: False, lambda _: None)
+    assert version_store.slots.newest() == 2
+    _, held = version_store.slots.read_with(np.copy)
+    np.testing.assert_array_equal(held, content(2))
+    assert version_store.begin_receive(Offer(3, NUM_BYTES, 5), "a")[0].slot.slot == 0, "its slot is free again"
