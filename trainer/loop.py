@@ -11,7 +11,6 @@ import torch
 
 from ..comm.clock import Clock
 from ..comm.disk import say
-from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
@@ -172,7 +171,10 @@ class Trainer:
             score = None
             if best and not is_evaluation(best) and self.group.is_lead:
                 names = ", ".join(sorted(self.metrics))
-                raise SettingError(f"checkpoint.best: a step has no number '{best}'; it has {names}")
+                print(
+                    f"checkpoint.best: this checkpoint has no score, since its step has no '{best}'; it has {names}",
+                    flush=True,
+                )
         self.checkpoints.begin(self.learner.version, self.learner.stage, score)
         self.resumed_at += self.clock.now() - started
 

@@ -106,7 +106,10 @@ class Actor:
         return metrics | {"timing_s/update_actor": update_s}
 
     def discard(self) -> None:
-        """Forget the step in progress: the run ends within it."""
+        """Forget the step in progress: the run ends within it. Updates that it has made stay."""
+        if self.updates and self.group.is_lead:
+            made = f"{len(self.updates)} of the {self._num_updates} updates of step {self.version + 1}"
+            print(f"the weights have {made}, in which the run ends: a replay differs from them", flush=True)
         self.batches, self.updates = [], []
         self._num_groups, self._loss, self._weight = 0, 0.0, 0.0
         self.updater.discard()

@@ -120,6 +120,19 @@ def test_a_rank_without_rows_for_a_micro_batch_trains_the_others_as_if_it_were_n
         assert torch.equal(ours, theirs)
 
 
+def test_a_run_that_ends_between_the_updates_of_a_step_says_so(policy_dir, capsys):
+    actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, **DECOUPLED))
+    before = [parameter.detach().clone() for parameter in actor.policy.parameters()]
+    for count, batch in enumerate(groups_of(0)[:2]):
+        assert all(torch.equal(a, b) for a, b in zip(before, actor.policy.parameters(), strict=True)), count
+        actor.accumulate(batch, StepStats())
+    actor.discard()
+    assert not all(torch.equal(a, b) for a, b in zip(before, actor.policy.parameters(), strict=True))
+    assert "the weights have 1 of the 2 updates of step 1" in capsys.readouterr().out
+    actor.discard()
+    assert not capsys.readouterr().out
+
+
 def test_every_update_of_a_version_keeps_to_the_policy_of_its_start(policy_dir):
     actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, batch__passes=2, **DECOUPLED))
     model, start = exact_model(policy_dir), exact_model(policy_dir)
