@@ -9,7 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -152,13 +153,15 @@ class _Handover:
             assert not self.closed, "the publisher is closed"
             superseded, self._waiting = self._waiting, None
             if superseded is not None and superseded.use is SlotUse.WRITTEN:
-                reservation, buffer = superseded.reservation, superseded.buffer
-            else:
-                if superseded is not None:
-                    self._spare.append(superseded.buffer)
-                reservation, buffer = self._take_reservation()
-            if reservation is not None and buffer is not None:
-                self._writing = PendingVersion(offer, part, buffer, SlotUse.WRITTEN, reservation)
+                self._writing = replace(superseded, offer=offer)
+                return self._writing
+            if superseded is not None:
+                self._spare.append(superseded.buffer)
+            transport = self.transport
+            reservation, buffer = self._take_reservation()
+            if reservation is not None and buffer is not None and isinstance(transport, SharedMemoryPush):
+                is_reserved = partial(transport.is_reserved, reservation)
+                self._writing = PendingVersion(offer, part, buffer, SlotUse.WRITTEN, reservation, is_reserved)
             else:
                 buffer = self._spare.pop() if self._spare else host_buffer(part.num_bytes)
                 self._writing = PendingVersion(offer, part, buffer)
