@@ -17,6 +17,7 @@ from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .partial_rows import StreamedRow, write_streamed
+from .rewards.process import LARGEST
 
 if TYPE_CHECKING:
     from .leases import LeasedRow
@@ -33,6 +34,10 @@ class FinishedRow:
     failure: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """Notes of the reward functions, as in `ScoreRequest`."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not abs(self.reward) <= LARGEST:  # so for NaN
+            self.reward, self.failure = None, self.failure or f"the reward is {self.reward}"
 
     def report(self, storage_ids: list[str]) -> RowDone | SampleScored:
         """The message to the hub about the row, which these units have, or about the sample of an evaluation."""

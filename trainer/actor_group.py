@@ -110,7 +110,18 @@ class ActorGroup:
         path = recipe.model.path
         return AdapterBase.read(path) if self.is_lead and recipe.lora.rank else AdapterBase(path)
 
-    def prepare(self, policy: "Policy", recipe: Recipe, adapter_base: AdapterBase) -> None:
+    def load(self, recipe: Recipe, adapter_base: AdapterBase) -> "Policy":
+        """The policy of `model.path` for training: with its adapter, sharded, its activations checkpointed if need be."""
+        from .policy.model import load_policy  # with transformers, which emulated devices do not need
+
+        path, device = recipe.model.path, self.device
+        policy = load_policy(path, "float32", device, shard=lambda policy: self._prepare(policy, recipe, adapter_base))
+        num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
+            policy.checkpoint_activations()
+        return policy
+
+    def _prepare(self, policy: "Policy", recipe: Recipe, adapter_base: AdapterBase) -> None:
         """Give a policy without weights its adapter, if `lora` asks for one, and shard it."""
         if recipe.lora.rank:
             # The weights below are rounded as those of the rollouts.
@@ -154,12 +165,6 @@ class ActorGroup:
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def checkpoint_activations(self, policy: "Policy", recipe: Recipe) -> None:
-        """Checkpoint the policy's activations if `trainer.activation_checkpointing` asks for it on this rank's device."""
-        num_bytes = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else None
-        if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
-            policy.checkpoint_activations()
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

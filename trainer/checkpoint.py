@@ -63,11 +63,9 @@ class TrainingState(Stateful):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        model, optimizer = state_dict["model"], state_dict["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
+        _load_trained(self.model, self.optimizer, state_dict["model"], state_dict["optimizer"])
         if self.critic is not None:
-            weights, moments = state_dict["critic"], state_dict["critic_optimizer"]
-            set_state_dict(*self.critic, model_state_dict=weights, optim_state_dict=moments, options=_TRAINED)
+            _load_trained(*self.critic, state_dict["critic"], state_dict["critic_optimizer"])
         torch.set_rng_state(state_dict["rng"]["cpu"])
         if "cuda" in state_dict["rng"]:
             torch.cuda.set_rng_state(state_dict["rng"]["cuda"])
@@ -80,6 +78,16 @@ def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     named = model.state_dict(keep_vars=True)
     frozen = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
     return {name: tensor for name, tensor in weights.items() if name not in frozen}, moments
+
+
+def _load_trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Any], moments: dict[str, Any]
+) -> None:
+    """Load what `_trained_state` gave; the optimizer keeps its settings, which may be others than those of the checkpoint."""
+    settings = [{name: own for name, own in group.items() if name != "params"} for group in optimizer.param_groups]
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=_TRAINED)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def staged(state: Any) -> Any:
@@ -137,7 +145,7 @@ class CheckpointWriter:
         """The step of the newest checkpoint that was begun."""
         self._settings = settings
         self._scores: dict[int, float] = {}
-        """Scores by evaluations that came after their checkpoints."""
+        """Scores by evaluations that came after their checkpoints, until they are on the disk."""
         self._evaluated: int | None = -1 if is_evaluation(settings.best) else None
         """The newest version that was evaluated; None if evaluations give no score."""
         self._has_scored = True
@@ -148,11 +156,11 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> None:
-        """Write the state after `step` steps by `write`, once the checkpoint before is written."""
+    def begin(self, step: int, stage: Callable[[], Callable[[Path], None]], score: float | None = None) -> None:
+        """Write the state after `step` steps by the result of `stage`, which copies it once the copy before is written."""
         self.close()
         self.newest = step
-        self._thread = threading.Thread(target=self._run, args=(step, write, score), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(step, stage(), score), name="checkpoint", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -199,8 +207,9 @@ class CheckpointWriter:
     def _prune(self, newest: int) -> None:
         """Write the scores that have come, and remove the checkpoints that are not kept."""
         self._has_scored = True
-        for step, score in list(self._scores.items()):
-            self.folder.set_score(step, score)
+        for step in sorted(step for step in list(self._scores) if step <= newest):
+            self.folder.set_score(step, self._scores[step])
+            del self._scores[step]
         keep, best = self._settings.keep, bool(self._settings.best)
         self.folder.prune(newest, keep, keep_best=best, unscored_after=self._evaluated)
 
@@ -208,13 +217,16 @@ class CheckpointWriter:
         """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
         try:
             raise_if_full(path)
-            self._error = error
-        except OSError:
+            cause = error
+        except OSError as found:
+            cause = found
+        if any(isinstance(each, OSError) and is_full(each) for each in (error, cause)):
             say(f"{describe_full(path)}; this checkpoint is given up, and training continues")
-        finally:
-            # A checkpoint that is whole failed later: at the removal of others.
-            if self._is_lead and self.newest not in self.folder.whole():
-                shutil.rmtree(path, ignore_errors=True)
+        else:
+            self._error = error
+        # A checkpoint that is whole failed later: at the removal of others.
+        if self._is_lead and self.newest not in self.folder.whole():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def is_evaluation(metric: str) -> bool:

@@ -57,17 +57,12 @@ class Trainer:
         self.step_log = self._open_step_log()
         self.clock = clock or Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
-        self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoints = CheckpointWriter(
-            self.run_dir,
-            recipe.checkpoint,
-            recipe.comm.deadline_s,
-            is_lead=self.group.is_lead,
+            self.run_dir, recipe.checkpoint, recipe.comm.deadline_s, is_lead=self.group.is_lead,
             on_written=lambda step, path: self.mailbox.send("hub", CheckpointWritten(step, path)),
-        )
+        )  # fmt: skip
         self.checkpoints.newest = self.learner.version
-        for line in self.recorder.evaluations if self.recorder is not None else ():
-            self.checkpoints.score(line)
+        self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoint_after = -1
         """A checkpoint of a later step than this is wanted, beside those of `checkpoint.every`."""
         self.metrics: dict[str, Value] = {}
@@ -82,16 +77,12 @@ class Trainer:
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
             tasks.append(REFERENCE.name)
         return ExperienceStream(
-            self.mailbox,
-            self.storage,
-            tasks,
+            self.mailbox, self.storage, tasks,
             steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
             max_tokens=recipe.optimizer.micro_tokens,
             evaluated=self.recorder.evaluated if self.recorder is not None else -1,
-            thread_team=self.group.clone_for_thread(),
-            caller_team=self.group,
-            deadline_s=recipe.comm.deadline_s,
-        )
+            thread_team=self.group.clone_for_thread(), caller_team=self.group, deadline_s=recipe.comm.deadline_s,
+        )  # fmt: skip
 
     def _open_step_log(self) -> StepLog | None:
         if not self.recipe.run.save_rows:
@@ -182,7 +173,7 @@ class Trainer:
             if best and not is_evaluation(best) and self.group.is_lead:
                 names = ", ".join(sorted(self.metrics))
                 raise SettingError(f"checkpoint.best: a step has no number '{best}'; it has {names}")
-        self.checkpoints.begin(self.learner.version, self.learner.stage(), score)
+        self.checkpoints.begin(self.learner.version, self.learner.stage, score)
         self.resumed_at += self.clock.now() - started
 
     def step_trained(self, step: int) -> StepTrained:
@@ -255,14 +246,19 @@ class RunRecorder:
         self.log = MetricsLog(trainer.run_dir, trainer.first_step, trainer.clock, trainer.recipe.comm.deadline_s)
         self.num_steps = trainer.recipe.run.steps
         self.clock = trainer.clock
-        self.next_step: int = 1 + (self.log.kept[-1]["step"] if self.log.kept else -1)
+        self.next_step = 0
         """The first step that has no line in the log."""
-        self.rewards: list[float] = [step["reward/mean"] for step in self.log.kept]
-        self.evaluations = [step for step in self.log.kept if "eval/version" in step]
-        """The lines of the log that have an evaluation."""
-        self.evaluated = max((int(step["eval/version"]) for step in self.evaluations), default=-1)
-        """The newest version among them."""
-        self.num_tokens = sum(round(step["perf/throughput"] * step["timing_s/step"]) for step in self.log.kept)
+        self.rewards: list[float] = []
+        self.num_tokens = 0
+        self.evaluated = -1
+        """The newest version whose evaluation is in the log."""
+        for line in self.log.lines():
+            self.next_step = line["step"] + 1
+            self.rewards.append(line["reward/mean"])
+            self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
+            if "eval/version" in line:
+                trainer.checkpoints.score(line)
+                self.evaluated = max(self.evaluated, int(line["eval/version"]))
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
         tokens = sum(row.num_tokens for row in stats.rows)

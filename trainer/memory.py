@@ -135,7 +135,7 @@ def actor_memory(
         states["reference policy"] = 4 * share
     if recipe.algorithm.advantage == "gae":
         states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
-    if recipe.batch.updates_per_version * recipe.batch.passes > 1 and recipe.algorithm.proximal == "version":
+    if recipe.batch.updates_per_version > 1 and recipe.algorithm.proximal == "version":
         states["weights of the version's start"] = 4 * share
     if recipe.comm.cuda_ipc:
         states["versions for rollouts"] = 2 * sizes.version_bytes(recipe) / ranks

@@ -1,13 +1,12 @@
 """Metrics of the run: `metrics.jsonl`, TensorBoard, and one console line per step."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..comm.clock import Clock
 from ..comm.disk import AppendFile
-from ..relay.checkpoints import write_durably
 from .board import Board
 
 Value = float | int | Mapping[str, int]
@@ -19,13 +18,17 @@ class MetricsLog:
     def __init__(self, run_dir: Path, first_step: int, clock: Clock, deadline_s: float = 60.0) -> None:
         """`deadline_s` bounds the wait for room on a full disk."""
         self.path = run_dir / "metrics.jsonl"
-        self.kept = _keep_before(self.path, first_step)
-        """The steps before a resumed run."""
-        self._earlier_s: float = self.kept[-1]["time_s"] if self.kept else 0.0
+        self._earlier_s = _cut_off(self.path, first_step)
         self._file = AppendFile(self.path, deadline_s)
         self._board = Board(run_dir / "tensorboard", first_step, deadline_s)
         self._clock = clock
         self._start = clock.now()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The lines so far, one at a time: those of a long run take much memory."""
+        if self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
 
     @property
     def elapsed_s(self) -> float:
@@ -75,11 +78,14 @@ def evaluation_line(metrics: Mapping[str, Value]) -> str:
     return "  ".join(parts)
 
 
-def _keep_before(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the lines of steps that a resumed run repeats, and a last line without an end; returns the others."""
-    if not path.exists():
-        return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in lines if json.loads(line)["step"] < step]
-    write_durably(path, "".join(kept).encode())
-    return [json.loads(line) for line in kept]
+def _cut_off(path: Path, step: int) -> float:
+    """Remove the lines of steps that a resumed run repeats, and a last line without an end; returns the last time that stays."""
+    num_bytes, time_s = 0, 0.0
+    if path.exists():
+        with path.open("r+b") as file:
+            for line in file:
+                if not line.endswith(b"\n") or (row := json.loads(line))["step"] >= step:
+                    break
+                num_bytes, time_s = num_bytes + len(line), row["time_s"]
+            file.truncate(num_bytes)
+    return time_s

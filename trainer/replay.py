@@ -4,6 +4,7 @@ Asynchrony decides only which trajectories each step trains, and the run folder 
 rank of the replay, with the rows that it trained. Rank 0 is the caller's process; it starts the other ranks.
 """
 
+import itertools
 import json
 import multiprocessing
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def replay_steps(recipe: Recipe) -> int:
     num_different = 0
     with TemporaryDirectory() as folder, _other_ranks(recipe, steps, folder):
         for row, metrics in zip(recorded, _train(recipe, 0, steps, folder), strict=True):
-            changed = [name for name in COMPARED if row[name] != metrics[name]]
+            changed = [name for name in COMPARED if repr(row[name]) != repr(metrics[name])]  # NaN is NaN
             num_different += bool(changed)
             result = "; ".join(f"{name} {row[name]!r} -> {metrics[name]!r}" for name in changed) or "the same"
             print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {result}")
@@ -50,11 +51,8 @@ def replay_steps(recipe: Recipe) -> int:
 
 
 def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
-    num_ranks = recipe.roles.actor
-    for step in steps:
-        StepReplay(Path(recipe.run.dir), step).check_ranks(num_ranks)
-        for rank in range(1, num_ranks):
-            StepReplay(Path(recipe.run.dir), step, rank)
+    for step, rank in itertools.product(steps, range(recipe.roles.actor)):
+        StepReplay(Path(recipe.run.dir), step, rank).check_ranks(recipe.roles.actor)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import RowId, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
@@ -38,6 +39,10 @@ class TrainerService:
     """A trainer's side of a run, for one rank and one thread. Call `start` first and `close` at the end."""
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
+        if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
+            raise SettingError(
+                "roles.reference: this trainer has no reference policy; take a rank, or algorithm.kl_coef=0"
+            )
         self.version = 0
         self._resumed_at, self._waited_s = time.monotonic(), 0.0
         self._mailbox = fleet.open_mailbox(fleet.name)

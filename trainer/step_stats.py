@@ -43,11 +43,6 @@ class StepStats:
         """Sum and count of each number that reward functions noted on responses."""
 
     @property
-    def weight(self) -> float:
-        """Sum of the divisors of the updates' losses: of this rank before `reduce`, of all ranks after it."""
-        return self._sums["weight"]
-
-    @property
     def mean_reward(self) -> float:
         return sum(row.reward for row in self.rows) / len(self.rows)
 

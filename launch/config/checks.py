@@ -260,6 +260,8 @@ def _check_optimizer(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
     if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
         raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
+    if optimizer.lr_schedule == "polynomial" and optimizer.lr <= 1e-7:
+        raise SettingError(f"optimizer.lr: lr_schedule=polynomial ends at 1e-7, so it cannot begin at {optimizer.lr:g}")
     if optimizer.warmup_steps >= recipe.run.steps > 1 and optimizer.lr_schedule != "constant":
         raise SettingError(
             f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave none"

@@ -163,9 +163,13 @@ class _Handover:
                 is_reserved = partial(transport.is_reserved, reservation)
                 self._writing = PendingVersion(offer, part, buffer, SlotUse.WRITTEN, reservation, is_reserved)
             else:
-                buffer = self._spare.pop() if self._spare else host_buffer(part.num_bytes)
-                self._writing = PendingVersion(offer, part, buffer)
+                self._writing = PendingVersion(offer, part, self.memory(part.num_bytes))
             return self._writing
+
+    def memory(self, num_bytes: int) -> np.ndarray:
+        """A buffer for a version in memory of this process: one that is free, else a new one."""
+        with self._changed:
+            return self._spare.pop() if self._spare else host_buffer(num_bytes)
 
     def commit(self, pending: PendingVersion) -> None:
         with self._changed:
@@ -291,7 +295,7 @@ class _Sender:
                 _log.warning("version %d did not reach %s: %s", version.offer.version, relay.name, str(error))
                 tried.add((relay.name, relay.incarnation))
                 self._suspect(relay)
-                if (detached := version.detached()) is None:
+                if (detached := version.detached(self._handover.memory)) is None:
                     return None
                 version = detached
         return version
@@ -306,7 +310,7 @@ class _Sender:
             return
         try:
             if self._last is not None and self._head != (relays[0].name, relays[0].incarnation):
-                detached = self._last.detached()
+                detached = self._last.detached(self._handover.memory)
                 self._last = None if detached is None else self._push(detached)
             transport = self._transport_to(relays[0])
             if isinstance(transport, LinkPush):

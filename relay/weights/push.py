@@ -63,11 +63,11 @@ class PendingVersion:
     difference: Difference | None = None
     _digest: str = ""
 
-    def detached(self) -> "PendingVersion | None":
-        """The version without its slot, in memory of this process; None if the bytes in its slot were overwritten."""
+    def detached(self, memory: Callable[[int], np.ndarray] = host_buffer) -> "PendingVersion | None":
+        """The version without its slot, in `memory` of this process; None if the bytes in its slot were overwritten."""
         if self.use is not SlotUse.WRITTEN:
             return replace(self, use=SlotUse.NONE, reservation=None)
-        expected, copy = self.digest(0), PendingVersion(self.offer, self.part, host_buffer(self.part.num_bytes))
+        expected, copy = self.digest(0), PendingVersion(self.offer, self.part, memory(self.part.num_bytes))
         np.copyto(copy.buffer, self.buffer)
         if copy.digest(0) == expected:
             return copy

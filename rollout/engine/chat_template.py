@@ -9,8 +9,6 @@ from ...comm.errors import SettingError, UnusablePrompt
 from ...comm.recipe import DataSettings
 
 _PATH_CHARACTERS = 1024
-
-
 Messages = Sequence[dict[str, Any]]
 _TURN = "\ue000turn\ue001"
 """Stands for the policy's newest turn in a rendered template: no tokenizer changes it, and no text has it."""

@@ -11,11 +11,8 @@ from ...comm.errors import SettingError
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
 
-
 _CONTEXT_BYTES = 1 << 30
 """Of a process on a GPU besides its tensors, at most."""
-
-
 _KEPT_BYTES = 1 << 30
 """On a CPU, of the cache's default size, for pages that no sequence uses: an untouched page takes no memory there."""
 

@@ -63,10 +63,8 @@ class PrefixCache:
         self._pool.forget()
 
     def _following(self, chain: Chain, tokens: list[int]) -> Chain:
-        start = chain.num_pages * self._pool.page_size
-        return Chain(
-            chain.version, chain.num_pages + 1, digest(tokens[start : start + self._pool.page_size], chain.digest)
-        )
+        size, number = self._pool.page_size, chain.num_pages
+        return Chain(chain.version, number + 1, digest(tokens[number * size : (number + 1) * size], chain.digest))
 
 
 def digest(tokens: list[int], before: bytes = b"") -> bytes:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 UNPROVEN = "exact mode is unproven on a GPU until `bash tests/gpu.sh` has passed there"
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EXTRA_TOKENS = 8
 """Tokens decoded beyond the bytes of a stop string; a token has at least one byte."""
+MOST_BYTES = 4
+"""Of a character."""
 
 
 class Text:
@@ -61,9 +63,14 @@ class Text:
         if not sequence.stop_strings:
             return False
         window = max(len(s.encode()) for s in sequence.stop_strings) + EXTRA_TOKENS
-        start = max(sequence.turn_start, len(sequence.token_ids) - window)
-        tail = self.tokenizer.decode(sequence.token_ids[start:], skip_special_tokens=True)
-        return any(s in tail for s in sequence.stop_strings)
+        for more in range(MOST_BYTES):
+            start = max(sequence.turn_start, len(sequence.token_ids) - window - more)
+            tail = self.tokenizer.decode(sequence.token_ids[start:], skip_special_tokens=True)
+            if any(s in tail for s in sequence.stop_strings):
+                return True
+            if "\ufffd" not in tail:
+                break  # else the first character may be cut, which with tokens of one byte spoils those after it
+        return False
 
     def decode(self, sequence: "Sequence") -> str:
         """The present turn as text, up to the first stop string."""

@@ -14,15 +14,13 @@ from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.recipe import RewardSettings
-from .process import Call, RewardProcess, ScoreRequest, Unit
+from .process import LARGEST, Call, RewardProcess, ScoreRequest, Unit
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 3
 POLL_S = 0.05
 UNSCORED = "the reward function returned None"
-LARGEST = 3.4e38
-"""Largest reward in size: a row stores it in 32 bits."""
 
 
 class RewardPool:

@@ -19,6 +19,8 @@ MAX_BATCH = 64
 """Most samples of a call, unless one group has more."""
 MAX_ASYNC = 256
 """Most samples in open calls of async functions."""
+LARGEST = 3.4e38
+"""Largest reward in size: a row stores it in 32 bits."""
 STARTUP_S = 60.0
 EXIT_GRACE_S = 1.0
 KILL_S = 30.0
@@ -76,9 +78,8 @@ class RewardProcess:
         """Samples that may be asked for now, beside the open calls; one of a process that has not started yet."""
         if self._process is None:
             return 0 if self.calls else 1
-        if (
-            not self.is_async
-        ):  # a second call would wait for the first one's plain functions, at the cost of its own deadline
+        if not self.is_async:
+            # A second call would wait for the first one's plain functions, at the cost of its own deadline.
             return 0 if self.calls else MAX_BATCH
         return min(1, MAX_ASYNC - sum(len(call.items) for call in self.calls.values()))
 

@@ -99,11 +99,9 @@ def main() -> None:
     """Answer the lines of standard input until it ends. The arguments are the functions and the process that starts this one."""
     settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
     fork_guarded(parent)
-    questions, answers = (
-        os.fdopen(os.dup(0), encoding="utf-8"),
-        # A text may have half of a surrogate pair, which no row and no message takes.
-        os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1),
-    )
+    questions = os.fdopen(os.dup(0), encoding="utf-8")
+    # A text may have half of a surrogate pair, which no row and no message takes.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     os.register_at_fork(after_in_child=lambda: _close(questions.fileno(), answers.fileno()))

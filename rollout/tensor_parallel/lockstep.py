@@ -47,10 +47,6 @@ class LeadEngine:
         self.replica.enqueue(Recompute())
         self.engine.recompute()
 
-    def cancel(self, trajectory_id: int) -> bool:
-        self.replica.enqueue(Cancel(trajectory_id))
-        return self.engine.cancel(trajectory_id)
-
     def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[SequenceState]:
         """With several ranks the states have no cache, since each rank holds a part of it only."""
         states = self.engine.export_sequences(trajectory_ids, with_cache and self.replica.size == 1)

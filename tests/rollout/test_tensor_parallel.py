@@ -64,12 +64,12 @@ def on_two_ranks(path: Path, work: Callable[[Engine | LeadEngine, Engine], Any])
 
 
 def mixed_calls(caller: Engine | LeadEngine, engine: Engine) -> dict[int, list[int]]:
-    """Tokens by trajectory. Groups come late; some trajectories are cancelled, paused, extended, exported and imported."""
+    """Tokens by trajectory. Groups come late; some trajectories are dropped, paused, extended, exported and imported."""
     prompts, params = random_prompts(4, longest=80), SamplingParams(max_new_tokens=25, ignore_eos=True)
     caller.add_group(prompts[0], params, [1, 2, 3])
     found = {c.trajectory_id: c.token_ids for _ in range(4) for c in caller.step()}
     caller.add_group(prompts[1], [params, SamplingParams(max_new_tokens=9, stop="a")], [4, 5])
-    assert caller.cancel(2) and caller.pause(3)
+    assert caller.export_sequences([2]) and caller.pause(3)
     caller.step()
     states = caller.export_sequences([1, 4])
     caller.add_group(prompts[2], params, [6])

@@ -1,7 +1,9 @@
 """A checkpoint holds everything that training needs to continue bit for bit."""
 
+import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,16 @@ def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path, r
         assert torch.equal(weight, resumed.policy.weights()[name]), name
 
 
+def test_a_resumed_run_has_the_optimizers_settings_of_its_own_recipe(policy_dir: Path, tmp_path: Path):
+    before = actor_of(policy_dir)
+    train(before, 1)
+    changed = OptimizerSettings(lr=1e-3, weight_decay=0.5, beta2=0.5, eps=1e-3)
+    actor = Actor(Recipe(model=ModelSettings(path=str(policy_dir)), optimizer=changed), ALONE)
+    load_state(actor.state, save(before, tmp_path), is_alone=True)
+    found = [(group["weight_decay"], group["betas"], group["eps"]) for group in actor.updater.optimizer.param_groups]
+    assert found == [(0.5, (0.9, 0.5), 1e-3), (0.0, (0.9, 0.5), 1e-3)]
+
+
 def save(actor: Actor, folder: Path) -> Path:
     save_state(staged(actor.state.state_dict()), folder, team=None)
     return folder
@@ -147,7 +159,7 @@ class Disk:
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_reported_when_whole(tmp_path: Path):
     disk = Disk(tmp_path)
-    disk.writer.begin(4, disk.write)
+    disk.writer.begin(4, lambda: disk.write)
     disk.writer.check()
     assert (disk.reported, disk.writer.folder.whole()) == ([], {})
     disk.may_write.set()
@@ -155,11 +167,25 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_reported_when_
     assert (disk.reported, [*disk.writer.folder.whole()]) == ([4], [4])
 
 
+def test_the_state_is_copied_when_the_copy_before_is_written(tmp_path: Path):
+    disk, written = Disk(tmp_path), list[list[int]]()
+
+    def stage() -> Callable[[Path], None]:
+        written.append([*disk.reported])
+        threading.Timer(0.01, disk.may_write.set).start()
+        return disk.write
+
+    for step in (1, 2):
+        disk.writer.begin(step, stage)
+    disk.writer.close()
+    assert written == [[], [1]], "host memory has room for one copy"
+
+
 def test_one_checkpoint_is_written_at_a_time_and_old_ones_are_removed(tmp_path: Path):
     disk = Disk(tmp_path, keep=1)
     disk.may_write.set()
     for step in (1, 2, 3):
-        disk.writer.begin(step, disk.write)
+        disk.writer.begin(step, lambda: disk.write)
     disk.writer.close()
     assert (disk.reported, [*disk.writer.folder.whole()]) == ([1, 2, 3], [3])
 
@@ -168,7 +194,7 @@ def test_the_best_checkpoint_by_an_evaluation_stays_when_its_score_comes_later(t
     disk = Disk(tmp_path, keep=1, best="eval/a/avg@1")
     disk.may_write.set()
     for step in (2, 4, 6):
-        disk.writer.begin(step, disk.write)
+        disk.writer.begin(step, lambda: disk.write)
     disk.writer.close()
     whole = disk.writer.folder.whole
     assert [*whole()] == [2, 4, 6], "each may be the best"
@@ -181,7 +207,7 @@ def test_the_best_checkpoint_by_an_evaluation_stays_when_its_score_comes_later(t
 
 def test_the_error_of_a_writer_is_raised_in_the_trainers_loop(tmp_path: Path):
     disk = Disk(tmp_path)
-    disk.writer.begin(4, disk.fail)
+    disk.writer.begin(4, lambda: disk.fail)
     with pytest.raises(OSError, match="Input/output"):
         disk.writer.close()
     with pytest.raises(OSError, match="Input/output"):
@@ -189,11 +215,46 @@ def test_the_error_of_a_writer_is_raised_in_the_trainers_loop(tmp_path: Path):
     assert (disk.reported, disk.writer.folder.whole()) == ([], {})
 
 
+def test_a_folder_that_cannot_be_made_is_not_taken_for_a_full_disk(tmp_path: Path):
+    disk = Disk(tmp_path)
+    (tmp_path / "checkpoints").write_text("a file")
+    disk.writer.begin(4, lambda: disk.write)
+    with pytest.raises(NotADirectoryError):
+        disk.writer.close()
+
+
+def test_a_disk_that_was_full_for_a_moment_costs_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    disk = Disk(tmp_path)
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.writer.begin(4, lambda: fail)
+    disk.writer.close()
+    assert disk.writer.folder.whole() == {} and "this checkpoint is given up" in capsys.readouterr().out
+
+
+def test_the_scores_that_are_on_the_disk_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, written = Disk(tmp_path, keep=9, best="eval/a/avg@1"), list[int]()
+    set_score = disk.writer.folder.set_score
+    monkeypatch.setattr(
+        disk.writer.folder, "set_score", lambda step, score: written.append(step) or set_score(step, score)
+    )
+    disk.may_write.set()
+    disk.writer.score({"eval/version": 6, "eval/a/avg@1": 0.5})  # before its checkpoint is begun
+    for step in (2, 4, 6):
+        disk.writer.begin(step, lambda: disk.write)
+        disk.writer.close()
+        disk.writer.score({"eval/version": step, "eval/a/avg@1": step / 10})
+        disk.writer.check()
+    assert written == [2, 4, 6, 6]
+
+
 def test_an_error_after_a_checkpoint_is_whole_leaves_it_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = Disk(tmp_path)
     disk.may_write.set()
     monkeypatch.setattr(disk.writer.folder, "prune", lambda *_, **__: (tmp_path / "nowhere").rmdir())
-    disk.writer.begin(4, disk.write)
+    disk.writer.begin(4, lambda: disk.write)
     with pytest.raises(FileNotFoundError):
         disk.writer.close()
     assert (disk.reported, disk.writer.folder.problem(4)) == ([4], "")
@@ -205,13 +266,13 @@ def test_a_checkpoint_without_room_is_given_up_and_training_goes_on(
     actor = actor_of(policy_dir)
     with small_disk(tmp_path / "disk", megabytes=2) as disk:
         writer = Disk(disk).writer
-        writer.begin(1, lambda folder: (folder / "dcp").mkdir())
+        writer.begin(1, lambda: lambda folder: (folder / "dcp").mkdir())
         writer.close()
         ballast = fill(disk)
         os.truncate(ballast, ballast.stat().st_size - 100_000)  # room for a part
         train(actor, 2)
         copy = staged(actor.state.state_dict())
-        writer.begin(2, lambda folder: save_state(copy, folder, team=None))
+        writer.begin(2, lambda: lambda folder: save_state(copy, folder, team=None))
         writer.close()
         assert [*writer.folder.whole()] == [1] and not writer.folder.path(2).exists()
         assert "run.dir is full" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.comm.recipe import (
     AlgorithmSettings,
+    BatchSettings,
     LoraSettings,
     ModelSettings,
     OptimizerSettings,
@@ -191,4 +192,6 @@ def test_a_critic_and_a_reference_policy_are_counted():
     plain = actor_memory(sizes, Recipe(roles=ranks), checkpointing=True).device_bytes
     settings = AlgorithmSettings(advantage="gae", kl_coef=0.1)
     both = actor_memory(sizes, Recipe(roles=ranks, algorithm=settings), checkpointing=True).device_bytes
+    passes = BatchSettings(passes=4)  # later passes have the log-probs of the first
+    assert actor_memory(sizes, Recipe(roles=ranks, batch=passes), checkpointing=True).device_bytes == plain
     assert both - plain == pytest.approx((16 + 4) * sizes.num_parameters / 4)

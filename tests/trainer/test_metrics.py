@@ -1,6 +1,7 @@
 """The metrics of a run are in a file of JSON lines, one object for each step."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -39,6 +40,22 @@ def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
             log.write(step, METRICS)
         log.close()
     assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_lines_of_a_run_that_goes_on_are_read_one_at_a_time(tmp_path: Path):
+    first = MetricsLog(tmp_path, first_step=0, clock=Clock())
+    for step in range(500):
+        first.write(step, METRICS)
+    first.close()
+    with first.path.open("a") as file:
+        file.write('{"step": 500, "time_s"')  # torn
+    log = MetricsLog(tmp_path, first_step=490, clock=Clock())
+    tracemalloc.start()
+    read = [(line["step"], tracemalloc.get_traced_memory()[0]) for line in log.lines()]
+    tracemalloc.stop()
+    log.close()
+    assert [step for step, _ in read] == [*range(490)]
+    assert max(num_bytes for _, num_bytes in read) < 100_000 < log.path.stat().st_size
 
 
 def test_the_console_line_shows_no_mismatch_for_a_step_without_fresh_tokens():

@@ -18,7 +18,6 @@ from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack, trainable
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
-from ..policy.model import Policy, load_policy
 from ..policy.routers import recorded_routers
 from ..step_stats import StepStats
 from .advantages import add_advantages
@@ -38,15 +37,9 @@ class Actor:
         self.recipe = recipe
         self.group = group
         self.adapter_base = group.adapter_base(recipe)
-        self.policy: Policy = load_policy(
-            recipe.model.path,
-            "float32",
-            group.device,
-            shard=lambda policy: group.prepare(policy, recipe, self.adapter_base),
-        )
+        self.policy = group.load(recipe, self.adapter_base)
         if recipe.generator.exact:
             self.policy.make_exact(getattr(torch, recipe.model.dtype))
-        group.checkpoint_activations(self.policy, recipe)
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
@@ -131,7 +124,7 @@ class Actor:
                 progress = len(self.updates) / self._num_updates
                 packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
                 logprobs = self._backward(packed, stats)
-                if self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
+                if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
                         batch.columns[row.key]["proximal_logprobs"] = own.cpu().numpy()
             self._num_groups += len(batch.row_batch.groups)

@@ -82,11 +82,9 @@ def _shaped_rewards(
     if not algorithm.overlong_buffer and algorithm.kl_in == "loss":
         return {row.key: row.reward for row in all_rows}
     penalty = partial(
-        overlong_penalty,
-        max_new_tokens=recipe.sampling.max_new_tokens,
-        buffer=algorithm.overlong_buffer,
+        overlong_penalty, max_new_tokens=recipe.sampling.max_new_tokens, buffer=algorithm.overlong_buffer,
         penalty=algorithm.overlong_penalty,
-    )
+    )  # fmt: skip
     penalties = {key: penalty(len(columns["response_ids"])) for key, columns in own.items()}
     if not open_estimator(algorithm).kl_to_go:
         penalties = {key: value + float(kl_penalty(own[key], algorithm).sum()) for key, value in penalties.items()}

@@ -64,7 +64,9 @@ class ActorLearner(Actor):
     def export(self) -> str:
         """Write the policy in Hugging Face format, and its adapter in peft's; a collective."""
         path = CheckpointFolder(Path(self.recipe.run.dir)).path(self.version)
-        if self._staged_version != self.version:  # else its checkpoint has the export
+        # A checkpoint that was given up for want of room has left nothing.
+        is_there = self._staged_version == self.version and (path / "hf").exists()
+        if self.group.all_reduce_max([float(self.group.is_lead and not is_there)])[0]:
             weights, deadline_s = self._whole_weights(), self.recipe.comm.deadline_s
             when_there_is_room(path, lambda: self._write_policy(path, weights), deadline_s)
         return str(path / "hf")

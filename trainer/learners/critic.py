@@ -13,19 +13,12 @@ from ..algorithms.gae import value_loss
 from ..batch import PackedBatch
 from ..logprobs import by_row, packed_hidden
 from ..policy.adapter_files import AdapterBase
-from ..policy.model import Policy, load_policy
+from ..policy.model import Policy
 from .optimizer import Update, Updater, learning_rate
 
 _SUMS: tuple[str, ...] = (
-    "tokens",
-    "loss",
-    "clipped",
-    "values",
-    "returns",
-    "squared_returns",
-    "errors",
-    "squared_errors",
-)
+    "tokens", "loss", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors",
+)  # fmt: skip
 
 
 class ValueModel(nn.Module):
@@ -46,10 +39,7 @@ class Critic:
     def __init__(self, recipe: Recipe, group: ActorGroup, adapter_base: AdapterBase) -> None:
         self._recipe = recipe
         self._group = group
-        path, device = recipe.model.path, group.device
-        policy = load_policy(path, "float32", device, shard=lambda policy: group.prepare(policy, recipe, adapter_base))
-        group.checkpoint_activations(policy, recipe)
-        self.model = ValueModel(policy)
+        self.model = ValueModel(group.load(recipe, adapter_base))
         group.shard_modules(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)
@@ -83,16 +73,14 @@ class Critic:
         for name, figure in figures.items():
             self._sums[name] += float(figure.sum())
 
-    def update(self, step: int) -> Update:
+    def update(self, step: int) -> None:
         """Update the weights by the mean gradient over the tokens since the last update; a collective."""
         sums = dict(zip(_SUMS, self._group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._lr = learning_rate(self._settings, step, self._recipe.run.steps)
         scale = self._group.size / max(sums["tokens"], 1.0)
-        update = self.updater.update(scale, self._lr, is_finite=math.isfinite(sums["loss"]))
+        self._updates.append(self.updater.update(scale, self._lr, is_finite=math.isfinite(sums["loss"])))
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._step_sums = {name: value + sums[name] for name, value in self._step_sums.items()}
-        self._updates.append(update)
-        return update
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step that ends."""

@@ -130,14 +130,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        head: LogitsHead,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, head: LogitsHead,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         operand, count = head.operand(weight), len(hidden)
         found, entropy, normalizer = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
         for rows in head.chunks(count):

@@ -94,9 +94,8 @@ class ExactTableAttention(TableAttention):
     name = "triton"
 
     def use(self, table: Tensor, lengths: Tensor) -> None:
-        from ....trainer.policy.kernels.exact_attention import (
-            QueryTiles,
-        )  # Triton is installed only where there is a GPU
+        # Triton is installed only where there is a GPU.
+        from ....trainer.policy.kernels.exact_attention import QueryTiles
 
         super().use(table, lengths)
         self._queries = QueryTiles.of_newest(table, lengths)

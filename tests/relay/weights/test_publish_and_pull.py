@@ -1,6 +1,7 @@
 """Publisher, relays and readers together in one process, through shared memory and over links."""
 
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -286,6 +287,23 @@ def test_a_version_that_only_the_dead_head_had_is_pushed_to_the_next():
     assert scene.relays[1].newest is None
     scene.fleets[0].crash()
     assert until(lambda: scene.relays[1].newest == 4)
+
+
+def test_relays_that_die_do_not_each_leave_a_version_in_the_trainers_memory():
+    scene, sizes = WeightsScene(), list[int]()
+    publisher = scene.publisher()
+    tracemalloc.start()
+    for version in (0, 4, 8):
+        for number in range(version, version + 4):  # the later ones go straight to the slot
+            publisher.publish(number, weights(number))
+            assert until(lambda number=number: scene.relays[-1].newest == number)
+        scene.fleets[-1].crash()
+        scene.relays[-1].close()
+        scene.relays.append(scene.relay(version + 1))
+        assert until(lambda version=version: scene.relays[-1].newest == version + 3)
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[-1] - sizes[0] < 1.5 * scene.layout.num_bytes
 
 
 def test_an_older_version_comes_from_a_relay_that_still_holds_it(scene):

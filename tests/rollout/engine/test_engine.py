@@ -143,6 +143,9 @@ def test_a_stop_string_of_characters_that_are_several_tokens_each_ends_a_respons
     assert not engine.text.has_ended(sequence)
     sequence.token_ids.append(smiles[-1])
     assert engine.text.has_ended(sequence)
+    sequence = engine._sequence([1], SamplingParams(stop="\u65e5\u672c"), 0, 0)
+    sequence.token_ids = engine.text.encode("\u672c" * 10 + "\u65e5\u672c")
+    assert engine.text.has_ended(sequence), "the tokens that are looked at begin within a character"
 
 
 def test_the_text_of_a_special_token_stops_a_response_as_its_id_does(llama):

@@ -110,6 +110,16 @@ def test_updates_of_a_version_are_separate_optimizer_steps(policy_dir, updates, 
     assert actor.version == 2
 
 
+def test_a_rank_without_rows_for_a_micro_batch_trains_the_others_as_if_it_were_not_there(policy_dir):
+    actors = [actor_of(recipe_of(policy_dir, batch__passes=2, **DECOUPLED)) for _ in range(2)]
+    for batch in (batches := groups_of(0)):
+        batch.micro_batches.append([])
+    for actor, given in zip(actors, (groups_of(0), batches), strict=True):
+        train(actor, given)
+    for ours, theirs in zip(*(actor.policy.parameters() for actor in actors), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_every_update_of_a_version_keeps_to_the_policy_of_its_start(policy_dir):
     actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, batch__passes=2, **DECOUPLED))
     model, start = exact_model(policy_dir), exact_model(policy_dir)

@@ -32,6 +32,16 @@ def test_a_checkpoint_names_the_base_that_was_loaded_though_its_files_changed_si
         assert digest in file.metadata().values()
 
 
+def test_the_last_weights_are_exported_when_their_checkpoint_was_given_up(tmp_path: Path):
+    learner = learner_of(tiny_policy(tmp_path), tmp_path)
+    write, folder = learner.stage(), tmp_path / "checkpoints" / "step_0"
+    assert (Path(learner.export()) / "model.safetensors").exists(), "nothing was written yet"
+    write(folder)
+    exported = (folder / "hf" / "model.safetensors").stat().st_ino
+    learner.export()
+    assert (folder / "hf" / "model.safetensors").stat().st_ino == exported, "the checkpoint has it"
+
+
 def test_an_actor_starts_again_without_the_adapter_that_its_run_began_with(tmp_path: Path):
     base, folder, run = tiny_policy(tmp_path), tmp_path / "step_1", tmp_path / "run"
     learner_of(base, tmp_path).stage()(folder)

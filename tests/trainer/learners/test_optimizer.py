@@ -1,5 +1,6 @@
 """The optimizer's groups, rates and updates."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from headrace.comm.recipe import OptimizerSettings
 from headrace.trainer.checkpoint import load_state, save_state, staged
 from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.learners.optimizer import decays, learning_rate, open_optimizer, optimizer_class
+from headrace.trainer.replay import replay_steps
+from headrace.trainer.step_log import StepLog
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,17 @@ def test_a_norm_bound_of_zero_switches_clipping_off(policy_dir):
     assert norm > 1e-3
     assert all(torch.equal(a, b) for a, b in zip(unclipped, loose, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(unclipped, tight, strict=True))
+
+
+def test_a_step_whose_update_was_skipped_is_the_same_in_a_replay(policy_dir, tmp_path):
+    recipe, batch = recipe_of(policy_dir, run__dir=tmp_path), explode(batch_of(0))
+    log = StepLog(tmp_path)
+    log.add(batch)
+    log.write(0)
+    metrics = {"step": 0, **train(actor_of(recipe), [batch])}
+    assert math.isnan(metrics["actor/grad_norm"])
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    assert replay_steps(recipe) == 0
 
 
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_and_the_version_goes_on(policy_dir, capsys):

@@ -35,16 +35,8 @@ def exact_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     padded = triton.next_power_of_2(columns)
     in_program = max(1, TILE // padded)
     _norm_kernel[(triton.cdiv(rows, in_program),)](
-        x,
-        operand(weight),
-        out,
-        eps,
-        rows,
-        columns,
-        ROWS=in_program,
-        COLUMNS=padded,
-        num_warps=4 if padded <= TILE else 8,
-    )
+        x, operand(weight), out, eps, rows, columns, ROWS=in_program, COLUMNS=padded, num_warps=4 if padded <= TILE else 8,
+    )  # fmt: skip
     return out
 
 

@@ -1,0 +1,18 @@
+"""The report of a finished trajectory to the hub."""
+
+import math
+
+import pytest
+
+from headrace.comm.messages import GroupId, RowDone
+from headrace.rollout.leases import LeasedRow
+from headrace.rollout.row_writer import FinishedRow
+
+
+@pytest.mark.parametrize("reward", [math.nan, -math.inf, 1e39])
+def test_a_reward_that_no_row_and_no_journal_takes_fails_its_trajectory(reward: float):
+    """It may come from a generator of the user's, or be the sum of an environment's steps."""
+    held = LeasedRow(GroupId(0, 5).row(0), attempt=1, version=3, row={})
+    report = FinishedRow(held, reward).report(["unit"])
+    assert isinstance(report, RowDone)
+    assert (report.reward, report.failure) == (None, f"the reward is {reward}")
