@@ -119,9 +119,9 @@ class SharedMemoryPush:
         """False once the relay has taken the slot back; after `close` what it was then."""
         return self._slots.generation(reservation.slot) == reservation.generation
 
-    def reserved_buffer(self, reservation: SlotReserved) -> np.ndarray | None:
-        """The memory of a reserved slot, uint8 [num_bytes]; None once the relay has taken the slot back."""
-        return self._slots.segment.slot(reservation.slot) if self.is_reserved(reservation) else None
+    def buffer_of(self, reservation: SlotReserved) -> np.ndarray:
+        """The memory of a reserved slot, uint8 [num_bytes]."""
+        return self._slots.segment.slot(reservation.slot)
 
     def push(self, version: PendingVersion) -> None:
         """Push a version; returns when the relay has checked its bytes. Raises `PeerGone`."""

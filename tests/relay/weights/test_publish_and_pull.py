@@ -141,8 +141,9 @@ def test_a_version_whose_slot_another_one_took_before_it_was_digested_is_lost_an
     pending = handover.begin(2)
     part.write(weights(2), pending.buffer)
     store = scene.relays[0].version_store
-    incoming, _ = store.begin_receive(part.offer(1, 1), "relay-9")
-    assert incoming.slot.slot == pending.reservation.slot
+    opened = store.begin_receive(part.offer(1, 1), "relay-9")
+    assert opened and pending.reservation and opened[0].slot.slot == pending.reservation.slot
+    incoming = opened[0]
     part.write(weights(1), incoming.buffer)
     store.advance(incoming, 0, "relay-9", part.num_bytes)
     assert store.finish(incoming, 0, part.digest(incoming.buffer))
