@@ -61,9 +61,8 @@ class Journal:
                 f"{self.path} cannot be written: {error}; make room there, or set another run.dir"
             ) from error
         if isinstance(event, Checkpointed):
-            os.fsync(
-                self._file.descriptor
-            )  # a run may resume from it now, so it survives a power cut, with all before it
+            # A run may resume from it now, so it survives a power cut, with all before it.
+            os.fsync(self._file.descriptor)
 
     def move_to(self, path: Path) -> None:
         """Take the place of another journal. After a power cut the file is that one or this one, whole."""

@@ -9,7 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -152,13 +153,14 @@ class _Handover:
             assert not self.closed, "the publisher is closed"
             superseded, self._waiting = self._waiting, None
             if superseded is not None and superseded.use is SlotUse.WRITTEN:
-                reservation, buffer = superseded.reservation, superseded.buffer
-            else:
-                if superseded is not None:
-                    self._spare.append(superseded.buffer)
-                reservation, buffer = self._take_reservation()
-            if reservation is not None and buffer is not None:
-                self._writing = PendingVersion(offer, part, buffer, SlotUse.WRITTEN, reservation)
+                self._writing = replace(superseded, offer=offer)
+                return self._writing
+            if superseded is not None:
+                self._spare.append(superseded.buffer)
+            if (found := self._take_reservation()) is not None:
+                transport, slot = found
+                whose = (slot, partial(transport.is_reserved, slot))
+                self._writing = PendingVersion(offer, part, transport.buffer_of(slot), SlotUse.WRITTEN, *whose)
             else:
                 self._writing = PendingVersion(offer, part, self.memory(part.num_bytes))
             return self._writing
@@ -188,10 +190,9 @@ class _Handover:
             self._changed.wait_for(lambda: self._waiting is not None or self.closed, IDLE_S)
             taken = self._sending = self._waiting
             self._waiting = None
-            if taken is not None and taken.use is SlotUse.NONE:
+            if taken is not None and taken.use is SlotUse.NONE and (found := self._take_reservation()) is not None:
                 # The reserved slot goes to this version, so no other may be written there.
-                taken.reservation, _ = self._take_reservation()
-                taken.use = SlotUse.NONE if taken.reservation is None else SlotUse.RESERVED
+                taken.reservation, taken.use = found[1], SlotUse.RESERVED
             return taken, taken is not None or not self.closed
 
     def finish(self, previous: PendingVersion | None) -> None:
@@ -230,12 +231,11 @@ class _Handover:
         with self._changed:
             self._reservation = reservation
 
-    def _take_reservation(self) -> tuple[SlotReserved | None, np.ndarray | None]:
-        taken, self._reservation = self._reservation, None
-        if taken is None or not isinstance(self.transport, SharedMemoryPush):
-            return None, None
-        buffer = self.transport.reserved_buffer(taken)
-        return (None if buffer is None else taken), buffer
+    def _take_reservation(self) -> tuple[SharedMemoryPush, SlotReserved] | None:
+        taken, self._reservation, transport = self._reservation, None, self.transport
+        if taken is not None and isinstance(transport, SharedMemoryPush) and transport.is_reserved(taken):
+            return transport, taken
+        return None
 
 
 @dataclass

@@ -58,6 +58,8 @@ class PendingVersion:
     buffer: np.ndarray
     use: SlotUse = SlotUse.NONE
     reservation: SlotReserved | None = None
+    is_reserved: Callable[[], bool] = lambda: True
+    """Whether the reserved slot is still this version's."""
     difference: Difference | None = None
     _digest: str = ""
 
@@ -79,7 +81,12 @@ class PendingVersion:
         return self.part.num_bytes
 
     def digest(self, timeout_s: float) -> str:
-        self._digest = self._digest or self.part.digest(self.buffer)
+        if not self._digest:
+            digest = self.part.digest(self.buffer)
+            is_whole = (
+                self.use is not SlotUse.WRITTEN or self.is_reserved()
+            )  # else these may be another version's bytes
+            self._digest = digest if is_whole else "overwritten"
         return self._digest
 
     def is_valid(self) -> bool:
@@ -108,10 +115,12 @@ class SharedMemoryPush:
         self._slots.pin(answer.slot)  # maps the slot now, while the trainer does not wait for it
         return answer
 
-    def reserved_buffer(self, reservation: SlotReserved) -> np.ndarray | None:
-        """The memory of a reserved slot, uint8 [num_bytes]; None once the relay has taken the slot back."""
-        if self._slots.generation(reservation.slot) != reservation.generation:
-            return None
+    def is_reserved(self, reservation: SlotReserved) -> bool:
+        """False once the relay has taken the slot back; after `close` what it was then."""
+        return self._slots.generation(reservation.slot) == reservation.generation
+
+    def buffer_of(self, reservation: SlotReserved) -> np.ndarray:
+        """The memory of a reserved slot, uint8 [num_bytes]."""
         return self._slots.segment.slot(reservation.slot)
 
     def push(self, version: PendingVersion) -> None:

@@ -17,7 +17,7 @@ from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
 from headrace.relay.weights import push
 from headrace.relay.weights.layout import Layout
-from headrace.relay.weights.publisher import WeightPublisher
+from headrace.relay.weights.publisher import WeightPublisher, _Handover
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
 from headrace.relay.weights.shards import ShardRun, WeightShard
@@ -129,6 +129,27 @@ def test_the_next_process_of_a_relay_tells_the_hub_of_the_version_that_it_finds(
         WeightServer(scene.join("relay", 0, {"segment": segment.path}), segment, scene.settings).start(),
     ]
     assert scene.hub.receive(PATIENCE_S).message == told, "the one before may have died before it did"
+
+
+def test_a_version_whose_slot_another_one_took_before_it_was_digested_is_lost_and_not_confused():
+    scene = WeightsScene()
+    actor, part = scene.join("actor"), WeightShard.whole(scene.layout)
+    transport = push.SharedMemoryPush(actor.members("relay")[0], actor, actor.open_mailbox("actor-0/weights"))
+    handover = _Handover(part, 1)
+    handover.set_transport(transport)
+    handover.add_reservation(transport.reserve_slot(part, 1))
+    pending = handover.begin(2)
+    part.write(weights(2), pending.buffer)
+    store = scene.relays[0].version_store
+    opened = store.begin_receive(part.offer(1, 1), "relay-9")
+    assert opened and pending.reservation and opened[0].slot.slot == pending.reservation.slot
+    incoming = opened[0]
+    part.write(weights(1), incoming.buffer)
+    store.advance(incoming, 0, "relay-9", part.num_bytes)
+    assert store.finish(incoming, 0, part.digest(incoming.buffer))
+    transport.push(pending)
+    assert store.slots.newest() == 1 and pending.detached() is None
+    handover.set_transport(None)
 
 
 def test_tensors_may_change_once_publish_has_returned(scene):
