@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...comm.errors import SettingError
-from ...comm.recipe import Recipe
+from ...comm.recipe import CriticSettings, Recipe
 
 _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Advantages against the other samples of the prompt."""
@@ -28,8 +28,8 @@ def _useless(recipe: Recipe) -> Iterator[str]:
     if algorithm.advantage != "gae" and (algorithm.gamma, algorithm.lam) != (1, 1):
         yield f"algorithm.gamma and algorithm.lam have no effect on algorithm.advantage={algorithm.advantage}"
     warmup_steps = recipe.critic.warmup_steps
-    if algorithm.advantage != "gae" and warmup_steps:
-        yield f"critic.warmup_steps has no effect on algorithm.advantage={algorithm.advantage}"
+    if algorithm.advantage != "gae" and recipe.critic != CriticSettings():
+        yield f"critic.lr, critic.clip_value and critic.warmup_steps have no effect on algorithm.advantage={algorithm.advantage}"
     elif warmup_steps >= recipe.run.steps:
         yield f"critic.warmup_steps={warmup_steps}: all of run.steps={recipe.run.steps} leave the policy as it is"
     if algorithm.clip_dual is not None and algorithm.loss in ("cispo", "reinforce"):

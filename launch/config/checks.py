@@ -184,6 +184,9 @@ def _check_functions(recipe: Recipe) -> None:
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
+    for setting, engine in (("rollout.engine", recipe.rollout.engine), ("trainer.engine", recipe.trainer.engine)):
+        if ".py:" in engine:
+            check_function(setting, engine)
     for name in ("advantage", "loss"):
         if ":" in (path := getattr(recipe.algorithm, name)):
             check_function(f"algorithm.{name}", path)
@@ -304,6 +307,8 @@ def _bound_names(tree: ast.Module) -> Iterator[str]:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 yield from (alias.asname or alias.name.partition(".")[0] for alias in aliases)
             case ast.Assign(targets=targets):
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
-            case ast.If() | ast.Try():
+                yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If() | ast.Try() | ast.With() | ast.For():
                 yield "*"

@@ -40,9 +40,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """The mapping, if no key is there twice: YAML keeps the last one, and the settings under the others would be lost."""
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(problem=f"{twice!r} is there twice", problem_mark=node.start_mark)
+        keys = [key for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:number]]:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value!r} is there twice", problem_mark=key.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -202,7 +205,11 @@ def _nearest(name: str) -> str:
     if name in _RENAMED:
         return f"; it is {_RENAMED[name]} now"
     known, leaf = known_settings(), name.rpartition(".")[2]
-    near = [other for other in known if other.endswith(f".{leaf}")] or difflib.get_close_matches(name, known, n=1)
+    near = (
+        [other for other in known if other.startswith(name)]
+        or [other for other in known if other.endswith(f".{leaf}")]
+        or difflib.get_close_matches(name, known, n=1)
+    )
     return f"; the nearest is {near[0]!r}" if near else "; --help lists all settings"
 
 

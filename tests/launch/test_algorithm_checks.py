@@ -27,6 +27,7 @@ def test_settings_that_exclude_each_other_are_refused(words: list[str], message:
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1"),
         (["algorithm.lam=0.95"], "algorithm.lam"),
         (["critic.warmup_steps=1"], "critic.warmup_steps"),
+        (["critic.lr=1e-6"], "critic.lr, critic.clip_value"),
         (["algorithm.advantage=gae", "critic.warmup_steps=3", "run.steps=3"], "critic.warmup_steps=3"),
     ],
 )

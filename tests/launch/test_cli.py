@@ -83,6 +83,7 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a missing reward function", {"reward.path": "{folder}/rewards.py:f"}, None, "has no function 'f'; it defines reward"),
     ("a reward without a function", {"reward.path": "x.py"}, None, "reward.path: 'x.py' is not of the form FILE.py:FUNCTION"),
     ("a reward file that is not Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
+    ("a missing engine", {"rollout.engine": "{folder}/rewards.py:Engine"}, None, "rollout.engine: {folder}/rewards.py has no function 'Engine'"),
     ("a rate below a schedule's last", {"optimizer.lr_schedule": "polynomial", "optimizer.lr": "1e-7"}, None, "optimizer.lr: lr_schedule=polynomial"),
     ("a floor of another schedule", {"optimizer.min_lr_ratio": "0.1"}, None, "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
     ("an update without a group", {"batch.updates_per_version": "99"}, None, "batch.updates_per_version: more than batch.prompts"),

@@ -29,6 +29,7 @@ from headrace.launch.config.run_folder import make_run_folder
         ("steps=3", "unknown setting 'steps'; the nearest is 'run.steps'"),
         ("algorithm.scale_by_std=false", "it is algorithm.scale_rewards=group (true) or none (false) now"),
         ("trainer.lr=3", "the nearest is 'optimizer.lr'"),
+        ("batch.samples=3", "the nearest is 'batch.samples_per_prompt'"),
         ("zzz.qq=3", "unknown setting 'zzz.qq'; --help lists all settings"),
         ("run=3", "'run' is a section; set one of its settings, such as run.dir"),
         ("run.dir.x=4", "run.dir is one value and has no settings of its own"),
@@ -73,7 +74,7 @@ def test_the_message_for_a_wrong_override_names_the_setting(word: str, message: 
         ("run: {", "is not YAML"),
         ("run: !!map steps", "is not YAML"),
         ("run: {steps: 3}\nrun: {seed: 1}", "'run' is there twice"),
-        ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "'lr' is there twice"),
+        ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "'lr' is there twice in \"<unicode string>\", line 3, column 3"),
     ],
 )
 def test_the_message_for_a_wrong_recipe_file_names_the_file(tmp_path: Path, text: str, message: str):

@@ -54,3 +54,11 @@ def test_a_ready_function_without_its_package_says_how_to_install_it(monkeypatch
         SettingError, match=r"reward\.path: math needs the package math_verify: pip install 'headrace\[math\]'"
     ):
         checks.check_rewards(read_recipe(None, ["reward.path=[gsm8k, math]"]).reward)
+
+
+@pytest.mark.parametrize(
+    "text", ["score: object = print", "other, score = len, print", "with open(__file__):\n    score = print"]
+)
+def test_a_file_may_bind_its_function_in_any_way(tmp_path: Path, text: str):
+    (tmp_path / "rewards.py").write_text(text)
+    checks.check_function("reward.path", f"{tmp_path}/rewards.py:score")
