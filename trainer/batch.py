@@ -46,7 +46,7 @@ class Trajectory:
     @classmethod
     def of(cls, row: RowRef, columns: Mapping[str, np.ndarray]) -> "Trajectory":
         """A row with its columns."""
-        names = [field.name for field in fields(cls) if field.name in columns]
+        names = {field.name for field in fields(cls)} & columns.keys() - {"version"}  # the row's own is meant
         return cls(version=row.version, **{name: columns[name] for name in names})
 
     @property

@@ -6,6 +6,7 @@ is a number, `0012` may be a name, and `on` is true only for a boolean setting. 
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -170,7 +171,8 @@ def _typed(kind: kinds.Type, value: Any) -> Any:
                 case kinds.IntType(), str():
                     return int(value)
                 case kinds.FloatType(), str():
-                    return float(value.replace(".inf", "inf"))
+                    number = float(value.replace(".inf", "inf"))
+                    return ".nan" if math.isnan(number) else number  # `convert` would take any other spelling
                 case kinds.DictType(), str() | dict():
                     entries = yaml.load(value, _Loader) if isinstance(value, str) else value
                     if isinstance(entries, dict):

@@ -50,6 +50,11 @@ def row_of(number: int, num_tokens: int) -> RowRef:
     return RowRef(RowId(0, number, 0), 1, ["relay-0#1"], 0, num_tokens, 0.0)
 
 
+def test_a_users_column_named_version_is_not_the_rows_version():
+    names = ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask", "advantages", "version")
+    assert Trajectory.of(row_of(3, 2), {name: np.zeros(2) for name in names}).version == row_of(3, 2).version
+
+
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
     num_ranks=st.integers(1, 4),
