@@ -609,8 +609,7 @@ def test_a_console_on_a_full_disk_ends_nothing(scene: MakeScene, monkeypatch: py
 
 def test_a_report_by_another_reader_takes_no_row_from_the_trainer_that_has_it(scene: MakeScene):
     s = scene(samples=1)
-    for request in (1, 2):
-        s.finish(s.lease(request=request))
+    s.finish(s.lease(num_groups=2))
     s.say("actor-0", RequestRows(1, ["train"], 0))
     (batch,) = s.heard("actor-0")
     assert isinstance(batch, TrainBatch) and len(batch.groups) == 2
