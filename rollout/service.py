@@ -97,11 +97,13 @@ class GeneratorService:
         *,
         truncated: bool = False,
     ) -> None:
-        """Submit a finished trajectory: the response's tokens with their log-probabilities, and its reward. Never blocks.
+        """Submit a finished trajectory: the response's tokens, a log-probability for each, and its reward. Never blocks.
 
         Log-probabilities are those of the policy at the temperature of sampling, before filters and penalties.
         `truncated`: the response was cut at its longest length.
         """
+        if len(response_ids) != len(logprobs):
+            raise ValueError(f"{len(logprobs)} log-probabilities for {len(response_ids)} tokens of {sample.row_id}")
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")

@@ -100,6 +100,8 @@ def test_a_run_trains_on_the_rows_of_a_users_generator(tmp_path: Path):
                 while held := service.prompts(room=4):
                     for number, sample in enumerate(held):
                         assert sample.row["prompt"].startswith("say")
+                        with pytest.raises(ValueError, match="2 log-probabilities for 3 tokens"):
+                            service.put(sample, [1, 2], [5, 5, 5], [-1.0, -1.0], reward=1.0)
                         service.put(sample, [1, 2], [5, 5, 5], [math.log(1 / 100)] * 3, reward=float(number % 2))
         except RunStopped:
             service.close()
