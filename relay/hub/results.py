@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ...comm.disk import say
 from ...comm.messages import DropRows, RowDone, RowId, RowsNotFound
-from ...comm.messages.base import is_partial, process_of
+from ...comm.messages.base import is_partial, process_of, role_of
 from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
@@ -105,9 +105,14 @@ class Results(Handler):
         log.info("row %s attempt %d from %s is fenced off", done.row, done.attempt, sender)
 
     def _on_rows_not_found(self, sender: str, message: RowsNotFound) -> None:
-        """A reader found no copy of some rows: drop what is left of them; they are generated again."""
-        told = zip(message.rows, message.attempts, strict=True)
-        lost = {row_id: attempt for row_id, attempt in told if self.state.has_attempt(row_id, attempt)}
+        """A reader found no copy of some rows: drop what is left of them; they are generated again.
+
+        Rows in training are the trainer's alone, which may have their bytes already.
+        """
+        told = dict(zip(message.rows, message.attempts, strict=True))
+        lost = {row_id: attempt for row_id, attempt in told.items() if self.state.has_attempt(row_id, attempt)}
+        if role_of(sender) != "actor":
+            lost = {row_id: attempt for row_id, attempt in lost.items() if self.state.groups[row_id.group].step is None}
         if lost:
             self.context.drop_rows(lost)
             reason = f"{sender}: {message.reason}"

@@ -605,3 +605,15 @@ def test_a_console_on_a_full_disk_ends_nothing(scene: MakeScene, monkeypatch: py
     with suppress(OSError):
         console.close()
     assert s.hub.state.failures == {"the reward failed": 1}
+
+
+def test_a_report_by_another_reader_takes_no_row_from_the_trainer_that_has_it(scene: MakeScene):
+    s = scene(samples=1)
+    s.finish(s.lease(num_groups=2))
+    s.say("actor-0", RequestRows(1, ["train"], 0))
+    (batch,) = s.heard("actor-0")
+    assert isinstance(batch, TrainBatch) and len(batch.groups) == 2
+    s.hub.on_storage_lost("relay-0#1", "dead")
+    s.say("reference-0", RowsNotFound([batch.groups[0].row(0)], [1], "a batch from before it was frozen"))
+    s.say("actor-0", StepTrained(0))
+    assert s.hub.state.account.trained == 2 and not s.hub.state.groups
