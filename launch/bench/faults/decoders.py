@@ -131,7 +131,7 @@ def _of_links() -> list[Decoder]:
     answers = (
         storage.Reserved([0], [1]),
         storage.Located([[storage.Block(1, 0, columns)]]),
-        storage.Listing({"0.3.0@1": 0}, [("reward",)]),
+        storage.Listing(["0.3.0@1"]),
         storage.NotFound("0.3.0@1"),
         storage.Refused("full", is_full=True),
     )
