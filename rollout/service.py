@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..comm.fleet import Fleet
+from ..comm.mailbox import HUB
 from ..comm.messages import LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
@@ -30,6 +31,7 @@ class GeneratorService:
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
         self.version = -1
+        self._fleet = fleet
         self._deadline_s = recipe.comm.deadline_s
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._leases = HeldLeases(
@@ -70,12 +72,17 @@ class GeneratorService:
     def prompts(self, room: int) -> list[LeasedRow]:
         """About `room` samples to generate, each with its `row` of the data set.
 
-        Waits until admission allows some; returns an empty list when a newer version should be taken first. Raises `RunStopped`.
+        Waits until admission allows some, which may take as long as the trainer's step; returns an empty list when a newer version
+        should be taken first. Raises `RunStopped`, and `WaitTimeout` when there has been no hub for `comm.deadline_s`.
         """
         self._leases.drained()
         with waiting("hub", "prompts", self._deadline_s) as wait:
+            alive_s = 0.0
             while not self.is_outdated:
-                wait.check()
+                if self._fleet.alive_members(HUB):
+                    alive_s = wait.elapsed_s
+                elif wait.elapsed_s - alive_s >= self._deadline_s:
+                    wait.check()
                 self._leases.ask(self.version, room)
                 envelope = self._mailbox.receive(0.05)
                 match envelope.message if envelope else None:
