@@ -12,7 +12,8 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 ruff format --check .
 ruff check .
 pyright
-python -m pytest -m "not slow" --numprocesses "$cores" --maxprocesses 16 --dist worksteal "$@"
+# One worker more than cores: tests of whole runs wait for their processes for a part of their time.
+python -m pytest -m "not slow" --numprocesses $((cores + 1)) --maxprocesses 16 --dist worksteal "$@"
 if [ -n "${CI:-}" ]; then
     CORES=$cores bash tests/extras.sh
 fi

@@ -10,7 +10,7 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES, P90_FUNCTION_LINES = 45, 30
 MAX_PUBLIC_NAMES, USUAL_PUBLIC_NAMES = 12, 8
 MAX_ENTRIES, MAX_RELAY_ENTRIES = 18, 8
-MAX_PRODUCT_LINES = 39_470
+MAX_PRODUCT_LINES = 39_480
 MIN_TEST_SHARE = 0.5
 COLLECTIONS = ("errors.py", "protocol.py", "events.py")
 """Files that hold many like things, which count as one."""

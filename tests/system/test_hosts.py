@@ -123,6 +123,7 @@ def hosts_job(tmp_path: Path) -> Callable[..., HostsJob]:
     return lambda num_hosts, **settings: HostsJob(tmp_path, num_hosts, **settings)
 
 
+@pytest.mark.slow
 def test_hosts_with_actors_train_together_end_together_and_are_replayed_bit_for_bit(hosts_job):
     job = hosts_job(2, roles__actor=3, roles__rollout=2, checkpoint__every=2, comm__tls=True).start(ranks="3,4")
     assert job.end() == [0, 0], job.logs()
@@ -263,7 +264,8 @@ def test_trajectories_move_with_their_pages_to_another_host(hosts_job):
     assert job.summary()["accounting"]["holds"] is True and audit([str(job.dir)]) == 0
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2, 60])
 def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
     """The end of the run is far away; the rollout of the host is in the journal again after the cut."""
     job = hosts_job(2, roles__relay=2, roles__rollout=1, roles__actor=1, run__steps=100_000, run__save_rows=False)
