@@ -63,7 +63,7 @@ def recovery_times(target: str, since: float, events: Iterable[ev.Event], units:
     A dead rollout's leases are back (`failover`) and its next process has weights (`restart`); rows are ready in a unit
     of the relay that is not one of `units`; the hub is open; the trainer has joined again (`restart`) and trained its next step,
     and rows are ready meanwhile. `next-step` is the next step of any run. A step of a dead trainer that the hub hears of late
-    is none of the next one's.
+    does not count for the next one.
     """
     known, times = set(units), dict[str, float]()
     name = target.removeprefix("host of ").removeprefix("supervisor of ")
