@@ -134,9 +134,8 @@ class RowFetcher:
         lost = [row for row, is_lost in zip(row_batch.rows(), flags, strict=True) if is_lost]
         if not lost:
             return batch
-        if (
-            self._team.rank == 0
-        ):  # whose next request counts without these groups, so the hub has to hear of them before
+        if self._team.rank == 0:
+            # Its next request counts without these groups, so the hub has to hear of them before.
             self._requester.report(lost, next(filter(None, reasons.values()), "another rank found no copy"))
         return batch.without({row.row.group for row in lost})
 

@@ -83,9 +83,8 @@ class PendingVersion:
     def digest(self, timeout_s: float) -> str:
         if not self._digest:
             digest = self.part.digest(self.buffer)
-            is_whole = (
-                self.use is not SlotUse.WRITTEN or self.is_reserved()
-            )  # else these may be another version's bytes
+            # In a slot that was taken back the bytes may be another version's.
+            is_whole = self.use is not SlotUse.WRITTEN or self.is_reserved()
             self._digest = digest if is_whole else "overwritten"
         return self._digest
 
