@@ -116,7 +116,7 @@ def run_once(words: Sequence[str], target: float, policy: str | None) -> Outcome
     """Run the quickstart with these settings; raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        settings = [f"run.dir={run_dir}", "run.save_rows=false", "roles.rollout=1", *words]
+        settings = [f"run.dir={run_dir}", "run.save_rows=none", "roles.rollout=1", *words]
         if policy:
             settings.append(f"model.path={policy}")
         if code := CpuMonitor().watch([sys.executable, "-m", "headrace.launch.quickstart", *settings]):

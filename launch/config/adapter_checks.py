@@ -28,7 +28,8 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     layers = target_layers(policy.model, lora.targets)
     if lora.path:
         shapes = adapter_shapes(layers, lora.rank)
-        start_adapter(shapes, lora, start_folder(recipe), AdapterBase.read(recipe.model.path))
+        start = Path(lora.path) if recipe.run.resume == "restart" else start_folder(recipe)
+        start_adapter(shapes, lora, start, AdapterBase.read(recipe.model.path))
     warnings = _warn_of_start(recipe)
     if FAMILIES[policy.config.model_type].has_experts:
         warnings.append(
@@ -41,7 +42,9 @@ def _warn_of_start(recipe: Recipe) -> list[str]:
     """A warning if a run that continues from a checkpoint began with another adapter than that of `lora.path`."""
     from ...trainer.policy.adapter_files import has_other_start, start_folder
 
-    if not CheckpointFolder(Path(recipe.run.dir)).whole() or not has_other_start(recipe):
+    if recipe.run.resume == "restart" or not CheckpointFolder(Path(recipe.run.dir)).whole():
+        return []
+    if not has_other_start(recipe):
         return []
     if not recipe.lora.path:
         return [f"lora.path is not set: the run continues with the adapter that it began with, {start_folder(recipe)}"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...comm.errors import SettingError
-from ...comm.recipe import CriticSettings, Recipe
+from ...comm.recipe import AlgorithmSettings, CriticSettings, Recipe
 
 _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Advantages against the other samples of the prompt."""
@@ -18,11 +18,68 @@ def check_algorithm(recipe: Recipe) -> list[str]:
         raise SettingError(
             f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than sampling.max_new_tokens={longest}"
         )
-    return list(_useless(recipe))
+    if recipe.queue.filter_zero_std and recipe.batch.samples_per_prompt == 1:
+        raise SettingError(
+            "queue.filter_zero_std=true: with batch.samples_per_prompt=1 the rewards of each group are equal, so all are"
+            " dropped; set it to false, or take more samples"
+        )
+    return [*_useless(recipe), *_without_ratio(recipe), *_without_weight(recipe)]
+
+
+def _changed(settings: AlgorithmSettings, *names: str) -> list[str]:
+    """Those of the settings that differ from their defaults, as the user knows them."""
+    default = AlgorithmSettings()
+    return [f"algorithm.{name}" for name in names if getattr(settings, name) != getattr(default, name)]
+
+
+def _has_several_updates(recipe: Recipe) -> bool:
+    return recipe.batch.updates_per_version * recipe.batch.passes > 1
+
+
+def _without_ratio(recipe: Recipe) -> Iterator[str]:
+    """Losses and clip bounds whose ratio is 1 for each token: all are REINFORCE's gradient, times the importance weight."""
+    algorithm = recipe.algorithm
+    if algorithm.loss == "reinforce":
+        if bounds := _changed(algorithm, "clip_low", "clip_high"):
+            yield f"{', '.join(bounds)}: no effect on algorithm.loss=reinforce"
+        return
+    if algorithm.proximal == "rollout" or _has_several_updates(recipe) or ":" in algorithm.loss:
+        return
+    # `token_clip` has the bounds in its weights; a weight of whole responses is GSPO's, whatever the ratio.
+    is_clipped = algorithm.importance_sampling == "token_clip" and algorithm.loss == "clip"
+    is_by_sequence = algorithm.importance_sampling.startswith("sequence") and algorithm.loss == "gspo"
+    dual = () if algorithm.loss == "cispo" else ("clip_dual",)
+    names = _changed(algorithm, *(() if is_clipped else ("clip_low", "clip_high")), *dual)
+    if algorithm.loss != "clip" and not is_by_sequence:
+        names.insert(0, f"algorithm.loss={algorithm.loss}")
+    if names:
+        yield (
+            f"{', '.join(names)}: no effect, since with algorithm.proximal={algorithm.proximal} and one update for each"
+            " version the ratio is 1 for every token; set algorithm.proximal=rollout for the ratio to the policy that"
+            " generated, or more batch.updates_per_version or batch.passes"
+        )
+
+
+def _without_weight(recipe: Recipe) -> Iterator[str]:
+    """Settings of importance weights, and of the policy between, that change nothing."""
+    algorithm = recipe.algorithm
+    weights = _changed(algorithm, "importance_sampling", "importance_sampling_cap", "mismatch_cap")
+    if algorithm.proximal == "rollout" and weights:
+        yield f"{', '.join(weights)}: no effect with algorithm.proximal=rollout, whose weights are 1"
+    elif algorithm.importance_sampling == "token_clip" and algorithm.loss != "clip":
+        yield f"algorithm.importance_sampling=token_clip is token_truncate for algorithm.loss={algorithm.loss}"
+    if algorithm.proximal == "loglinear" and not _has_several_updates(recipe):
+        yield "algorithm.proximal=loglinear is the same as version with one update for each version"
 
 
 def _useless(recipe: Recipe) -> Iterator[str]:
-    algorithm = recipe.algorithm
+    algorithm, default = recipe.algorithm, AlgorithmSettings()
+    if algorithm.advantage != "grpo" and algorithm.scale_rewards != default.scale_rewards:
+        yield f"algorithm.scale_rewards has no effect on algorithm.advantage={algorithm.advantage}"
+    if algorithm.overlong_buffer == 0 and algorithm.overlong_penalty != default.overlong_penalty:
+        yield "algorithm.overlong_penalty has no effect with algorithm.overlong_buffer=0"
+    if algorithm.kl_coef == 0 and algorithm.kl_estimator != default.kl_estimator:
+        yield "algorithm.kl_estimator has no effect with algorithm.kl_coef=0"
     if recipe.batch.samples_per_prompt == 1 and algorithm.advantage in _OF_A_GROUP:
         yield f"algorithm.advantage={algorithm.advantage} is 0 for every response with batch.samples_per_prompt=1"
     if algorithm.advantage != "gae" and (algorithm.gamma, algorithm.lam) != (1, 1):

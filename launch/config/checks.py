@@ -4,8 +4,10 @@ Every check raises `SettingError`. Bounds of one setting are at its field in `co
 """
 
 import ast
+import math
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,46 +16,79 @@ from msgspec import structs
 
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
-from ...comm.recipe import Recipe, RewardSettings
+from ...comm.recipe import DataSettings, Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.hub.model_check import JOINED
 from ...relay.journal.journal import Journal
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
+from ...trainer.memory import PolicySizes
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .adapter_checks import check_lora
 from .algorithm_checks import check_algorithm
 from .comm_checks import check_comm
-from .data_checks import check_data, check_lengths
+from .data_checks import CheckedData, check_data, check_lengths
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, model_digests, read_config
-from .run_folder import make_run_folder
+from .run_folder import under_way
+from .signature_checks import check_reward_arguments, check_tools
+
+_USUAL_RATES = ((50e6, math.inf), (500e6, 5e-5), (math.inf, 1e-5))
+"""Largest usual learning rate of all weights of a policy with up to so many parameters: the smaller the policy, the more it takes."""
 
 
-def check_recipe(recipe: Recipe) -> list[str]:
-    """Check settings, files, data and functions of a recipe; returns warnings."""
-    check_combinations(recipe)
-    check_replicas(recipe.roles, recipe.rollout.tp)
+def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
+    """Check settings, files, data and functions of a recipe; returns warnings. Leaves no file.
+
+    `unmade` are settings whose files a start makes first, so that they cannot be checked yet.
+    """
+    warnings = check_settings(recipe)
     check_run_folder(recipe)
-    evaluation = check_evaluation(recipe)
+    evaluation = [] if "eval.path" in unmade else check_evaluation(recipe)
     if is_emulated(recipe):
         check_data(recipe.data)
-        return []
+        return warnings
     _check_functions(recipe)
-    _check_optimizer(recipe)
-    warnings = check_algorithm(recipe)
-    data = check_data(recipe.data)
+    data = CheckedData([], []) if "data.path" in unmade else check_data(recipe.data)
+    warnings += _check_calls(recipe, data, evaluation)
+    if "model.path" in unmade:
+        return warnings
     policy = ModelFiles.read(recipe.model.path)
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
+    warnings += _check_rate(recipe, policy.folder)
     warnings += check_lora(recipe, policy.folder)
-    warnings += check_lengths(recipe, data, policy)
-    for settings, prompts in evaluation:
-        warnings += check_lengths(structs.replace(recipe, data=settings), prompts, policy)
+    warnings += check_lengths(recipe, data.prompts, policy)
+    for settings, found in evaluation:
+        warnings += check_lengths(structs.replace(recipe, data=settings), found.prompts, policy)
     return warnings
+
+
+def _check_calls(
+    recipe: Recipe, data: CheckedData, evaluation: Sequence[tuple[DataSettings, CheckedData]]
+) -> list[str]:
+    """The rewards and tools can be called; returns warnings. A rollout with a loop of its own may call rewards in another way."""
+    check_tools(recipe.environment)
+    if not recipe.reward.path or ":" in recipe.rollout.engine:
+        return []
+    rows = [row for _, found in evaluation for row in found.first_rows]
+    return [
+        *check_reward_arguments(recipe.reward, data.first_rows, "data.path"),
+        *check_reward_arguments(recipe.reward, rows, "eval.path"),
+    ]
+
+
+def check_settings(recipe: Recipe) -> list[str]:
+    """Check the settings against each other, without files; returns warnings."""
+    check_combinations(recipe)
+    check_replicas(recipe.roles, recipe.rollout.tp)
+    if is_emulated(recipe):
+        return []
+    _check_optimizer(recipe)
+    return check_algorithm(recipe)
 
 
 def is_emulated(recipe: Recipe) -> bool:
@@ -161,18 +196,25 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
 
 
 def check_run_folder(recipe: Recipe) -> None:
-    """The run folder can be written, and holds no run unless the recipe resumes it."""
+    """The run folder can be made or written, and holds no run unless the recipe resumes it. It is not made here."""
     folder = Path(_given("run.dir", recipe.run.dir, "a folder for the files of the run"))
-    journal = make_run_folder(folder) / "journal.jsonl"
+    if not folder.exists():
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        try:
+            Path(tempfile.mkdtemp(dir=above)).rmdir()  # permissions alone do not tell: /proc, a read-only file system
+        except OSError as error:
+            raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
+        return
+    if not folder.is_dir():
+        raise SettingError(f"run.dir: {folder} is not a folder")
+    journal = folder / "journal.jsonl"
     if not os.access(folder, os.W_OK | os.X_OK) or (journal.exists() and not os.access(journal, os.R_OK | os.W_OK)):
         raise SettingError(f"run.dir: no permission to write in {folder}")
     if not journal.exists():
         return
     if Journal.is_in_use(journal):
-        raise SettingError(
-            f"run.dir: a run is under way in {folder}; end it (python -m headrace.launch.ctl {folder} stop), or set another run.dir"
-        )
-    if recipe.run.resume != "auto":
+        raise SettingError(f"run.dir: {under_way(folder)}")
+    if recipe.run.resume == "never":
         raise SettingError(
             f"run.dir: {folder} holds a run already; set run.resume=auto to resume it, or another run.dir"
         )
@@ -256,7 +298,9 @@ def check_rewards(settings: RewardSettings) -> None:
         if path not in READY:
             check_function("reward.path", path, f"FILE.py:FUNCTION, or one of {', '.join(READY)}")
         elif (package := NEEDS.get(path)) is not None and find_spec(package) is None:
-            raise SettingError(f"reward.path: {path} needs the package {package}: pip install 'headrace[{path}]'")
+            raise SettingError(
+                f"reward.path: {path} needs the package {package}: pip install {package.replace('_', '-')}"
+            )
 
 
 def _check_optimizer(recipe: Recipe) -> None:
@@ -273,6 +317,22 @@ def _check_optimizer(recipe: Recipe) -> None:
         from ...trainer.learners.optimizer import optimizer_class
 
         optimizer_class(optimizer.name)
+
+
+def _check_rate(recipe: Recipe, folder: Path) -> list[str]:
+    """A warning of a rate at which a pretrained model forgets what it knows."""
+    lr = recipe.optimizer.lr
+    if recipe.lora.rank or lr <= min(rate for _, rate in _USUAL_RATES):
+        return []
+    try:
+        size = PolicySizes.of(read_config(folder)).num_parameters
+    except SettingError:  # only for the estimate
+        return []
+    most = next(rate for parameters, rate in _USUAL_RATES if size <= parameters)
+    if lr <= most:
+        return []
+    usual = f"1e-6 to {most:g} is usual, more with lora.rank"
+    return [f"optimizer.lr={lr:g} is high for all {size / 1e6:,.0f}M weights of model.path; {usual}"]
 
 
 def check_function(setting: str, path: str, form: str = "FILE.py:FUNCTION") -> None:

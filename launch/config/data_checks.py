@@ -1,7 +1,8 @@
 """Checks of `data.*`: the settings fit together, the rows can be read, and their prompts fit the policy."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import structs
 
 from ...comm.errors import SettingError
@@ -10,12 +11,21 @@ from ...relay.dataset.gym_tasks import REASONING_GYM
 from ...relay.dataset.opening import checked_prompts, open_rows
 from .model_files import ModelFiles
 
+LEAST_SHARE = 1e-6
+"""A smaller share of the prompts, above 0, is taken for a mistake: a round of the mixture would have millions of prompts."""
 _SPECIAL_TOKENS = 16
 """More than any tokenizer adds around a text."""
 
 
-def check_data(settings: DataSettings) -> list[Any]:
-    """The prompts of the data; every row is checked."""
+class CheckedData(NamedTuple):
+    """The prompts of the sets of a setting, and the first row of each set."""
+
+    prompts: list[Any]
+    first_rows: list[dict[str, Any]]
+
+
+def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
+    """The prompts of the data, of each set at most `most`; every row is checked. Raises `SettingError`."""
     if not any(settings.paths):
         raise SettingError("data.path is not set; it names a file or data set with a column of prompts")
     _check_streaming(settings)
@@ -24,8 +34,11 @@ def check_data(settings: DataSettings) -> list[Any]:
         raise SettingError(
             f"data.weights: {len(weights)} weights, not all 0, for {len(settings.paths)} sets of data.path"
         )
+    if rare := [weight for weight in weights if 0 < weight < LEAST_SHARE * sum(weights)]:
+        raise SettingError(f"data.weights: {rare[0]:g} is less than a millionth of their sum; 0 leaves a set out")
     each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
-    return [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column)]
+    prompts = [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column, most)]
+    return CheckedData(prompts, [msgspec.json.decode(rows[0]) for rows, _ in each])
 
 
 def _check_streaming(settings: DataSettings) -> None:

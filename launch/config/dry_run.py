@@ -1,63 +1,139 @@
-"""`--dry-run`: the roles, the batch arithmetic and the memory of a recipe, without starting it."""
+"""`--dry-run`: the roles, the batch arithmetic and the memory of a recipe, and the checks of its start, without starting it."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...comm.errors import SettingError
+from ...comm.host_memory import free_bytes, memory_bytes
 from ...comm.recipe import Recipe
 from ...relay.dataset.rows import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
+from ..cores import Cores, cores_of, ignored_threads, usable_cores
 from ..placement import Placement, count_ranks, place_ranks, visible_devices
 from .gpus import Gpus
+from .host_plan import HostShortage
 from .load import recipe_yaml
-from .memory_plan import MemoryPlan
+from .memory_plan import MemoryPlan, with_micro_tokens
 from .model_files import read_config
+from .prompt_lengths import longest_prompt
 
 
-def print_plan(recipe: Recipe, hosts: Sequence[int] = (), gpus: Gpus | None = None) -> None:
-    """Print the plan of a recipe whose policy this program can run. Raises `SettingError`."""
-    from .checks import check_family
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The options of a dry run: its output, and the machine that it is for."""
 
-    if recipe.model.path and (Path(recipe.model.path) / "config.json").exists():
-        check_family(recipe, Path(recipe.model.path))
-    sys.stdout.write(describe_run(recipe, hosts, gpus))
+    hosts: Sequence[int] = ()
+    """Ranks on each host; by default all are on one."""
+    gpus: Gpus | None = None
+    """Those of another machine to plan for, whose files are not looked for here; None plans for this host. A GPU of them that is too
+    small is an error."""
+    unmade: Collection[str] = ()
+    """Settings whose files a start makes first."""
+    with_settings: bool = False
+
+    def of(self, recipe: Recipe) -> list[str]:
+        """Print the plan, then check the recipe as its start does; returns warnings. Raises `SettingError`."""
+        from .checks import check_family, check_recipe, check_settings
+
+        recipe = with_micro_tokens(recipe, self._present)
+        text, refused = self.plan(recipe)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if self.gpus is None:
+            warnings = check_recipe(recipe, unmade=self.unmade)
+            if recipe.run.resume == "auto" and recipe.run.mode == "train":
+                from ..resume import choose_point, finished_after
+
+                if finished_after(recipe) is None:
+                    sys.stdout.write("".join(f"{line}\n" for line in choose_point(recipe).lines))
+        else:
+            warnings = check_settings(recipe)
+            if (Path(recipe.model.path or "?") / "config.json").exists():
+                check_family(recipe, Path(recipe.model.path))
+        if refused:
+            raise SettingError("; ".join(refused))
+        return warnings
+
+    def plan(self, recipe: Recipe) -> tuple[str, list[str]]:
+        """Roles, batch arithmetic and memory estimate as text, and what a start is refused for. Raises SettingError."""
+        places = place_ranks(recipe.roles, self.hosts or [count_ranks(recipe.roles)], recipe.rollout.tp)
+        refused: list[str] = []
+        try:
+            longest = longest_prompt(recipe, self.unmade) if self.gpus is None else None
+            plan = MemoryPlan(recipe, _config_of(recipe), places, self._present, longest)
+        except SettingError as error:
+            memory = [f"unknown: {error}"]
+        else:
+            warnings, on_host = plan.shortages(), _on_this_host(plan, recipe) if self.gpus is None else []
+            refused = warnings if self.gpus is not None else [each.text for each in on_host if each.is_certain]
+            warnings += [each.text for each in on_host if not each.is_certain]
+            memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in warnings)]
+        blocks = {
+            "roles": _roles(recipe, places, self._present),
+            "batch": _batch(recipe),
+            "memory (estimate)": memory,
+            **({"recipe": recipe_yaml(recipe).splitlines()} if self.with_settings else {}),
+        }
+        texts = (f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in blocks.items())
+        return "\n".join(texts), refused
+
+    @property
+    def _present(self) -> Gpus:
+        return Gpus.of_this_host() if self.gpus is None else self.gpus
 
 
-def describe_run(recipe: Recipe, hosts: Sequence[int] = (), gpus: Gpus | None = None) -> str:
-    """Roles, batch arithmetic, memory estimate and the resolved recipe, as text.
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """The findings of a start on this host alone: warnings about its memory and its threads, and the bytes that each process needs at most."""
 
-    `hosts` are the numbers of ranks on each, by default all on one; `gpus` are those to plan for, by default this host's. Raises SettingError where a GPU
-    that is to be planned for is too small; on this host's it is a line of the text.
-    """
-    places = place_ranks(recipe.roles, hosts or [count_ranks(recipe.roles)], recipe.rollout.tp)
-    present = Gpus.of_this_host() if gpus is None else gpus
-    try:
-        plan = MemoryPlan(recipe, read_config(find_checkpoint(recipe.model.path)), places, present)
-    except SettingError as error:
-        memory = [f"unknown: {error}"]
-    else:
-        shortages = plan.shortages()
-        if gpus is not None and shortages:
-            raise SettingError("; ".join(shortages))
-        memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in shortages)]
-    blocks = (
-        ("roles", _roles(recipe, places, present)),
-        ("batch", _batch(recipe)),
-        ("memory (estimate)", memory),
-    )
-    text = "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in blocks)
-    recipe_text = "".join(f"  {line}\n" for line in recipe_yaml(recipe).splitlines())
-    return f"{text}\n\nrecipe\n{recipe_text}"
+    warnings: list[str]
+    planned: dict[str, float]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "HostCheck":
+        """Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit."""
+        places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
+        gpus = Gpus.of_this_host()
+        warnings = [*ignored_threads(_cores_on(0, recipe, places, gpus))]
+        try:
+            plan = MemoryPlan(recipe, _config_of(recipe), places, gpus, longest_prompt(recipe))
+        except SettingError:
+            return cls(warnings, {})
+        found = _on_this_host(plan, recipe)
+        if certain := [shortage.text for shortage in found if shortage.is_certain]:
+            raise SettingError("; ".join(certain))
+        return cls([*warnings, *(shortage.text for shortage in found)], plan.of_processes())
+
+
+def _cores_on(host: int, recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Cores:
+    """The cores of this host, as the one with this number."""
+    return cores_of(recipe, [place.role for place in places if place.host == host], has_gpus=bool(gpus.names))
+
+
+def _on_this_host(plan: MemoryPlan, recipe: Recipe) -> list[HostShortage]:
+    return [] if recipe.trainer.engine == "emulated" else plan.host_shortages(memory_bytes(), free_bytes())
+
+
+def _config_of(recipe: Recipe) -> dict[str, Any]:
+    return read_config(find_checkpoint(recipe.model.path))
 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:
+    hosts = {place.host: _cores_on(place.host, recipe, places, gpus) for place in places}
     for rank, place in enumerate(places):
         device = visible_devices(place, gpus.names, recipe.relay.staging_device)
         extra = " + hub" if place.name == "relay-0" else ""
-        yield f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU'}"
+        threads = hosts[place.host].threads(place.role)
+        yield (
+            f"rank {rank}  host {place.host}  {place.name + extra:14}  {f'GPU {device}' if device else 'CPU':5}"
+            f"  {threads} thread{'s' * (threads > 1)}"
+        )
+    yield f"threads are for hosts of {usable_cores()} cores, as this one is"
 
 
 def _batch(recipe: Recipe) -> Iterator[str]:

@@ -1,18 +1,16 @@
 """Checks of `eval.*`: the settings fit together, and every prompt can be read."""
 
-from typing import Any
-
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.dataset.gym_tasks import REASONING_GYM
-from ...relay.dataset.opening import checked_prompts, open_rows
 from ...relay.journal.evaluations import pass_sizes
 from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
+from .data_checks import CheckedData, check_data
 
 
-def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
+def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
     """The prompts of each file of `eval.path`, with the settings that read it. Raises `SettingError`."""
     settings = recipe.eval
     _check_best(recipe)
@@ -32,10 +30,7 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
         )
     try:
         data = evaluation_data(recipe.data, settings).values()
-        most = settings.max_prompts
-        return [
-            (each, list(checked_prompts(open_rows(each), each.paths[0], each.prompt_column, most))) for each in data
-        ]
+        return [(each, check_data(each, settings.max_prompts)) for each in data]
     except SettingError as error:
         raise SettingError(str(error).replace("data.path", "eval.path")) from error
 
@@ -43,6 +38,8 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, list[Any]]]:
 def _check_best(recipe: Recipe) -> None:
     """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
     best, every, settings = recipe.checkpoint.best, recipe.checkpoint.every, recipe.eval
+    if best and not every and not recipe.checkpoint.every_minutes:
+        raise SettingError(f"checkpoint.best={best}: there is nothing to choose from; set checkpoint.every above 0")
     if not best.startswith("eval/"):
         return
     if not settings.paths:

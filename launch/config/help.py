@@ -9,13 +9,15 @@ from .load import describe, known_settings, sections, show_value
 _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
 
-usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run]
+usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings]]
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
        python -m headrace.launch.run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
-  --dry-run   print roles, batch arithmetic, memory and the resolved recipe, and stop
+  --dry-run   print roles, batch arithmetic and memory, make every check of a start, and stop
+  --settings  with --dry-run, print every setting of the recipe too
   --gpus=COUNTxGB
-              with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small
+              with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small.
+              Data, functions and weights, which may be elsewhere, are not checked then
   --nnodes, --node-rank, --nproc-per-node, --master-addr, --master-port
               on each of several hosts, as in torchrun
   --help      print this page

@@ -20,6 +20,8 @@ from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
+from ...comm.recipe.fields import FINITE
+from .peer_names import peer_hint
 from .run_folder import make_run_folder
 
 CONFIG_FILE = "config.yaml"
@@ -108,13 +110,14 @@ def describe(kind: kinds.Type) -> str:
         case kinds.LiteralType(values=words) | kinds.Metadata(extra_json_schema={"examples": words}):
             return f"one of {', '.join(map(str, words))}"
         case kinds.IntType() | kinds.FloatType():
-            limits = ((">", kind.gt), (">=", kind.ge), ("<=", kind.le))
+            limits = ((">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le))
             bounds = [
                 f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}"
                 for sign, limit in limits
-                if limit is not None
+                if limit is not None and abs(limit) != FINITE
             ]
-            return f"{'int' if isinstance(kind, kinds.IntType) else 'float'} {' and '.join(bounds)}".strip()
+            name = "int" if isinstance(kind, kinds.IntType) else "finite float" if kind.le == FINITE else "float"
+            return f"{name} {' and '.join(bounds)}".strip()
         case kinds.VarTupleType(item_type=item):
             return f"list of {describe(item)}"
         case kinds.DictType():
@@ -144,10 +147,17 @@ def _sections(text: str, origin: str) -> Mapping[str, Any]:
     try:
         loaded = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise SettingError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
+        raise SettingError(f"{origin} is not YAML: {_problem(error)}") from error
     if not isinstance(loaded or {}, dict):
         raise SettingError(f"{origin} must be a mapping of sections, such as `run:`")
     return loaded or {}
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """The mistake in a text and its place, without YAML's excerpt of several lines with a mark below."""
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return where + " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _parse(word: str) -> Mapping[str, Any]:
@@ -180,6 +190,8 @@ def _typed(kind: kinds.Type, value: Any) -> Any:
                             key: yaml.safe_load(each) if isinstance(each, str) else each
                             for key, each in entries.items()
                         }
+                case kinds.VarTupleType(item_type=kinds.StrType()), str() if member is kind and value[:1] != "[":
+                    return [value]
                 case kinds.VarTupleType(), str() if member is kind or value.startswith("["):
                     return yaml.load(value, _Loader)
     return value
@@ -198,9 +210,19 @@ def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
         named = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
         for name in named or ([] if section in firsts else [str(section)]):
             if name not in known:
+                if hint := peer_hint(whole := _whole_name(name, named.get(name, values))):
+                    raise SettingError(f"{origin}unknown setting {whole!r}{hint}")
                 raise SettingError(f"{origin}unknown setting {name!r}{_nearest(name)}")
             if isinstance(named[name], dict) and kinds.DictType not in map(type, _members(known[name].type)):
                 raise SettingError(f"{origin}{name} is one value and has no settings of its own")
+
+
+def _whole_name(name: str, value: Any) -> str:
+    """The name of the first value below `name`: other trainers have sections within sections."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
 
 
 def _nearest(name: str) -> str:

@@ -11,37 +11,64 @@ from ...trainer.memory import (
     CONTEXT_BYTES,
     MemoryEstimate,
     PolicySizes,
+    PromptLength,
     actor_memory,
     reference_memory,
+    relay_memory,
     rollout_memory,
     wants_checkpointing,
 )
 from ..placement import Placement, visible_devices
 from .gpus import Gpus
+from .host_plan import HostPlan, HostShortage
+from .memory_advice import advice
 
 _GB = 1e9
-_VERSIONS_IN_RELAY = 3
-_ADVICE = {
-    "actor": "more roles.actor, a smaller optimizer.micro_tokens, trainer.activation_checkpointing=true,"
-    " optimizer.name=adamw8bit or trainer.offload=true",
-    "rollout": "a larger rollout.tp or another generator.gpu_share",
-    "reference": "roles.reference=0, which shards it over the trainer's ranks",
-}
+_HOST_MICRO_TOKENS = 2048
+"""`optimizer.micro_tokens` of a host without a GPU: more cost much memory there and gain little time (docs/log.md)."""
+
+
+def with_micro_tokens(recipe: Recipe, gpus: Gpus) -> Recipe:
+    """The recipe with its `optimizer.micro_tokens`, which depends on whether the trainer has GPUs."""
+    if recipe.optimizer.micro_tokens is not None or recipe.trainer.engine == "emulated" or gpus.names:
+        return recipe
+    return structs.replace(recipe, optimizer=structs.replace(recipe.optimizer, micro_tokens=_HOST_MICRO_TOKENS))
 
 
 class MemoryPlan:
-    """The needs of the processes at `places`, by the `config` of the policy (the content of `config.json`)."""
+    """The needs of the processes at `places`, by the `config` of the policy (the content of `config.json`).
 
-    def __init__(self, recipe: Recipe, config: Mapping[str, Any], places: Sequence[Placement], gpus: Gpus) -> None:
+    Without the longest prompt of the data, or with none that is known, a trajectory may fill the policy's whole context.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Mapping[str, Any],
+        places: Sequence[Placement],
+        gpus: Gpus,
+        longest: PromptLength | None = None,
+    ) -> None:
         self.sizes = PolicySizes.of(config)
         self.gpus = gpus
         self._recipe = recipe
         self._places = places
         gpu_bytes = gpus.gb * _GB or None
+        context = int(config.get("max_position_embeddings") or 0)
+        self.row_tokens = context if longest is None else longest.row_tokens(recipe, context)
+        """Tokens of the longest trajectory."""
+        self._longest = longest
         self.is_checkpointed = wants_checkpointing(self.sizes, recipe, gpu_bytes)
         self.needs: dict[str, MemoryEstimate] = {
-            "actor": actor_memory(self.sizes, recipe, checkpointing=self.is_checkpointed),
-            "rollout": rollout_memory(self.sizes, recipe, int(config.get("max_position_embeddings", 0))),
+            "actor": actor_memory(
+                self.sizes,
+                recipe,
+                checkpointing=self.is_checkpointed,
+                on_gpu=bool(gpus.names),
+                row_tokens=None if longest is None else self.row_tokens,
+            ),
+            "rollout": rollout_memory(self.sizes, recipe, self.row_tokens, on_gpu=bool(gpus.names)),
+            "relay": relay_memory(self.sizes, recipe, self.row_tokens),
         }
         if recipe.roles.reference:
             self.needs["reference"] = reference_memory(self.sizes, recipe)
@@ -61,7 +88,7 @@ class MemoryPlan:
             plan = MemoryPlan(structs.replace(recipe, optimizer=optimizer), config, places, gpus)
             return len(plan.shortages()), plan.is_checkpointed
 
-        tokens, (least, _) = recipe.optimizer.micro_tokens, plan_of(1)
+        tokens, (least, _) = recipe.optimizer.micro_batch, plan_of(1)
         while tokens > longest and plan_of(tokens)[0] > least:
             tokens //= 2
         fitting = (least, plan_of(tokens)[1])
@@ -76,10 +103,20 @@ class MemoryPlan:
         yield f"{total:,} parameters, {total * size / _GB:,.3f} GB as {self._recipe.model.dtype}"
         if lora.rank:
             yield f"{self.sizes.adapter_parameters(lora):,} in the adapter: a version has {version / _GB:,.3f} GB"
+        known = "no prompt is known: the context" if self._longest is None else f"{self._longest}"
+        yield f"{known}; a trajectory has at most {self.row_tokens:,} tokens, a micro-batch {self._recipe.optimizer.micro_batch:,}"
         for role, need in self.needs.items():
-            yield f"{role:10} {need.device_bytes / _GB:9,.3f} GB each: {_parts(need.device)}"
+            if not need.device or not self.gpus.names:
+                parts = {**need.device, **need.host}
+                yield f"{role:10} {sum(parts.values()) / _GB:9,.3f} GB each: {_parts(parts)}"
+                continue
+            device = self._filled(need.device) if role == "rollout" else need.device
+            yield f"{role:10} {sum(device.values()) / _GB:9,.3f} GB each: {_parts(device)}"
             yield f"{'':10} {need.host_bytes / _GB:9,.3f} GB of host memory: {_parts(need.host)}"
-        yield f"{'relay':10} {_VERSIONS_IN_RELAY * version / _GB:9,.3f} GB each: {_VERSIONS_IN_RELAY} versions, and rows on top"
+        for host in self.hosts():
+            others = host.others()
+            yield f"{'others':10} {sum(others.values()) / _GB:9,.3f} GB on host {host.host}: {_parts(others)}"
+            yield f"{f'host {host.host}':10} {host.num_bytes / _GB:9,.3f} GB of its memory are needed at most"
         yield f"activation checkpointing is {'on' if self.is_checkpointed else 'off'}"
         for roles, number in Counter(self._gpu_roles()).items() if self.gpus.gb else ():
             needs = self._on_gpu(roles)
@@ -98,17 +135,43 @@ class MemoryPlan:
             if sum(needs) > total:
                 largest = max(zip(needs, roles, strict=True))[1]
                 found.append(
-                    f"a GPU of {self.gpus.gb:.1f} GB is too small for {' and '.join(roles)}, which need"
-                    f" {sum(needs) / _GB:.1f} GB (an estimate): set {_ADVICE[largest]}"
+                    f"a GPU of {self.gpus.gb:.1f} GB is too small for {' and '.join(roles)}, which {'need' if len(roles) > 1 else 'needs'}"
+                    f" {sum(needs) / _GB:.1f} GB (an estimate): set {advice(largest, on_gpu=True)}"
                 )
             if "rollout" in roles:
                 least_share = min(least_share, self._share(roles))
         if total and weights > least_share:
             found.append(
                 f"the weights of a rollout take {weights / _GB:.1f} GB, more than its part of"
-                f" generator.gpu_share={self._recipe.generator.gpu_share} of a GPU: set {_ADVICE['rollout']}"
+                f" generator.gpu_share={self._recipe.generator.gpu_share} of a GPU: set {advice('rollout', on_gpu=True)}"
             )
         return found
+
+    def hosts(self) -> list[HostPlan]:
+        """The memory of each host."""
+        on_gpu = self.needs.keys() - {"relay"} if self.gpus.names else ()
+        numbers = sorted({place.host for place in self._places})
+        return [HostPlan(number, self._recipe, self._places, self.needs, on_gpu) for number in numbers]
+
+    def host_shortages(self, host_bytes: float, free_bytes: float | None = None) -> list[HostShortage]:
+        """A sentence for each host whose processes need more than the memory of a host, that for the copy of a checkpoint included."""
+        return [shortage for host in self.hosts() for shortage in host.shortages(host_bytes, free_bytes)]
+
+    def of_processes(self) -> dict[str, float]:
+        """The bytes of each role's process in its host's memory, by its name."""
+        plans = {plan.host: plan for plan in self.hosts()}
+        return {place.name: plans[place.host].bytes_of(place) for place in self._places}
+
+    def _filled(self, need: Mapping[str, float]) -> Mapping[str, float]:
+        """The memory that a rollout takes on a GPU: its whole share, with the cache in all that the weights leave.
+
+        Returns `need` itself without a GPU, if the recipe bounds the cache, or if the share is too small.
+        """
+        shares = [self._share(roles) for roles in self._gpu_roles() if "rollout" in roles]
+        rest = min(shares, default=0.0) - need["weights"] - CONTEXT_BYTES
+        if not self.gpus.gb or self._recipe.generator.kv_gb is not None or rest <= 0:
+            return need
+        return {"weights": need["weights"], "key-value cache": rest, "CUDA": CONTEXT_BYTES}
 
     def _share(self, roles: Sequence[str]) -> float:
         """Bytes of each process's part of `generator.gpu_share`."""

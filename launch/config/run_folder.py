@@ -1,18 +1,80 @@
-"""The folder of a run."""
+"""The folder of a run: made once, locked by the one that prepares a run in it, and watched while the run is under way."""
 
+import fcntl
+import os
+import weakref
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from ...comm.errors import SettingError
 
+LOCK_FILE = "lock"
+SUMMARY_FILE = "summary.json"
+"""File of the run folder that the hub writes when the run has ended."""
+
 
 def make_run_folder(run_dir: str | Path) -> Path:
-    """Make a run folder that its owner alone can read: it holds prompts, answers and the secret. One that exists stays as it is.
+    """Make a run folder, which others may read as the user's umask says. One that exists stays as it is.
 
     Raises `SettingError`.
     """
     folder = Path(run_dir)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
     return folder
+
+
+def remove_empty(*folders: Path) -> None:
+    """Remove folders that nothing was put into, each before the one above it."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def lock_run_folder(run_dir: Path) -> IO[bytes]:
+    """The lock of a run folder. While the file is open, no other process prepares or starts a run there. It ends with the process.
+
+    Raises `SettingError` if another process has it. On a file system without locks nothing is locked.
+    """
+    lock = (run_dir / LOCK_FILE).open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise SettingError(f"run.dir: {under_way(run_dir)}") from None
+    except OSError:  # as the docstring says
+        pass
+    return lock
+
+
+def under_way(run_dir: Path) -> str:
+    """The message about a run folder whose run has not ended."""
+    return f"a run is under way in {run_dir}; end it (python -m headrace.launch.ctl {run_dir} stop), or set another run.dir"
+
+
+class FolderWatch:
+    """Whether a run folder is still in its place: otherwise a process that writes by its path would create a second folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Holds the folder open, so that no later one can have its number."""
+        self._path = run_dir
+        self._folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self._folder)
+
+    def problem(self) -> str:
+        """The message about a folder that was moved or removed; empty while it is in its place."""
+        try:
+            is_same = os.path.samestat(os.fstat(self._folder), self._path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            is_same = False
+        except OSError:  # a network's file system that does not answer now
+            is_same = True
+        if is_same:
+            return ""
+        return (
+            f"run.dir: {self._path} was renamed or removed while its run was under way, so the run has ended; move the folder"
+            " back, and run.resume=auto continues"
+        )

@@ -92,7 +92,7 @@ class Experiment:
             VirtualRun(recipe).run()
             result = _result(run_dir, recipe, lambda start, end: None, None)
         else:
-            monitor, own_cpu = CpuMonitor(), _OwnCpu()
+            monitor, own_cpu = CpuMonitor(), OwnCpu()
             if code := monitor.watch([sys.executable, "-m", "headrace.launch.run", self.recipe, *words]):
                 raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
             result = _result(run_dir, recipe, monitor.share, own_cpu.share())
@@ -136,7 +136,7 @@ class CpuMonitor:
         return (inside[-1][1] - inside[0][1]) / (inside[-1][2] - inside[0][2])
 
 
-class _OwnCpu:
+class OwnCpu:
     """The share of the machine that the child processes take from now on."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ def draw_comparison(figures: Mapping[str, "Figures"], path: Path) -> None:
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=30, ha="right")
         if len(series) > 1:
             axis.legend(fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_scaling(curves: "Curves", path: Path) -> None:
@@ -56,7 +56,7 @@ def draw_scaling(curves: "Curves", path: Path) -> None:
     axis.set_xticks(sizes, sizes, minor=False)
     axis.minorticks_off()
     axis.legend(fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_gantt(timeline: "Timeline", title: str, path: Path) -> None:
@@ -78,7 +78,7 @@ def draw_gantt(timeline: "Timeline", title: str, path: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("seconds (emulated, where devices are)")
     axis.set_title(f"{title}: {', '.join(_COLOURS)}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def pyplot() -> Any:
@@ -86,11 +86,13 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SettingError("plots need matplotlib: install headrace[report]") from error
+        raise SettingError("plots need the package matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     return import_module("matplotlib.pyplot")
 
 
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110)
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; an SVG of the same figure has the same bytes each time."""
+    with pyplot().rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)

@@ -92,14 +92,14 @@ def emulated_recipe(recipe: Recipe, profile: EmulatedSettings) -> Recipe:
             raise SettingError(f"{name}: emulated devices do not have its work, so a plan would be wrong")
     actors, rollouts = recipe.roles.actor, recipe.roles.rollout // recipe.rollout.tp
     return Recipe(
-        run=structs.replace(run, mode="train", resume="never", save_rows=False),
+        run=structs.replace(run, mode="train", resume="never", save_rows="none"),
         roles=structs.replace(recipe.roles, actor=1, rollout=rollouts, reference=0, task=0),
         batch=structs.replace(recipe.batch, passes=1),
         sampling=recipe.sampling,
         generator=recipe.generator,
         rollout=structs.replace(recipe.rollout, engine="emulated", tp=1),
         trainer=structs.replace(recipe.trainer, engine="emulated", shard_ranks=None),
-        optimizer=structs.replace(recipe.optimizer, micro_tokens=recipe.optimizer.micro_tokens * actors),
+        optimizer=structs.replace(recipe.optimizer, micro_tokens=recipe.optimizer.micro_batch * actors),
         queue=structs.replace(queue, sampler=""),
         repack=recipe.repack,
         emulated=structs.replace(profile, train_gpus=actors, gpus_per_rollout=recipe.rollout.tp),

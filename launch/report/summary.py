@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.run_folder import SUMMARY_FILE
 from ..processes.child import print_message
-from ..processes.supervisor import SUMMARY_FILE
+from .peak_memory import memory_row, merge_peaks
 
 _PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
 
@@ -40,6 +41,8 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     if "accounting" not in summary:
         return
     rows = [*summary_rows(summary), ("run folder", str(run_dir))]
+    if memory := memory_row(merge_peaks(run_dir)):
+        rows.insert(-1, ("peak memory", memory))
     width = 2 + max(len(name) for name, _ in rows)
     for name, value in rows:
         print(name.ljust(width) + value, flush=True)
@@ -48,21 +51,32 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and text of each line of the table."""
     account = summary["accounting"]
-    reward = "{reward_first:.3f} -> {reward_last:.3f}  (first and last tenth)"
     parts = " + ".join(f"{account[key]} {key.replace('_', ' ')}" for key in _PARTS if key in account)
     verdict = "holds" if account["holds"] else "DOES NOT HOLD"
     rows = {
         "run": f"{summary.get('status')} after {summary.get('steps')} steps",
-        "reward": reward.format_map(summary) if "reward_first" in summary else "",
+        "reward": _reward(summary) if "reward_first" in summary else "",
         **dict(_evaluation_rows(summary.get("evaluations", []))),
         "tokens/s": f"{summary.get('tokens_per_s', 0):,.0f}",
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
         "accounting": f"{account['leased']} leased = {parts}: {verdict}",
         "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
+        "advice": str(summary.get("advice") or ""),
         "exported model": str(summary.get("export") or ""),
     }
     return [(name, text) for name, text in rows.items() if text]
+
+
+def _reward(summary: Mapping[str, Any]) -> str:
+    """The mean rewards of the first and the last steps, as `trainer.loop` takes them: a tenth, at least 3, at most all."""
+    first, last, steps = summary["reward_first"], summary["reward_last"], int(summary.get("steps") or 0)
+    if steps < 6:
+        return (
+            f"{first:.3f} -> {last:.3f}  (first and last 3 steps)" if steps > 3 else f"{last:.3f}  (mean of the steps)"
+        )
+    which = "tenth" if steps >= 30 else "3 steps"
+    return f"{first:.3f} -> {last:.3f}  (first and last {which})"
 
 
 def _evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:

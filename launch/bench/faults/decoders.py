@@ -24,7 +24,7 @@ from ....comm.messages import (
 )
 from ....comm.messages.queue import GroupRef
 from ....comm.messages.weights import Offer
-from ....comm.recipe import Recipe
+from ....comm.recipe import Recipe, RunSettings
 from ....comm.signing import MessageSigner, sign_entry, verify_entry
 from ....comm.storage import protocol as storage
 from ....comm.storage.codec import receive_frame as receive_storage_frame
@@ -42,7 +42,7 @@ from ....rollout.leases import LeasedRow
 from ....rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from ....trainer.step_log import StepLog, StepReplay
 from ...config.load import read_recipe, recipe_yaml
-from ...resume import choose_checkpoint
+from ...resume import choose_point
 
 _SECRET = b"secret"
 _GROUP = GroupId(0, 3)
@@ -220,6 +220,7 @@ def _journal() -> bytes:
 
 def _saved_rows(run_dir: Path) -> Decoder:
     """A step of `rows/`, for a replay."""
+    run_dir.mkdir()
     log = StepLog(run_dir)
     refs = _BATCH.rows()
     log.add(Batch(_BATCH, [refs], {ref.key: {"reward": np.ones(1, np.float32)} for ref in refs}))
@@ -235,6 +236,7 @@ def _saved_rows(run_dir: Path) -> Decoder:
 
 def _manifest(run_dir: Path) -> Decoder:
     """The manifest of the only checkpoint of a run that is resumed."""
+    run_dir.mkdir()
     checkpoints = CheckpointFolder(run_dir)
     state = checkpoints.begin(1) / "dcp"
     state.mkdir()
@@ -245,6 +247,6 @@ def _manifest(run_dir: Path) -> Decoder:
 
     def read(content: bytes) -> object:
         path.write_bytes(content)
-        return choose_checkpoint(run_dir)
+        return choose_point(Recipe(run=RunSettings(dir=str(run_dir))))
 
     return Decoder("manifest", [path.read_bytes()], read, (SettingError,))

@@ -1,0 +1,75 @@
+"""The task of `quickstart smollm2`: sums whose held-out prompts are not trained on, the time that it announces, and what it shows at the end."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.config.load import read_recipe
+from headrace.launch.quickstart import SMOLLM2
+from headrace.launch.recipes import addition, smollm2_task, step_speed
+
+
+def test_no_held_out_pair_is_trained_on_in_either_order():
+    held_out = {tuple(sorted(pair)) for pair in addition.held_out()}
+    for seed in (0, 1):
+        trained = {tuple(sorted(pair)) for pair in addition.training(seed)}
+        assert len(held_out) == 200 and not held_out & trained and len(held_out | trained) == 90 * 91 // 2
+    assert addition.training(0) != addition.training(1)
+
+
+def test_the_last_number_of_a_response_has_to_be_right():
+    assert [addition.score(text, "146") for text in ("146", "56 + 90 = 146.", "146 or 147", "1460", "none")] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speed", "minutes", "further"),
+    [
+        ({"bfloat16": 0.055, "float32": 0.15}, 18, []),
+        ({"bfloat16": 0.55, "float32": 0.11}, 36, ["model.dtype=float32"]),
+        ({}, None, []),
+    ],
+)
+def test_the_time_is_that_of_the_faster_type_on_the_cores_of_the_machine(speed, minutes, further, monkeypatch, capsys):
+    monkeypatch.setattr(step_speed, "measured", lambda: speed)
+    monkeypatch.setattr(smollm2_task.os, "sched_getaffinity", lambda _: {0, 1})
+    assert smollm2_task.announce(read_recipe(SMOLLM2), chooses_type=True) == further
+    text = capsys.readouterr().err
+    assert (f"on the 2 cores of this machine, and two evaluations: about {minutes} min" in text) is bool(speed)
+
+
+def test_a_type_that_the_user_names_stays(monkeypatch, capsys):
+    monkeypatch.setattr(step_speed, "measured", lambda: {"bfloat16": 0.55, "float32": 0.11})
+    assert smollm2_task.announce(read_recipe(SMOLLM2), chooses_type=False) == []
+
+
+def test_answers_before_and_after_stand_side_by_side(tmp_path: Path, capsys):
+    addition.write_data(tmp_path, seed=0)
+    held_out = tmp_path / addition.HELD_OUT_FILE
+    lines = [
+        {"version": version, "name": held_out.stem, "row": row, "reward": reward, "text": text}
+        for version, row, reward, text in (
+            (0, 0, 0.0, "a first line,\nlost with its hub"), (0, 0, 0.0, "56 + 90 = 156"), (0, 1, 1.0, "159"),
+            (30, 0, 0.0, "between"), (60, 1, 1.0, "159"), (60, 0, 1.0, "146"),
+        )
+    ]  # fmt: skip
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = read_recipe(SMOLLM2, [f"run.dir={tmp_path}", f"eval.path={held_out}"])
+    smollm2_task.show_progress(recipe)
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert shown[2:] == [
+        "What is 56 + 90? Answer with the number only. 56 + 90 = 156 (wrong) 146 (right)",
+        "What is 66 + 93? Answer with the number only. 159 (right) 159 (right)",
+        "right: 1 of 2 (0.500) before, 2 of 2 (1.000) after 60 steps",
+    ]
+
+
+def test_a_run_without_two_evaluations_shows_nothing(tmp_path: Path, capsys):
+    smollm2_task.show_progress(read_recipe(SMOLLM2, [f"run.dir={tmp_path}"]))
+    assert capsys.readouterr().out == ""
