@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import sys
 import threading
 import time
@@ -28,8 +27,11 @@ def is_full(error: OSError) -> bool:
 
 def describe_full(path: Path) -> str:
     """The message about the full disk of a file of the run folder."""
-    free = shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.exists())).free
-    return f"run.dir is full: {path} cannot be written, its disk has {free:,} bytes free (or a quota is used up)"
+    disk = os.statvfs(next(folder for folder in path.absolute().parents if folder.exists()))
+    free = f"{disk.f_bavail * disk.f_frsize:,} bytes free"
+    if disk.f_files and not disk.f_favail:
+        free = f"no inode free for another file, with {free}"
+    return f"run.dir is full: {path} cannot be written, its disk has {free} (or a quota is used up)"
 
 
 def say(text: str) -> None:
@@ -78,17 +80,32 @@ def raise_if_full(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
+def make_folders(above: Path, *names: str) -> Path:
+    """A folder below one that exists, by its names. Raises `FileNotFoundError` if that one is gone.
+
+    A run folder is made once, before the start: one that was renamed or removed while the run is under way is not made again.
+    """
+    for name in names:
+        above = above / name
+        above.mkdir(exist_ok=True)
+    return above
+
+
 class AppendFile:
     """A file that only grows, by whole records: one that does not fit is cut off again, and waits for room."""
 
     def __init__(self, path: Path, deadline_s: float, *, durable: bool = False) -> None:
-        """`durable`: a record is on the disk when `append` returns; one that does not come there is cut off again."""
+        """Opens the file, and waits for room if it is a new one on a full disk. Raises `DiskFull`.
+
+        `durable`: a record is on the disk when `append` returns; one that does not come there is cut off again.
+        """
         self.path = path
         self.deadline_s = deadline_s
         self.gives_up = threading.Event()
         """Once it is set, no record waits for room."""
         self._durable = durable
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self.descriptor = when_there_is_room(path, lambda: os.open(path, flags, 0o644), deadline_s)
 
     def append(self, record: bytes) -> None:
         """Returns after the operating system has the record. Raises `DiskFull`, or an `OSError` with another cause."""
@@ -114,10 +131,10 @@ class AppendFile:
 class DiskReserve:
     """A file that holds room on the disk, for the last records of a run whose disk stays full."""
 
-    NUM_BYTES = 1 << 20
+    NAME, NUM_BYTES = "reserve", 1 << 20
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "reserve"
+        self._path = folder / self.NAME
         # On a disk without this room the run can only end less well.
         with suppress(OSError), self._path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, self.NUM_BYTES)

@@ -2,11 +2,15 @@
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ADDRESS_FILE = "address"
 """File of the run folder with the address of the run's store."""
 JOINING = "HEADRACE_JOINING"
 """Set on a host that joins a running job: the arguments of `launch.placement.place_joining`, with commas."""
+RUN_ID = "HEADRACE_RUN_ID"
+"""Set for the processes of a supervisor: a text that no other start of the run has."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Descriptor of a relay's shared memory; other processes on the host open it as /proc/<supervisor pid>/fd/<number>."""
 
@@ -19,8 +23,56 @@ GPU_PROCESSES = "HEADRACE_GPU_PROCESSES"
 RECIPE_KEY, SUMMARY_KEY = "headrace/recipe", "headrace/summary"
 """Keys of the run's store whose values are signed with the run's secret, as entries of these names."""
 
+RESOLVER_ENV = {"RES_OPTIONS": "timeout:1"}
+"""A client of the store looks up the name of the address that it connects to. Where the name server does not answer, the
+resolver would wait 5 s before it asks again."""
+
 STREAMING_COPY_ENV = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
 """Makes the C library copy large pieces past the caches, twice as fast; it reads this when the process starts."""
+
+
+CORES = "HEADRACE_CORES"
+"""Set for the trainer where the whole run is on one host without GPUs: the host's cores, the threads of a rank of the trainer and of one of
+a rollout, and whether the policy is too small for more than one (1 or 0), with commas."""
+
+OVERLAP_CORES = 3
+"""Most cores of a host whose trainer has a thread for each core, though rollouts work there too. On more cores the rollouts have cores
+of their own, since a thread that waits for its core holds up all other threads of the trainer."""
+
+NUM_THREADS = "OMP_NUM_THREADS"
+_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "OMP_PROC_BIND": "false"}
+"""Makes threads without work sleep at once, with GNU's OpenMP and with Intel's. None is bound to a core: all processes would bind theirs
+to the same cores."""
+
+_OF_THE_RUN = ("HEADRACE_SECRET", "HEADRACE_STORE", JOINING, RUN_ID, SEGMENT_FD)
+
+
+def environment_of_threads(num: int) -> dict[str, str]:
+    """The variables of a process that computes with `num` threads, which sleep while they wait."""
+    return {NUM_THREADS: str(num), "MKL_NUM_THREADS": str(num), **_SLEEPING}
+
+
+@contextmanager
+def sleeping_threads() -> Iterator[None]:
+    """Have threads without work sleep in the processes that are started meanwhile, and in this one if it imports torch meanwhile."""
+    before = {name: os.environ.get(name) for name in _SLEEPING}
+    os.environ.update(_SLEEPING)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def environment_of_users_code() -> dict[str, str]:
+    """This process's environment for a child that runs the user's code, or the policy's: without what speaks for the run.
+
+    It has one thread, whatever this process has: rewards and tools are computed beside the policy.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_RUN}
+    return kept | environment_of_threads(1)
 
 
 def create_memfd(name: str) -> int:

@@ -15,6 +15,8 @@ HeadraceError
 
 STORE_GONE_EXIT, STORE_LOST_EXIT = 69, 70
 """Exit codes of a process that found no store where it should be, and of one whose connection to the store ended."""
+MEMORY_FULL_EXIT = 71
+"""Exit code of a process that found its GPU full; the last line of its log has the bytes and the settings to change."""
 
 
 class HeadraceError(Exception):
@@ -59,3 +61,8 @@ class WrongDigest(HeadraceError):
 
 class MessageRefused(HeadraceError):
     """A message is malformed, foreign or forged."""
+
+
+def is_power_of_ten(count: int) -> bool:
+    """Whether a count is 1, 10, 100, ...: often enough to print what is counted."""
+    return count in (10**power for power in range(len(str(count))))

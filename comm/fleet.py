@@ -8,9 +8,7 @@ A process without its store receives no message, so its watchdog ends it with a 
 the fleet before the store ends.
 """
 
-import logging
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -25,22 +23,21 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from .errors import STORE_LOST_EXIT, MessageRefused, SettingError, StoreGone
+from .environment import RUN_ID
+from .errors import STORE_LOST_EXIT, SettingError, StoreGone
 from .links.base import Link
 from .links.host import bind_process_groups, host_id, own_address
 from .links.opening import open_link, throttled
 from .links.tls import TlsIdentity
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
-from .signing import sign_entry, verify_entry
+from .signing import EntryReader, derive_key, sign_entry
 from .storage.client import StorageClient
 from .storage.server import StorageServer
 from .store import ROSTER, StoreClient, clone_store, connect_store
-from .waits import join_thread, waiting
+from .waits import Wait, join_thread, waiting
 
 _LEAVE_S = 5.0
-_RUN_KEY = "fleet/run"
-_log = logging.getLogger(__name__)
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -57,6 +54,10 @@ class Member(msgspec.Struct, frozen=True):
     info: dict[str, str]
     is_alive: bool = True
     host_name: str = ""
+
+
+TRAINS_AGAIN = "trains again"
+"""A fact about an actor, "yes" while it trains steps again before its first version; "" after that."""
 
 
 def member_name(role: str, index: int) -> str:
@@ -90,7 +91,7 @@ class Fleet(ABC):
     @property
     @abstractmethod
     def run_id(self) -> str:
-        """The same for all processes of a run, however often they are started again; a run that is resumed has another."""
+        """The same for a process of a run however often it is started again; a run that is resumed has another."""
 
     @abstractmethod
     def members(self, role: str | None = None) -> list[Member]:
@@ -113,6 +114,11 @@ class Fleet(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
+
+    def keep_waiting(self, wait: Wait) -> None:
+        """Restart the time of a wait for the first version while an actor trains steps again. That may take hours; the actor tells its progress."""
+        if any(actor.info.get(TRAINS_AGAIN) for actor in self.alive_members("actor")):
+            wait.since = time.monotonic()
 
     def open_mailbox(self, name: str) -> Mailbox:
         """The inbox `name` of this process; one at a time may be open under a name."""
@@ -151,15 +157,15 @@ class MemberTable:
 
     expiry_s: float
     by_name: dict[str, Member] = field(default_factory=dict)
-    _beats: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    _beats: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    def observe(self, member: Member, beat: bytes, now: float) -> None:
-        """Take in one member's entry and its heartbeat counter."""
+    def observe(self, member: Member, beat: int, now: float) -> None:
+        """Take in one member's entry and its heartbeat counter, which only grows."""
         known = self.by_name.get(member.name)
         if known is not None and known.incarnation > member.incarnation:
             return  # an entry of before, written again
-        last, heard = self._beats.get(member.name, (b"", now))
-        if beat != last:
+        last, heard = self._beats.get(member.name, (-2, now))
+        if beat > last:
             self._beats[member.name] = (beat, now)
             heard = now
         self.by_name[member.name] = msgspec.structs.replace(member, is_alive=now - heard < self.expiry_s)
@@ -203,7 +209,8 @@ class StoreFleet(Fleet):
         self._table = MemberTable(settings.expiry_s)
         self._lock = threading.Lock()
         self._roster: dict[str, None] = {}
-        self._refused: dict[str, bytes] = {}
+        self._entries = EntryReader(secret, name)
+        self._beat_count = incarnation << 32
         self._leaving = threading.Event()
         self._heard_at = time.monotonic()
         self._threads = [
@@ -222,7 +229,7 @@ class StoreFleet(Fleet):
 
     @property
     def run_id(self) -> str:
-        return self._store.compare_set(_RUN_KEY, "", secrets.token_hex(8)).decode()
+        return derive_key(self._secret, f"run {os.environ.get(RUN_ID, '')}").hex()[:16]
 
     def members(self, role: str | None = None) -> list[Member]:
         with self._lock:
@@ -265,7 +272,7 @@ class StoreFleet(Fleet):
     def _register(self) -> None:
         """Write everything that others read before the name goes on the roster."""
         self._publish_member(self.me)
-        self._store.add(f"fleet/beat/{self.name}", 1)
+        self._publish_beat(self._store)
         self._store.delete_key(f"fleet/left/{self.name}")
         if self.incarnation == 1:
             self._store.append(ROSTER, f"{self.name}\n")
@@ -274,6 +281,11 @@ class StoreFleet(Fleet):
     def _publish_member(self, me: Member) -> None:
         key = f"fleet/member/{self.name}"
         self._store.set(key, sign_entry(self._secret, key, msgspec.json.encode(me)))
+
+    def _publish_beat(self, store: StoreClient) -> None:
+        key = f"fleet/beat/{self.name}"
+        self._beat_count += 1
+        store.set(key, sign_entry(self._secret, key, str(self._beat_count).encode()))
 
     def _refresh(self, store: StoreClient) -> None:
         roster = store.get(ROSTER).decode(errors="replace").split()
@@ -288,25 +300,21 @@ class StoreFleet(Fleet):
                 if member is None:
                     continue
                 if member.is_alive:
-                    self._table.observe(member, beat, now)
+                    count = self._entries.read_number(f"fleet/beat/{name}", beat)
+                    self._table.observe(member, -1 if count is None else count, now)
                 else:  # its own entry, the last before it left
                     self._table.remove(name)
 
     def _member_of(self, name: str, entry: bytes) -> Member | None:
         """The member that wrote an entry of the store; None for an entry that no member of this run wrote. Its last one holds."""
-        try:
-            return msgspec.json.decode(verify_entry(self._secret, f"fleet/member/{name}", entry), type=Member)
-        except MessageRefused as refusal:
-            if self._refused.get(name) != entry:
-                self._refused[name] = entry
-                _log.warning("%s ignores an entry of the store: %s", self.name, refusal)
-        return None
+        known = self._entries.read(f"fleet/member/{name}", entry)
+        return None if known is None else msgspec.json.decode(known, type=Member)
 
     def _beat(self, store: StoreClient) -> None:
         """Send heartbeats and refresh the table. Waits for its own clock; woken early by `leave`."""
         try:
             while not self._leaving.wait(self.settings.heartbeat_s):
-                store.add(f"fleet/beat/{self.name}", 1)
+                self._publish_beat(store)
                 self._refresh(store)
                 self._heard_at = time.monotonic()
         except DistError as error:

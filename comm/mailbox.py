@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from torch.distributed import DistError
 
-from .errors import MessageRefused, StoreGone
+from .errors import MessageRefused, StoreGone, is_power_of_ten
 from .messages.base import Message
-from .signing import Envelope, MessageSigner
+from .signing import EntryReader, Envelope, MessageSigner, sign_entry
 from .store import StoreClient, clone_store
 from .waits import join_thread
 
@@ -79,6 +79,7 @@ class Mailboxes(ABC):
     """Opens the mailboxes of a process and delivers their messages."""
 
     def __init__(self, secret: bytes, encrypts: bool = False) -> None:
+        self.secret = secret
         self.signer = MessageSigner(secret, encrypts)
         self.gone: DistError | None = None
         """The error by which the store was found gone."""
@@ -144,7 +145,8 @@ class Mailbox:
                 return None
             except MessageRefused as refusal:
                 self.refused += 1
-                _log.warning("%s drops a message: %s", self.name, refusal)
+                if is_power_of_ten(self.refused):  # a stranger who sends many would fill the disk with their lines
+                    _log.warning("%s drops a message: %s (%d so far)", self.name, refusal, self.refused)
                 continue
             self._inbox.put(None)
             if not self._closed:
@@ -192,6 +194,8 @@ class StoreMailboxes(Mailboxes):
         with self._lock:
             assert name not in self._open, f"the inbox {name} is open already"
             epoch = self._store.add(_epoch_key(name), 1)
+            if name == HUB:
+                epoch = self._announce_hub(epoch)
             key = _inbox_key(name, epoch)
             thread = threading.Thread(
                 target=self._collect,
@@ -202,6 +206,13 @@ class StoreMailboxes(Mailboxes):
             self._open[name] = key, thread
             thread.start()
         return Mailbox(name, epoch, inbox, self)
+
+    def _announce_hub(self, epoch: int) -> int:
+        """Tell the senders the number of the hub's new inbox, which is above all before; returns it."""
+        before = EntryReader(self.secret, HUB).read_number(_HUB_KEY, self._store.compare_set(_HUB_KEY, "", ""))
+        epoch = max(epoch, (before or 0) + 1)
+        self._store.set(_HUB_KEY, sign_entry(self.secret, _HUB_KEY, str(epoch).encode()))
+        return epoch
 
     def put(self, message: Outgoing) -> None:
         self._outbox.put(message)
@@ -217,7 +228,7 @@ class StoreMailboxes(Mailboxes):
                 if thread is not None:  # an empty value wakes it, and it finds its inbox closed
                     self._store.queue_push(key, b"")
                 if name == HUB and is_last:
-                    self._store.set(_CLOSED_KEY, "1")
+                    self._store.set(_CLOSED_KEY, sign_entry(self.secret, _CLOSED_KEY, b"1"))
             except DistError as error:
                 _log.debug("%s closes without its store: %s", name, error)
         if thread is not None:
@@ -236,7 +247,7 @@ class StoreMailboxes(Mailboxes):
 
     def _deliver(self, store: StoreClient) -> None:
         """Deliver messages in the order they were sent. Waits for the outbox and the hub; woken by `put` and `close`."""
-        delivery = _Delivery(store)
+        delivery = _Delivery(store, self.secret)
         try:
             while True:
                 with suppress(queue.Empty):
@@ -266,9 +277,11 @@ class StoreMailboxes(Mailboxes):
 class _Delivery:
     """The sending end of a process's mailboxes, for one thread."""
 
-    def __init__(self, store: StoreClient) -> None:
+    def __init__(self, store: StoreClient, secret: bytes) -> None:
         self.unconfirmed = Unconfirmed()
         self._store = store
+        self._secret = secret
+        self._entries = EntryReader(secret, "a sender of messages")
         self._hub = 1  # messages may be sent before the first hub has opened its inbox
         self._handled_keys: dict[str, str] = {}
         self._looked_at = 0.0
@@ -281,7 +294,8 @@ class _Delivery:
     def confirm(self, handled: Mapping[str, int]) -> None:
         """Confirm the messages of other processes, for the hub in this one."""
         for sender, sequence in handled.items():
-            self._store.set(_handled_key(sender), str(sequence))
+            key = _handled_key(sender)
+            self._store.set(key, sign_entry(self._secret, key, str(sequence).encode()))
 
     def look_at_times(self) -> None:
         if self.unconfirmed and time.monotonic() - self._looked_at >= _LOOK_S:
@@ -289,7 +303,7 @@ class _Delivery:
 
     def finish(self, deadline_s: float) -> None:
         """Wait until the store has everything, and until the hub has handled its part, if there is or was a hub."""
-        self._store.add("mailbox/flushed", 0)  # a round trip: the store has everything that was pushed before
+        self._store.check([_HUB_KEY])  # a round trip: the store has everything that was pushed before
         until = time.monotonic() + deadline_s
         while self.unconfirmed and self._look() and time.monotonic() < until:
             time.sleep(_CONFIRM_S / 4)
@@ -303,10 +317,11 @@ class _Delivery:
         for sender in self.unconfirmed.senders():
             if sender not in self._handled_keys:
                 self._handled_keys[sender] = _handled_key(sender)
-                for key in (self._handled_keys[sender], _epoch_key(HUB), _CLOSED_KEY):
-                    self._store.add(key, 0)  # a read of keys that are not there would wait for them
-        keys = list(self._handled_keys.values())
-        hub, is_closed, *handled = map(_number, self._store.multi_get([_epoch_key(HUB), _CLOSED_KEY, *keys]))
+                for key in (self._handled_keys[sender], _HUB_KEY, _CLOSED_KEY):
+                    self._store.compare_set(key, "", "")  # a read of keys that are not there would wait for them
+        keys = [_HUB_KEY, _CLOSED_KEY, *self._handled_keys.values()]
+        values = zip(keys, self._store.multi_get(keys), strict=True)
+        hub, is_closed, *handled = (self._entries.read_number(key, value) or 0 for key, value in values)
         self.unconfirmed.confirm(dict(zip(self._handled_keys, handled, strict=True)))
         if is_closed:
             self.unconfirmed.clear()
@@ -330,10 +345,7 @@ def _handled_key(sender: str) -> str:
     return f"mailbox/handled/{sender}"
 
 
-def _number(value: bytes) -> int:
-    """The number that a key of the store has; 0 for anything else, since any client of the store may write there."""
-    return int(value) if value.isdigit() else 0
-
-
+_HUB_KEY = "mailbox/hub"
+"""Key with the number of the hub's inbox. It is signed, as are the next one and `_handled_key`: any client can write there."""
 _CLOSED_KEY = "mailbox/closed"
-"""Key that is not 0 when the hub has closed its inbox for good."""
+"""Key that is 1 when the hub has closed its inbox for good."""

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -64,12 +65,37 @@ def _reap(child: int) -> int | None:
 
 def children_of(pid: int) -> list[int]:
     """Process ids of the children of a process, from /proc."""
-    children: list[int] = []
+    return [child for child, parent in _parents().items() if parent == pid]
+
+
+def kill_tree(pid: int, patience_s: float) -> list[int]:
+    """Kill a process and all that it and those have started, in whichever session; returns those that live after `patience_s`.
+
+    All are killed before it waits for any: otherwise a supervisor takes the end of its parent as a request to end in order.
+    """
+    parents, tree = _parents(), [pid]
+    for each in tree:  # it grows
+        tree += [child for child, parent in parents.items() if parent == each]
+    for each in tree:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+    deadline = time.monotonic() + patience_s
+    while (left := [each for each in tree if _state(each) not in ("", "Z", "X")]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process."""
+    parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue  # the process has ended meanwhile
-        if parent == pid:
-            children.append(int(stat.parent.name))
-    return children
+        with suppress(OSError, IndexError):  # the process has ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for the state of a process: empty if the process does not exist, Z if it has ended and waits for its parent."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""

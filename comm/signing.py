@@ -6,18 +6,20 @@ message is encrypted (AES-256-GCM), and the signature is over what was encrypted
 """
 
 import hmac
+import logging
 import os
 from collections import defaultdict
 from typing import NamedTuple
 
 import msgspec
 
-from .errors import MessageRefused
+from .errors import MessageRefused, is_power_of_ten
 from .messages.base import Message
 from .messages.codec import decode, encode
 
 _SIGNATURE_BYTES = 32
 _NONCE_BYTES = 12
+_log = logging.getLogger(__name__)
 _MAX_ENVELOPE_BYTES = 4 << 20  # a store takes 8 MiB a value; above that it resets the connection
 
 
@@ -51,6 +53,36 @@ def verify_entry(secret: bytes, name: str, signed: bytes) -> bytes:
     if not hmac.compare_digest(signature, hmac.digest(derive_key(secret, f"entry {name}"), entry, "sha256")):
         raise MessageRefused(f"wrong signature of {name}")
     return entry
+
+
+class EntryReader:
+    """Reads entries that any client of the store may have overwritten: one that no member of the run signed is not there."""
+
+    def __init__(self, secret: bytes, reader: str) -> None:
+        """`reader` is the name of this process in the log, which gets the first, the tenth, ... entry that is ignored."""
+        self._secret = secret
+        self._reader = reader
+        self._refused: dict[str, int] = {}
+        self._num_refused = 0
+
+    def read(self, key: str, signed: bytes) -> bytes | None:
+        """The entry that a member wrote under `key`, from the value there; None for any other value."""
+        try:
+            return verify_entry(self._secret, key, signed)
+        except MessageRefused as refusal:
+            if signed and self._refused.get(key) != hash(signed):  # once for each value, however often it is read
+                self._refused[key] = hash(signed)
+                self._num_refused += 1
+                if is_power_of_ten(self._num_refused):
+                    _log.warning(
+                        "%s ignores an entry of the store: %s (%d so far)", self._reader, refusal, self._num_refused
+                    )
+        return None
+
+    def read_number(self, key: str, signed: bytes) -> int | None:
+        """The same for an entry that is a number, as decimal digits."""
+        entry = self.read(key, signed)
+        return int(entry) if entry is not None and entry.isdigit() else None
 
 
 def encrypt(key: bytes, text: bytes) -> bytes:

@@ -39,14 +39,11 @@ from .errors import SettingError, StoreGone
 from .links.host import join_address, listen, split_address
 from .waits import Wait, waiting
 
-# A TCPStore client looks up the name of the address it connects to. Where the name server does not answer, the resolver
-# would wait 5 s before it asks again.
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
-
 _ADDRESS_KEY = "headrace/store"
 _ATTEMPT_S, _RETRY_S = 5.0, 0.1
 _REFUSAL_KEY = "headrace/refusal"
 _FIND_S = _CLONE_S = 120.0
+_NO_VALUE = "headrace: no value"
 ROSTER = "fleet/roster"
 """Key of the names of all members that ever joined, one on each line, in the order of their first joining."""
 
@@ -105,6 +102,14 @@ def clone_store(store: StoreClient) -> StoreClient:
     return connect_store(join_address(store.host, store.port), _CLONE_S)
 
 
+def read_value(store: StoreClient, key: str) -> bytes | None:
+    """The value of `key` at this moment, or None: one request, where a `get` would wait for a key deleted since a `check`."""
+    value = store.compare_set(
+        key, _NO_VALUE, _NO_VALUE
+    )  # an absent key stays absent: the store then returns what it expected
+    return None if value == _NO_VALUE.encode() else value
+
+
 def _patient(client: TCPStore) -> StoreClient:
     store = cast(StoreClient, client)
     store.set_timeout(timedelta(days=1))
@@ -126,7 +131,7 @@ def _try_to_connect(host: str, port: int, wait: Wait, is_started: bool) -> TCPSt
     return None
 
 
-def publish_address(address: str) -> None:
+def _publish_address(address: str) -> None:
     """Put the fleet store's address into the store of this torchrun, for `find_address`."""
     store = _torchrun_store(deadline_s=30)
     store.set(_ADDRESS_KEY, address)
@@ -229,7 +234,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         secret = os.environ["HEADRACE_SECRET"].encode()
         hosted.store.set(RECIPE_KEY, sign_entry(secret, RECIPE_KEY, arguments.recipe.read_bytes()))
     if arguments.publish:
-        publish_address(hosted.address)
+        _publish_address(hosted.address)
     attendance = _Attendance(arguments.silence_s)
     while not ended.wait(0.1):
         num_joined, num_present = attendance.present(hosted.store, time.monotonic())

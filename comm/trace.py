@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .clock import Clock
-from .disk import is_full
+from .disk import is_full, make_folders
 
 FAILPOINTS = "HEADRACE_FAILPOINTS"
 """Path of the socket on which a bench of faults hears of failpoints; it listens only while it waits for one."""
@@ -32,8 +32,7 @@ def failpoint(point: str, **facts: float | str) -> None:
 
 def write_lag(run_dir: Path, name: str, lag_s: float) -> None:
     """Keep the longest time that an emulated process was behind its devices, in emulated seconds."""
-    folder = run_dir / "trace"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folders(run_dir, "trace")
     (folder / f"{name}.lag").write_text(str(lag_s), encoding="utf-8")
 
 
@@ -46,9 +45,8 @@ class Trace:
     """One state at a time. A line is written when a state ends: {"state", "t", "d" (seconds of the clock), facts}."""
 
     def __init__(self, run_dir: Path, name: str, clock: Clock) -> None:
-        folder = run_dir / "trace"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = run_dir / "trace" / f"{name}.jsonl"
+        self._descriptor: int | None = None
         self.clock = clock
         self._state = ""
         self._facts: dict[str, float | int | str] = {}
@@ -76,7 +74,8 @@ class Trace:
     def close(self) -> None:
         """Write the last state."""
         self._end_state()
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
     def _end_state(self) -> None:
         now = self.clock.now()
@@ -87,6 +86,9 @@ class Trace:
     def _write(self, line: dict[str, object]) -> None:
         """A line that does not fit on the disk is left out: training does not wait for a trace."""
         try:
+            if self._descriptor is None:
+                make_folders(self._path.parent.parent, self._path.parent.name)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
         except OSError as error:
             if not is_full(error):

@@ -54,10 +54,14 @@ def _evaluations(log: EvaluationLog) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the account of the run folders named; 1 if one of their journals does not verify."""
-    if not arguments:
-        print("usage: python -m headrace.launch.audit RUN...", file=sys.stderr)
-        return 2
+    """Print the account of the run folders named; 1 if one of their journals does not verify, 2 for a folder without one."""
+    if not arguments or {"--help", "-h"} & {*arguments}:
+        print("usage: python -m headrace.launch.audit RUN...", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    for run in arguments:
+        if not (Path(run) / "journal.jsonl").is_file():
+            print(f"{run} is not the folder of a run: it has no journal.jsonl", file=sys.stderr)
+            return 2
     for run in arguments:
         report = AuditReport()
         try:

@@ -11,19 +11,24 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ..comm.errors import SettingError, StoreGone
-from ..comm.mailbox import Mailbox, StoreMailboxes
 from ..comm.messages import DrainRequested, Interrupted, MemberStatus, Message, StatusReport, StatusRequested
-from ..comm.store import connect_store
 from .processes.child import print_message
-from .processes.joining import find_run
+from .processes.joining import RunAddress, find_run
+
+if TYPE_CHECKING:
+    from ..comm.mailbox import Mailbox
 
 _ANSWER_S = 30.0
 
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 2 for a mistake, 1 if the run does not answer."""
+    if {"--help", "-h"} & {*words}:
+        sys.stdout.write(__doc__ or "")
+        return 0
     match words:
         case [where, "status"]:
             order = None
@@ -35,8 +40,7 @@ def main(words: Sequence[str]) -> int:
             sys.stderr.write(__doc__ or "")
             return 2
     try:
-        find_run(where)
-        return _talk(os.environ["HEADRACE_STORE"], order)
+        return _talk(find_run(where), order)
     except SettingError as error:
         print_message(f"error: {error}")
         return 2
@@ -45,9 +49,12 @@ def main(words: Sequence[str]) -> int:
         return 1
 
 
-def _talk(address: str, order: Message | None) -> int:
+def _talk(run: RunAddress, order: Message | None) -> int:
     """Ask the hub how the run stands, and print that or give it the order; returns the exit code."""
-    mailboxes = StoreMailboxes(connect_store(address, _ANSWER_S), os.environ["HEADRACE_SECRET"].encode()).start()
+    from ..comm.mailbox import StoreMailboxes  # these import torch, which a mistake in the words need not wait for
+    from ..comm.store import connect_store
+
+    mailboxes = StoreMailboxes(connect_store(run.store, _ANSWER_S), run.secret.encode()).start()
     inbox = mailboxes.open(f"ctl-{os.getpid()}")
     try:
         status = _ask(inbox)
@@ -67,7 +74,7 @@ def _talk(address: str, order: Message | None) -> int:
         mailboxes.close()
 
 
-def _ask(inbox: Mailbox) -> StatusReport | None:
+def _ask(inbox: "Mailbox") -> StatusReport | None:
     inbox.send("hub", StatusRequested(inbox.name))
     envelope = inbox.receive(_ANSWER_S)
     return envelope.message if envelope is not None and isinstance(envelope.message, StatusReport) else None

@@ -25,7 +25,7 @@ relay, or are generated again.
 def is_restartable(role: str, recipe: Recipe) -> bool:
     """Whether a process of a role is started again. The project's own trainer continues from its checkpoint and saved rows."""
     is_own = ":" not in recipe.trainer.engine
-    return role in RESTARTABLE and (role != "actor" or (is_own and recipe.run.save_rows))
+    return role in RESTARTABLE and (role != "actor" or (is_own and recipe.run.save_rows != "none"))
 
 
 @dataclass(frozen=True, slots=True)

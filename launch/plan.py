@@ -64,7 +64,7 @@ class Simulation:
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
         """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
         recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
-        micro_tokens = max(1, times * recipe.optimizer.micro_tokens * train_gpus // recipe.emulated.train_gpus)
+        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // recipe.emulated.train_gpus)
         settings = {**knobs.settings, "emulated.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
         folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
         return self.experiment.run(folder, settings).figures
@@ -191,7 +191,7 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
     devices = simulation.devices
     e, own = devices.recipe.emulated, devices.own
-    micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_tokens
+    micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_batch
     most = None if job is None else most_micro_tokens(job.with_split(devices, best))
     times = simulation.micro_batches(best, math.inf if most is None else most / micro_tokens)
     found = simulation.figures(best, times)

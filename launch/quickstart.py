@@ -1,6 +1,8 @@
 """The quickstart: makes a small policy and its task unless the user names them, then runs the recipe.
 
-python -m headrace.launch.quickstart [calculator] [KEY=VALUE ...]
+python -m headrace.launch.quickstart [calculator | smollm2] [KEY=VALUE ...]
+
+`smollm2` fetches a model of 135M parameters in place of making one.
 """
 
 import json
@@ -14,12 +16,14 @@ from typing import NamedTuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from . import run
+from .config.gpus import Gpus
 from .config.load import read_recipe
 from .processes.child import print_message
-from .recipes import calculator, sort_digits
+from .recipes import addition, calculator, smollm2, smollm2_task, sort_digits
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
-CALCULATOR = RECIPE.with_name("calculator.yaml")
+CALCULATOR, SMOLLM2 = RECIPE.with_name("calculator.yaml"), RECIPE.with_name("smollm2.yaml")
+NAMED = {"calculator": CALCULATOR, "smollm2": SMOLLM2}
 NUM_ROWS = 4096
 OPENINGS = (
     "Once upon a time", "One day,", "There was a little girl", "There was a boy named Tim", "Lily and Ben",
@@ -67,20 +71,52 @@ TASKS = {
 
 def main(words: Sequence[str]) -> int:
     """Make the missing parts, complete the command line with them, run it; returns the exit code."""
-    path = CALCULATOR if list(words[:1]) == ["calculator"] else RECIPE
-    words = [str(path), *words[path == CALCULATOR :]]
+    path = NAMED.get(words[0], RECIPE) if words else RECIPE
+    if path == RECIPE and words and "=" not in words[0] and not words[0].startswith("-"):
+        names = " and ".join(f"`{name}`" for name in NAMED)
+        print_message(f"error: there is no quickstart {words[0]!r}; there are {names}, and the one without a name")
+        return 2
+    words = [str(path), *words[path != RECIPE :]]
     if "--help" in words or "-h" in words:
         return run.main(words)
     try:
-        arguments = run.Arguments.parse(words)
+        arguments = run.Arguments.parse(Gpus.taken_from(words)[1])
         recipe = read_recipe(arguments.recipe, arguments.overrides)
-        words += missing_parts(recipe, TASKS[path], is_dry_run=arguments.is_dry_run)
+        if path == SMOLLM2:
+            return _run_smollm2(words, recipe, is_dry_run=arguments.is_dry_run)
+        return _run(words, missing_parts(recipe, TASKS[path], is_dry_run=arguments.is_dry_run))
     except SettingError as error:
         print_message(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
-    return run.main(words)
+
+
+def _run(words: Sequence[str], parts: Sequence[str]) -> int:
+    """Run with further settings, of which a dry run has not made the files."""
+    made = (part.partition("=") for part in parts)
+    return run.main(
+        [*words, *parts], unmade=[name for name, _, file in made if not Path(file.partition(":")[0]).exists()]
+    )
+
+
+def _run_smollm2(words: Sequence[str], recipe: Recipe, *, is_dry_run: bool) -> int:
+    """Say how long it takes, fetch the model, make the prompts, run, and show what the model learnt."""
+    parts = smollm2_task.missing_parts(recipe)
+    further: list[str] = []
+    if not is_dry_run:
+        if "model.path" in parts and recipe.run.mode == "train":
+            chooses_type = not any(word.startswith("model.dtype=") for word in words)
+            further = smollm2_task.announce(recipe, chooses_type=chooses_type)
+        if "model.path" in parts:
+            smollm2.fetch()
+        if "data.path" in parts:
+            addition.write_data(smollm2_task.data_folder(recipe), recipe.run.seed)
+    further += [f"{name}={value}" for name, value in parts.items()]
+    code = _run(words, further)
+    if code == 0 and not is_dry_run and recipe.run.mode == "train":
+        smollm2_task.show_progress(read_recipe(str(words[0]), [*words[1:], *further]))
+    return code
 
 
 def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], *, is_dry_run: bool) -> list[str]:

@@ -1,37 +1,246 @@
-"""The checkpoint that a run resumes from, chosen before its processes start: the newest that is whole and in the journal."""
+"""Where a run continues that is resumed, decided before its processes start; nothing that it has trained is lost in silence.
 
+It continues after its last trained step. The trainer loads the newest checkpoint that is whole and in the journal, and trains the
+steps after it again from `rows/`, like a trainer that starts again after its death. Files that the run does not continue are renamed to
+`NAME.discarded-N`.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
 from ..relay.checkpoints import CheckpointFolder
-from ..relay.journal.journal import checkpoints_in
+from ..relay.dataset.stream_file import STREAM_FILE
+from ..relay.journal.evaluations import EVALUATIONS_FILE
+from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
+from .config.load import CONFIG_FILE, read_recipe
+from .report.summary import read_summary
+
+JOURNAL, METRICS, ROWS = "journal.jsonl", "metrics.jsonl", "rows"
+_OF_ONE_RUN = (
+    JOURNAL,
+    METRICS,
+    EVALUATIONS_FILE,
+    STREAM_FILE,
+    ROWS,
+    "checkpoints",
+    "queue",
+    "tensorboard",
+    "start_adapter",
+)
+"""The files that a run starting at step 1 does not take over from a run before it."""
+_START = ("model.path", "lora.rank", "lora.targets", "lora.alpha", "lora.path")
+"""Settings of the weights that a run begins with."""
+_TRAINING = ("algorithm", "optimizer", "model", "lora")
 
 
-def choose_checkpoint(run_dir: Path) -> tuple[int | None, list[str]]:
-    """The number of steps after which the run continues, None for a start at step 1, and lines that say which and why.
+class ResumePoint(NamedTuple):
+    """A run continues after `step` steps: with the state of a checkpoint, and the steps after it trained again."""
 
-    Reads every byte of the checkpoint. Raises `SettingError` if there are checkpoints and none can be used.
+    step: int
+    checkpoint: int | None
+    lines: list[str]
+    """For the console: the way in which the run continues, and the reasons."""
+
+
+def finished_after(recipe: Recipe) -> int | None:
+    """The number of steps of a run that is resumed and has nothing left to do; None if there is something."""
+    if recipe.run.resume != "auto" or recipe.run.mode != "train":
+        return None
+    summary = read_summary(Path(recipe.run.dir)) or {}
+    steps = summary.get("steps", 0)
+    return steps if summary.get("status") == "finished" and steps >= recipe.run.steps else None
+
+
+def prepare_folder(recipe: Recipe) -> list[str]:
+    """Make the run folder ready for the processes: it has what the run continues, and nothing else of a run before.
+
+    Returns lines for the console. Raises `SettingError` if the run cannot continue; nothing has changed then.
     """
-    folder, journal = CheckpointFolder(run_dir), run_dir / "journal.jsonl"
+    run_dir = Path(recipe.run.dir)
+    point = ResumePoint(0, None, [])
+    if recipe.run.resume == "auto":
+        point = choose_point(recipe)
+    if point.step:
+        _cut_folder(run_dir, point)
+        return point.lines
+    is_restart = recipe.run.resume == "restart"
+    aside = _set_aside(run_dir, (*_OF_ONE_RUN, *((CONFIG_FILE, "summary.json") if is_restart else ())))
+    lines = ["run.resume=restart: the run starts at step 1"] if is_restart else point.lines
+    if not aside:
+        return lines
+    start = lines[-1] if lines else f"run.dir: the run starts at step 1 in {run_dir}"
+    return [*lines[:-1], f"{start}; the files of the run before are now {', '.join(aside)}"]
+
+
+def choose_point(recipe: Recipe) -> ResumePoint:
+    """Where a run continues. Reads every byte of the checkpoints that it tries, and the heads of the rows' files.
+
+    Raises `SettingError`, with every reason, if trained steps would be lost: without a checkpoint that can be used they all have
+    to be trained again from `rows/`.
+    """
+    run_dir = Path(recipe.run.dir)
+    folder, known = CheckpointFolder(run_dir), steps_in(run_dir / JOURNAL)
     found = {*folder.whole(), *folder.incomplete()}
+    checkpoint, problems = _newest_checkpoint(folder, found, known)
+    if not known.num_trained:
+        if not found and not _has_lines(run_dir / METRICS):
+            return ResumePoint(0, None, [f"run.resume=auto: {run_dir} has no trained step; the run starts at step 1"])
+        if not problems:
+            problems = [f"{METRICS} has steps that {JOURNAL} does not know"]
+        raise SettingError(f"run.resume: {'; '.join(problems)}. {_WAYS_OUT}")
+    if known.num_trained > recipe.run.steps:
+        raise SettingError(
+            f"run.steps={recipe.run.steps}: the run in {run_dir} has trained {known.num_trained} steps; raise run.steps to go on"
+        )
+    step, problem = _last_rebuilt(recipe, checkpoint, known.num_trained)
+    if problem and checkpoint is None:
+        reasons = "; ".join(problems) or "there is none"
+        raise SettingError(
+            f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
+            f" {reasons}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
+        )
+    return ResumePoint(step, checkpoint, [*_told(recipe, step, checkpoint, known, problems, problem)])
+
+
+_WAYS_OUT = "Set run.resume=restart to start at step 1 and keep these files under other names, or set another run.dir"
+
+
+def _newest_checkpoint(folder: CheckpointFolder, found: set[int], known: KnownSteps) -> tuple[int | None, list[str]]:
+    """The newest checkpoint that can be used, None without one; and what is wrong with those that are newer."""
+    problems: list[str] = []
     try:
-        found |= {step for step in (folder.latest(),) if step is not None}
-        problems: list[str] = []
+        found = found | {step for step in (folder.latest(),) if step is not None}
     except SettingError as error:
-        problems = [str(error).removeprefix("run.resume: ")]
-    if not found and not problems:
-        return None, [f"run.resume=auto: {run_dir} has no checkpoint; the run starts at step 1"]
-    known = checkpoints_in(journal) if journal.exists() else {}
+        problems.append(str(error).removeprefix("run.resume: "))
     for step in sorted(found, reverse=True):
-        problem = folder.problem(step) if step in known else "is not in the journal"
+        problem = folder.problem(step) if step in known.checkpoints else "is not in the journal"
         if not problem:
-            passed_over = [f"run.resume=auto: {reason}; it is passed over" for reason in problems]
-            return step, [
-                *passed_over,
-                f"run.resume=auto: the run continues after step {step}, from {folder.path(step)}",
-            ]
+            return step, problems
         problems.append(f"{folder.path(step).name} {problem}")
-    raise SettingError(
-        f"run.resume: no checkpoint in {folder.root} can be used: {'; '.join(problems)}. Set another run.dir,"
-        " or remove that folder to start at step 1"
-    )
+    return None, problems
+
+
+def _last_rebuilt(recipe: Recipe, checkpoint: int | None, num_trained: int) -> tuple[int, str]:
+    """The number of steps that can be rebuilt from a checkpoint, or from the initial weights, and why not more."""
+    first = checkpoint or 0
+    if first == num_trained:
+        return first, ""
+    if ":" in recipe.trainer.engine:
+        return first, f"trainer.engine={recipe.trainer.engine} trains no step again"
+    changed = [name for name in _changed(recipe) if checkpoint is None and name in _START]
+    if changed:
+        return first, f"{', '.join(changed)} had another value in the run before"
+    from ..trainer.step_log import rows_problem  # with numpy, which a line of help does not need
+
+    for step in range(first, num_trained):
+        if problem := rows_problem(Path(recipe.run.dir), step, recipe.roles.actor):
+            return step, problem
+    return num_trained, ""
+
+
+def _told(
+    recipe: Recipe, step: int, checkpoint: int | None, known: KnownSteps, problems: Iterable[str], problem: str
+) -> Iterator[str]:
+    """The lines of a run that continues."""
+    for reason in problems:
+        yield f"run.resume=auto: {reason}; it is passed over"
+    first, last = (checkpoint or 0) + 1, known.num_trained
+    path = CheckpointFolder(Path(recipe.run.dir)).path(checkpoint or 0)
+    start = "; it has no checkpoint that can be used" if checkpoint is None else f", from {path}"
+    again = f"; {_steps(first, step)} trained again from {ROWS}/" if step >= first else ""
+    yield f"run.resume=auto: the run continues after step {step}{start}{again}"
+    if step < last:
+        yield f"run.resume=auto: {_steps(step + 1, last)} given up, since {problem}; their files are kept under other names"
+    changed = [name for name in _changed(recipe) if not name.startswith("model.path")]
+    if again and changed:
+        yield f"warning: steps are trained again with other settings than in the run before: {', '.join(changed)}"
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first} is" if first == last else f"steps {first} to {last} are"
+
+
+def _changed(recipe: Recipe) -> list[str]:
+    """Settings of training that the run before had otherwise; none if its recipe is of another version of the program."""
+    try:
+        before = read_recipe(Path(recipe.run.dir) / CONFIG_FILE)
+    except SettingError:
+        return []
+    names = [f"{section}.{name}" for section in _TRAINING for name in getattr(recipe, section).__struct_fields__]
+    if (Path(recipe.run.dir) / "start_adapter").exists():
+        names.remove("lora.path")  # the run keeps the adapter that it began with
+    value_of = attrgetter(*names)
+    both = zip(names, value_of(recipe), value_of(before), strict=True)
+    return [name for name, value, other in both if value != other]
+
+
+def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
+    """Let the folder be that of a run which has trained `point.step` steps. Raises `SettingError`."""
+    from ..trainer.step_log import saved_steps
+
+    number = _free_number(run_dir)
+    folder, journal, metrics = CheckpointFolder(run_dir), run_dir / JOURNAL, run_dir / METRICS
+    if Journal.is_in_use(journal):
+        raise SettingError(f"run.dir: {journal} is in use by another process; end that run, or set another run.dir")
+    # Of the steps that are given up; the trainer cuts them off.
+    if rest := list(_lines_from(metrics, point.step)):
+        _discarded(metrics, number).write_bytes(b"".join(rest))
+    given_up = {path: step for path, step in saved_steps(run_dir) if step >= point.step}
+    if given_up and steps_in(journal).num_trained > point.step:
+        (aside := _discarded(run_dir / ROWS, number)).mkdir()
+        for path in given_up:
+            path.rename(aside / path.name)
+    for path in given_up:
+        path.unlink(missing_ok=True)  # of the step under way at the end, which no journal knows
+    for name in ("checkpoints", "queue"):  # else the new steps of these numbers would seem to have them
+        later = [path for path in (run_dir / name).glob("step_*") if _number_of(path) > point.step]
+        for path in later:
+            (aside := _discarded(run_dir / name, number)).mkdir(exist_ok=True)
+            path.rename(aside / path.name)
+    try:
+        cut_after(journal, point.step, point.checkpoint, _discarded(journal, number))
+    except JournalError as error:
+        raise SettingError(f"run.dir: {error}") from error
+    if point.checkpoint is None:
+        folder.clear_latest()
+    else:
+        folder.set_latest(point.checkpoint)
+
+
+def _number_of(checkpoint: Path) -> int:
+    """The step of a checkpoint's folder; -1 for another name."""
+    step = checkpoint.name.removeprefix("step_")
+    return int(step) if step.isdecimal() else -1
+
+
+def _lines_from(metrics: Path, step: int) -> Iterator[bytes]:
+    """The lines of the metrics from a step on; each step has one."""
+    if metrics.exists():
+        with metrics.open("rb") as file:
+            yield from itertools.islice(file, step, None)
+
+
+def _has_lines(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _set_aside(run_dir: Path, names: Iterable[str]) -> list[str]:
+    """Give the files and folders with these names other ones; returns those."""
+    number, aside = _free_number(run_dir), list[str]()
+    for path in (run_dir / name for name in names):
+        if path.exists():
+            aside.append(path.rename(_discarded(path, number)).name)
+    return aside
+
+
+def _free_number(run_dir: Path) -> int:
+    return next(number for number in itertools.count(1) if not any(run_dir.glob(f"*.discarded-{number}")))
+
+
+def _discarded(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.discarded-{number}")

@@ -1,7 +1,7 @@
 """The program. Without torchrun's environment it is the launcher of a host: it checks the recipe, starts torchrun and prints
 how the run ended. Under torchrun it is the supervisor of one rank.
 
-    python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run | --help]
+    python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings] | --help]
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --nnodes 2 --node-rank 0 --master-addr ADDRESS
     python -m headrace.launch.run [RECIPE.yaml] join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
@@ -12,23 +12,26 @@ The second form runs on each host of a run on several; --nproc-per-node and --ma
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..comm.disk import describe_full, is_full
+from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
-from .config.dry_run import print_plan
+from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
 from .placement import place_ranks, with_relays
-from .processes.agent import REFUSED, Hosts, Torchrun
+from .processes.agent import REFUSED, Hosts, Torchrun, refuse_start
 from .processes.child import block_signals, print_message
 from .processes.joining import join_run
-from .processes.rank import prepare, run_rank
+from .processes.rank import prepare, run_rank, tell_finished
 from .report.summary import print_summary, read_summary
+from .resume import finished_after
 
+_FLAGS = ("--dry-run", "--settings")
 _HOST_OPTIONS = ("nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port")
 
 
@@ -39,6 +42,7 @@ class Arguments:
     recipe: str | None
     overrides: Sequence[str]
     is_dry_run: bool
+    with_settings: bool
     hosts: Hosts
     join: str = ""
     """The folder or address of the run that this host joins."""
@@ -47,53 +51,65 @@ class Arguments:
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist."""
         options: dict[str, str] = {}
-        others: list[str] = []
-        join = ""
+        flags, others, join = set[str](), list[str](), ""
         rest = iter(words)
         for word in rest:
             name, equals, value = word.partition("=")
             option = name.removeprefix("--").replace("_", "-")
-            if word == "--dry-run":
-                options["dry-run"] = ""
+            if word in _FLAGS:
+                flags.add(word)
             elif word.startswith("--") and option in _HOST_OPTIONS:
                 options[option] = value if equals else next(rest, "")
             elif word.startswith("-"):
                 known = ", ".join(f"--{option}" for option in _HOST_OPTIONS)
-                raise SettingError(f"unknown option {word}; the options are --dry-run, --gpus=, --help, {known}")
+                raise SettingError(
+                    f"unknown option {word}; the options are --dry-run, --settings, --gpus=, --help, {known}"
+                )
             elif name == "join":
                 join = value
             else:
                 others.append(word)
-        is_dry_run = options.pop("dry-run", None) is not None
+        if flags == {"--settings"}:
+            raise SettingError("--settings: only with --dry-run, which prints the plan; config.yaml has them in a run")
         recipe = others[0] if others and "=" not in others[0] else None
-        return cls(recipe, others[1:] if recipe else others, is_dry_run, Hosts.of(options), join)
+        return cls(
+            recipe,
+            others[1:] if recipe else others,
+            "--dry-run" in flags,
+            "--settings" in flags,
+            Hosts.of(options),
+            join,
+        )
 
 
-def main(words: Sequence[str]) -> int:
-    """Returns the exit code: 2 for a user's mistake, which is one message, 130 after Ctrl-C."""
-    if "--help" in words or "-h" in words or not words:
-        from .config.help import usage
+def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
+    """Returns the exit code: 2 for a user's mistake, which is one message, 130 after Ctrl-C.
 
-        sys.stdout.write(usage())
-        return 0
+    `unmade` are settings whose files the caller makes before a start, but not for a dry run.
+    """
     is_rank = "LOCAL_WORLD_SIZE" in os.environ  # torchrun's own; clusters set RANK and WORLD_SIZE of a pod too
     if is_rank:
         block_signals()
+    is_asked = "--help" in words or "-h" in words
+    if is_asked or not words:
+        return _help(is_rank=is_rank, is_asked=is_asked)
     try:
         gpus, words = Gpus.taken_from(words)
         arguments = Arguments.parse(words)
         if gpus is not None and not arguments.is_dry_run:
             raise SettingError("--gpus: only with --dry-run; a run takes the GPUs of CUDA_VISIBLE_DEVICES")
         if is_rank:
-            return run_rank(arguments.recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
+            return run_rank(arguments.recipe, arguments.overrides, _dry_run(arguments, gpus, unmade))
         if arguments.join and (arguments.is_dry_run or arguments.hosts != Hosts()):
             raise SettingError("join: the other options are not for a host that joins a run; leave them out")
         if arguments.join:
             return join_run(arguments.join, arguments.recipe, list(arguments.overrides))
         recipe = _read_here(arguments)
-        if arguments.is_dry_run:
+        if (dry_run := _dry_run(arguments, gpus, unmade)) is not None:
             hosts = arguments.hosts
-            print_plan(with_relays(recipe, hosts.nnodes), hosts.ranks(recipe) if hosts.nnodes > 1 else (), gpus)
+            ranks = hosts.ranks(recipe) if hosts.nnodes > 1 else ()
+            for warning in replace(dry_run, hosts=ranks).of(with_relays(recipe, hosts.nnodes)):
+                print_message(f"warning: {warning}")
             return 0
         if recipe.run.mode == "replay":
             return _replay(recipe)
@@ -111,6 +127,24 @@ def main(words: Sequence[str]) -> int:
         return 130
 
 
+def _help(*, is_rank: bool, is_asked: bool) -> int:
+    """Print the help page, of several ranks in the first one; torchrun without a recipe is a mistake."""
+    from .config.help import usage
+
+    if not is_rank or os.environ["RANK"] == "0":
+        sys.stdout.write(usage())
+        sys.stdout.flush()
+    if is_rank and not is_asked:
+        return refuse_start(SettingError("no recipe; name its file behind headrace.launch.run"), is_known=True)
+    return 0
+
+
+def _dry_run(arguments: Arguments, gpus: Gpus | None, unmade: Collection[str]) -> DryRun | None:
+    if not arguments.is_dry_run:
+        return None
+    return DryRun((), gpus, unmade, arguments.with_settings)
+
+
 def _read_here(arguments: Arguments) -> Recipe:
     """The recipe, or what the launcher itself has to know of it on a later host without the file: the run folder."""
     file, hosts = arguments.recipe, arguments.hosts
@@ -125,30 +159,37 @@ def _read_here(arguments: Arguments) -> Recipe:
 
 
 def _replay(recipe: Recipe) -> int:
-    """Replay in this process, with as many threads as the run had; 1 if a step differs."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from ..trainer.replay import replay_steps
+    """Replay in this process; 1 if a step differs."""
+    with sleeping_threads():
+        from ..trainer.replay import replay_steps
 
-    return 1 if replay_steps(recipe) else 0
+        return 1 if replay_steps(recipe) else 0
 
 
 def _launch(recipe: Recipe, arguments: Arguments) -> int:
     """Start torchrun for this host. With several hosts the first rank prepares the run, since its host may be another."""
     hosts = arguments.hosts
+    if (step := finished_after(recipe)) is not None:
+        tell_finished(step)
+        return 0
     if hosts.nnodes > 1:
         if arguments.recipe is None or Path(arguments.recipe).exists():
             place_ranks(recipe.roles, hosts.ranks(recipe), recipe.rollout.tp)
         torchrun = Torchrun(recipe, hosts, [*filter(None, [arguments.recipe]), *arguments.overrides])
+        code = torchrun.run()
     else:
-        prepare(with_relays(recipe, 1))
-        torchrun = Torchrun(recipe, hosts)
-    code = torchrun.run()
+        with prepare(with_relays(recipe, 1)):
+            torchrun = Torchrun(recipe, hosts)
+            code = torchrun.run()
     return _end_of_run(Path(recipe.run.dir), torchrun, code, is_first=hosts.node_rank == 0)
 
 
 def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool) -> int:
     """The exit code of the run on this host, whose torchrun ended with `code`; the first host prints how it ended."""
     if code == -REFUSED:
+        return 2
+    if torchrun.lost_folder:
+        print_message(f"error: {torchrun.lost_folder}")
         return 2
     summary = print_summary(run_dir) if is_first else read_summary(run_dir)
     if torchrun.received:

@@ -5,6 +5,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+system=$(uname -s)
+if [ "$system" != Linux ]; then
+    echo "Headrace needs Linux: this is $system" >&2
+    exit 1
+fi
+
 extras=${1:-}
 state=$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 stamp=.venv/installed-$state-$extras

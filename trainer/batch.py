@@ -55,6 +55,23 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Raise SettingError for a row without a prompt, or with a token id outside of the vocabulary: a generator's mistake.
+
+    The first token of a response is predicted at the last one of its prompt, so without a prompt it would be the row before.
+    """
+    for row in batch.rows:
+        columns = batch.columns[row.key]
+        if not len(columns["prompt_ids"]):
+            raise SettingError(f"rollout.engine: row {row.key} has an empty prompt")
+        ids = np.concatenate([columns["prompt_ids"], columns["response_ids"]])
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise SettingError(
+                f"rollout.engine: row {row.key} has the token id {wrong}, outside of the policy's vocabulary of {vocab_size}"
+            )
+
+
 def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[Batch, int]:
     """The batch with columns that the learner may add to, and how many tokens lost their loss.
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,6 +26,7 @@ from ..comm.recipe import CheckpointSettings
 from ..comm.trace import failpoint
 from ..comm.waits import waiting
 from ..relay.checkpoints import CheckpointFolder
+from .checkpoint_reader import load_checked
 
 if TYPE_CHECKING:
     from .actor_group import ThreadGroup
@@ -90,18 +91,24 @@ def _load_trained(
         group.update(own)
 
 
-def staged(state: Any) -> Any:
-    """A state with all its tensors, or shards of tensors, copied into the host's memory."""
+def staged(state: Any, copies: dict[int, Tensor] | None = None) -> Any:
+    """A state with all its tensors, or shards of tensors, copied into the host's memory.
+
+    copies: receives the copy of each whole tensor by the address of its bytes, for others who need a copy of the same.
+    """
     if is_traceable_wrapper_subclass(state):  # a shard, or an 8-bit state: `to` would not copy its parts on a CPU
         names, context = state.__tensor_flatten__()
         parts = {name: staged(getattr(state, name)) for name in names}
         return type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
     if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
+        copy = state.detach().to("cpu", copy=True)
+        if copies is not None:
+            copies[state.data_ptr()] = copy
+        return copy
     if isinstance(state, dict):
-        return {name: staged(value) for name, value in state.items()}
+        return {name: staged(value, copies) for name, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(map(staged, state))
+        return type(state)(staged(value, copies) for value in state)
     return state
 
 
@@ -117,7 +124,7 @@ def save_state(state: dict[str, Any], folder: Path, team: "ThreadGroup | None") 
 def load_state(state: TrainingState, folder: Path, *, is_alone: bool) -> None:
     """Load what `save_state` wrote; a collective unless `is_alone`. Raises `SettingError` if it does not fit."""
     try:
-        load({"trainer": state}, checkpoint_id=folder / "dcp", no_dist=is_alone)
+        load_checked({"trainer": state}, folder / "dcp", is_alone=is_alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         cause = _first_failure(error) if isinstance(error, CheckpointException) else error
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
@@ -185,12 +192,24 @@ class CheckpointWriter:
         self._evaluated, self._has_scored = max(self._evaluated, version), False
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint that is being written, for as long as its files grow."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            with waiting("the disk", f"checkpoint step_{self.newest}", self._deadline_s) as wait:
-                wait.until(lambda: not thread.is_alive())
+        while thread is not None and thread.is_alive():
+            self._wait_for(thread, self._num_bytes())
         self.check()
+
+    def _wait_for(self, thread: threading.Thread, num_bytes: int) -> None:
+        """Wait for a deadline; raises `WaitTimeout` if the checkpoint has not grown beyond `num_bytes` by then."""
+        with waiting("the disk", f"checkpoint step_{self.newest}", self._deadline_s) as wait:
+            wait.until(lambda: not thread.is_alive() or (not wait.remaining_s and self._num_bytes() > num_bytes))
+
+    def _num_bytes(self) -> int:
+        """The size of the newest checkpoint so far; its files may be renamed meanwhile."""
+        found = 0
+        for path in self.folder.path(self.newest).rglob("*"):
+            with suppress(OSError):
+                found += path.stat().st_size
+        return found
 
     def _run(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
         try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.recipe import Recipe
-from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack
+from .batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, check_tokens, pack
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -36,8 +36,9 @@ def packed_logprobs(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> tup
 def response_logprobs(policy: "Policy", batch: "Batch", device: torch.device, recipe: Recipe) -> list[np.ndarray]:
     """[R] float32 for each of this rank's rows, in the order of `batch.rows`, at the temperature of sampling.
 
-    A collective of the ranks that share a sharded policy.
+    A collective of the ranks that share a sharded policy. Raises SettingError for rows that no policy can have drawn.
     """
+    check_tokens(batch, policy.vocab_size)
     return by_row(batch, device, lambda packed: packed_logprobs(policy, packed, recipe)[0])
 
 

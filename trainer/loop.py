@@ -5,14 +5,16 @@ rollout. Publishing costs one copy of the weights.
 """
 
 import resource
+import time
 from pathlib import Path
 
 import torch
 
 from ..comm.clock import Clock
 from ..comm.disk import say
-from ..comm.fleet import Fleet
-from ..comm.messages import CheckpointWritten, StepTrained, TrainBatch, TrainingDone
+from ..comm.fleet import TRAINS_AGAIN, Fleet
+from ..comm.host_memory import give_back_heap
+from ..comm.messages import CheckpointWritten, RestartPoint, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
@@ -20,12 +22,17 @@ from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
+from .balance import Balance, layout_of
 from .checkpoint import CheckpointWriter, is_evaluation
 from .learners.base import Learner, open_learner
-from .metrics import MetricsLog, Value, console_line, evaluation_line
-from .recovery import request_restart, restore_newest, stops, train_again
+from .metrics import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line
+from .progress import behind_line, progress
+from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
 from .step_stats import StepStats
+
+_CHECKPOINTS_WITH_ROWS = 2
+"""The newest checkpoints after which rows are kept: if the last one is damaged, the steps after the one before are trained again."""
 
 
 class Trainer:
@@ -42,17 +49,23 @@ class Trainer:
     ) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
-        self.incarnation = fleet.incarnation
+        self.fleet, self.incarnation = fleet, fleet.incarnation
         self.mailbox = fleet.open_mailbox(fleet.name)
-        num_trained = -1
-        if fleet.me.index == 0 and fleet.incarnation > 1:
-            num_trained = request_restart(self.mailbox, fleet.incarnation, recipe.comm.deadline_s)
+        point = RestartPoint(fleet.incarnation, -1)
+        continues = fleet.incarnation > 1 or recipe.run.resume == "auto"
+        if fleet.me.index == 0 and continues:
+            point = request_restart(self.mailbox, fleet.incarnation, recipe.comm.deadline_s)
         self.storage = ReplicatedRows(fleet)
         self.learner = learner or open_learner(fleet, recipe)
         self.group = self.learner.group
-        is_resumed = recipe.run.resume == "auto"
-        self.first_step = restore_newest(self.learner, self.run_dir, num_trained, is_resumed=is_resumed)
+        is_checked = fleet.incarnation == 1
+        self.first_step = restore_newest(self.learner, self.run_dir, point.step, is_checked=is_checked)
         """The step that the run continues with; those between the checkpoint and this one are trained again."""
+        self.num_counted = self.first_step
+        """Steps that the hub has counted; the trainer before may have trained one more."""
+        self.run_id = fleet.run_id
+        self.first_step += has_rows(self.learner, self.run_dir, self.first_step, self.run_id)
+        self.micro_tokens = self._choose_micro_tokens(point.num_memory_deaths)
         self.step_log = self._open_step_log()
         self.clock = clock or Clock(recipe.emulated.speed)
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
@@ -63,7 +76,9 @@ class Trainer:
         self.checkpoints.newest = self.learner.version
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoint_after = -1
-        """A checkpoint of a later step than this is wanted, beside those of `checkpoint.every`."""
+        """A checkpoint of a later step than this is wanted, beside those that are due."""
+        self.checkpointed_at = time.monotonic()
+        """When the last checkpoint was begun, or this process."""
         self.metrics: dict[str, Value] = {}
         self.evaluates = bool(recipe.eval.paths)
         self.stream = stream or self._open_stream()
@@ -78,15 +93,31 @@ class Trainer:
         return ExperienceStream(
             self.mailbox, self.storage, tasks,
             steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
-            max_tokens=recipe.optimizer.micro_tokens,
+            max_tokens=self.micro_tokens,
             evaluated=self.recorder.evaluated if self.recorder is not None else -1,
             thread_team=self.group.clone_for_thread(), caller_team=self.group, deadline_s=recipe.comm.deadline_s,
         )  # fmt: skip
 
+    def _choose_micro_tokens(self, num_memory_deaths: int) -> int:
+        """The size of a micro-batch on all ranks; a collective. Rank 0 knows how often the memory was full."""
+        configured = self.recipe.optimizer.micro_batch
+        found = self.group.all_reduce_max([float(num_memory_deaths)])
+        chosen = micro_tokens(configured, int(found[0]))
+        if chosen < configured and self.group.is_lead:
+            say(
+                f"the memory of the trainer's GPU was full: a micro-batch has at most {chosen} tokens now, in place of"
+                f" optimizer.micro_tokens={configured}"
+            )
+        return chosen
+
     def _open_step_log(self) -> StepLog | None:
-        if not self.recipe.run.save_rows:
+        recipe, num_checkpoints = self.recipe, 0
+        if recipe.run.save_rows == "none":
             return None
-        return StepLog(self.run_dir, self.group.rank, self.group.size, self.recipe.comm.deadline_s)
+        if recipe.run.save_rows == "recovery":
+            num_checkpoints = min(recipe.checkpoint.keep, _CHECKPOINTS_WITH_ROWS)
+        ranks, deadline_s = (self.group.rank, self.group.size), recipe.comm.deadline_s
+        return StepLog(self.run_dir, *ranks, deadline_s, self.run_id, num_checkpoints)
 
     def run(self) -> None:
         """Publish the first version, then train until the last step or until the hub ends the run."""
@@ -108,21 +139,35 @@ class Trainer:
 
     def catch_up(self) -> bool:
         """Train the steps after the checkpoint again that the run has trained already; False if the run ends meanwhile."""
-        restored, started = self.learner.version, self.clock.now()
-        while (step := self.learner.version) < self.first_step:
-            if self.group.all_reduce_max([float(self.group.is_lead and stops(self.mailbox))])[0]:
-                return False
-            self.trace.enter("train again", step=step)
-            step_started = self.clock.now()
-            stats, self.metrics = train_again(self.learner, self.run_dir, step)
-            if self.recorder is not None and step >= self.recorder.next_step:
-                self.recorder.step(step, self.clock.now() - step_started, 0.0, stats, self.metrics)
-            self.checkpoint_if_due()
-        if self.incarnation > 1 and self.group.is_lead:
-            seconds, num = self.clock.now() - started, self.first_step - restored
-            text = f"actor-0 continues after step {self.first_step}: {num} steps were trained again in {seconds:.1f} s"
-            say(text)
+        started, num = self.clock.now(), self.first_step - self.learner.version
+        if num:
+            self.fleet.announce(**{TRAINS_AGAIN: "yes"})  # rollouts wait for the first version meanwhile
+            with progress(self.learner.version, self.first_step, is_shown=self.group.is_lead) as step_done:
+                while (step := self.learner.version) < self.first_step:
+                    if self.group.all_reduce_max([float(self.group.is_lead and stops(self.mailbox))])[0]:
+                        return False
+                    self.train_step_again(step)
+                    step_done()
+            self.fleet.announce(**{TRAINS_AGAIN: ""})
+            self.resumed_at = self.clock.now()
+        if (num or self.incarnation > 1) and self.group.is_lead:
+            seconds = self.clock.now() - started
+            say(f"actor-0 continues after step {self.first_step}: {num} steps were trained again in {seconds:.1f} s")
         return True
+
+    def train_step_again(self, step: int) -> None:
+        """Train a step from its saved rows, and write the line of metrics that a process before may not have written."""
+        self.trace.enter("train again", step=step)
+        started = self.clock.now()
+        # The trainer before may have died of this very step. The others have succeeded as they are.
+        give_back_heap()
+        num_parts = 1 if step < self.num_counted else self.recipe.optimizer.micro_batch // self.micro_tokens
+        stats, self.metrics = train_again(self.learner, self.run_dir, step, num_parts)
+        if self.recorder is not None and step >= self.recorder.next_step:
+            self.recorder.step(step, self.clock.now() - started, 0.0, stats, self.metrics)
+        if self.recorder is not None and step >= self.num_counted:
+            self.mailbox.send("hub", StepTrained(step, self.incarnation))
+        self.checkpoint_if_due()
 
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
@@ -153,17 +198,27 @@ class Trainer:
         self.metrics = metrics | fleet_metrics | evaluation
         if self.recorder is not None:
             self.recorder.step(step, step_s, waited_s, stats, self.metrics)
+        give_back_heap()
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every `checkpoint.every` steps and where the hub asks for one."""
-        every = self.recipe.checkpoint.every
-        if self.checkpoint_after >= self.checkpoints.newest or (every and self.learner.version % every == 0):
+        """Begin a checkpoint every `checkpoint.every` steps, after `checkpoint.every_minutes`, and where the hub asks for one."""
+        settings, is_late = self.recipe.checkpoint, 0.0
+        if settings.every_minutes and self.has_state:
+            is_late = float(time.monotonic() - self.checkpointed_at >= 60 * settings.every_minutes)
+            is_late = self.group.all_reduce_max([is_late if self.group.is_lead else 0.0])[0]  # rank 0's clock counts
+        is_due = settings.every and self.learner.version % settings.every == 0
+        if is_due or is_late or self.checkpoint_after >= self.checkpoints.newest:
             self.checkpoint()
         self.checkpoints.check()
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a checkpoint is worth having that no one asked for: emulated devices have nothing to lose."""
+        return self.recipe.trainer.engine != "emulated"
+
     def checkpoint(self) -> None:
         """Copy the state of training, which a thread writes while training goes on."""
-        started = self.clock.now()
+        started, self.checkpointed_at = self.clock.now(), time.monotonic()
         self.trace.enter("checkpoint")
         best = self.recipe.checkpoint.best
         score = self.metrics.get(best)
@@ -222,21 +277,24 @@ class Trainer:
         return {"weights/push_s": self.clock.now() - started, "weights/bytes": self.learner.num_bytes}
 
     def finish(self, *, is_behind: bool = False) -> None:
-        """Export the last weights, send the hub the facts for the summary, and close everything.
+        """Write the last checkpoint, send the hub the facts for the summary, and close everything.
 
-        is_behind: the weights are those of an earlier step than the run's last, so they are not written.
+        is_behind: the run ends while steps are trained again; the weights are of an earlier step, so they are not exported.
         """
         self.stream.close()
-        is_due = self.recipe.checkpoint.every or self.checkpoint_after >= self.checkpoints.newest
-        if is_due and self.learner.version > self.checkpoints.newest and not is_behind:
+        is_due = self.has_state or self.recipe.checkpoint.every or self.checkpoint_after >= self.checkpoints.newest
+        if is_due and self.learner.version > self.checkpoints.newest:
             self.checkpoint()
+        if is_behind and self.group.is_lead and self.num_counted:
+            say(behind_line(self.learner.version, self.checkpoints.newest, self.num_counted))
         self.checkpoints.close()
-        export = "" if is_behind else self.learner.export()
+        is_trained = self.learner.version > 0  # else the model would be the one that the run began with
+        export = self.learner.export() if is_trained and not is_behind else ""
         self.learner.close()
         self.trace.close()
         self.storage.close()
         if self.recorder is not None:
-            self.recorder.finish(export if Path(export).exists() else "")
+            self.recorder.finish(export if export and Path(export).exists() else "")
         self.mailbox.close()
 
 
@@ -247,6 +305,9 @@ class RunRecorder:
         self.mailbox = trainer.mailbox
         self.log = MetricsLog(trainer.run_dir, trainer.first_step, trainer.clock, trainer.recipe.comm.deadline_s)
         self.num_steps = trainer.recipe.run.steps
+        self.cuts = CutResponses(trainer.recipe.sampling.max_new_tokens)
+        self.time_left = TimeLeft(self.num_steps)
+        self.balance = Balance(layout_of(trainer.recipe))
         self.clock = trainer.clock
         self.next_step = 0
         """The first step that has no line in the log."""
@@ -275,7 +336,12 @@ class RunRecorder:
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
         self.log.write(step, metrics)
-        say(console_line(step, self.num_steps, metrics))
+        say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
+        if warning := self.cuts.warning(stats.cut_share):
+            say(warning)
+        rollout_idle = metrics.get("idle/rollout")
+        if advice := self.balance.step(step_s, wait_s, rollout_idle if isinstance(rollout_idle, float) else None):
+            say(advice)
 
     def evaluation(self, metrics: dict[str, float]) -> None:
         """Show an evaluation that is complete; the line of the step in progress has it too."""
@@ -290,13 +356,24 @@ class RunRecorder:
         if tenth := min(max(3, num // 10), num):
             facts["reward_first"] = round(sum(self.rewards[:tenth]) / tenth, 4)
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
+        if advice := self.balance.advice():
+            facts["advice"] = advice
         self.log.close()
         self.mailbox.send("hub", TrainingDone(num, facts))
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The trainer's process."""
-    Trainer(fleet, recipe).run()
+    # Said in so many words, the number binds MKL too, which else takes fewer threads for small matrices: a replay does the same.
+    torch.set_num_threads(torch.get_num_threads())
+    try:
+        trainer = Trainer(fleet, recipe)
+    except RunStopped as end:
+        say(
+            f"the run ends before the trainer has loaded its weights ({end}); run.resume=auto continues where it stands"
+        )
+        return
+    trainer.run()
 
 
 def _peak_memory_gb() -> float:

@@ -11,13 +11,30 @@ from typing import Any
 from ..comm.errors import SettingError
 from ..comm.recipe import LoraSettings, Recipe
 
-CHUNK_BYTES = 512 << 20
-"""One chunk of logits on a GPU (`policy.head`)."""
+CHUNK_BYTES, HOST_CHUNK_BYTES = 512 << 20, 4 << 20
+"""One chunk of logits on a GPU and on a host without one (`policy.head`)."""
+PROCESS = "process"
+"""The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
+TORCH_BYTES, TRANSFORMERS_BYTES = 0.155e9, 0.265e9
+"""Of such a process with the CPU build of torch, without the pages of its libraries' files, which all processes share."""
+_HOLES = 0.1
+"""Of what comes and goes, the share that the C library's heap takes beside it within a step; measured, without a GPU."""
+_PAGE_TOKENS = 64
+"""Tokens of a page of the cache on a host without a GPU."""
+_KEPT_BYTES = 1 << 30
+"""The most that the cache keeps there for prompts that come again (`rollout.engine.memory`)."""
 CONTEXT_BYTES = 1 << 30
 """CUDA's context, its libraries' workspaces and what the allocator loses to fragmentation."""
+CHECKPOINT_PARTS = ("copy for a checkpoint", "policy for its export")
+"""The parts of host memory that a checkpoint needs while it is written; the second part on rank 0 alone."""
 CHECKPOINTING_FROM = 0.5
 """`trainer.activation_checkpointing=auto` checkpoints where the rest needs more than this share of a GPU."""
 _MOMENTS = {"adamw": 8, "adamw8bit": 2}
+_VERSIONS_IN_RELAY = 3
+_LOGITS = 12
+"""Matrices of logits of all running trajectories while tokens are drawn, the largest number at a time."""
+_ROW_BYTES = 32
+"""Of a token in a relay: ids, log-probabilities, versions, masks and copies of them on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +134,42 @@ class MemoryEstimate:
         return sum(self.host.values())
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLength:
+    """Tokens of the longest prompt that was found, in `num_prompts` of them."""
+
+    tokens: int
+    num_prompts: int
+
+    def __str__(self) -> str:
+        return f"the longest of {self.num_prompts:,} prompts has {self.tokens:,} tokens"
+
+    def row_tokens(self, recipe: Recipe, context: int) -> int:
+        """Tokens of the longest trajectory: prompt and response, at most the `context` (0 is not bounded).
+
+        An environment adds observations, which nothing bounds but the context.
+        """
+        if recipe.environment.is_set and context:
+            return context
+        longest = self.tokens + recipe.sampling.max_new_tokens
+        return min(longest, context) if context else longest
+
+
 def actor_memory(
-    sizes: PolicySizes, recipe: Recipe, *, checkpointing: bool, chunk: int = CHUNK_BYTES
+    sizes: PolicySizes,
+    recipe: Recipe,
+    *,
+    checkpointing: bool,
+    on_gpu: bool = True,
+    row_tokens: int | None = None,
+    chunk: int | None = None,
 ) -> MemoryEstimate:
-    """Of one rank of the trainer; `chunk` is the size of one chunk of logits."""
+    """Of one rank of the trainer.
+
+    row_tokens: tokens of the longest trajectory, where the data are known. chunk: bytes of one chunk of logits.
+    """
     actors = recipe.roles.actor
     ranks = recipe.trainer.shard_ranks or actors
-    is_half, is_sharded = recipe.model.dtype == "bfloat16", actors > 1 or recipe.trainer.offload
     lora, moments = recipe.lora, _MOMENTS[recipe.optimizer.name]
     adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
     # Below an adapter, weights are in the type that the rollouts have, and nothing else of them is kept.
@@ -139,6 +185,29 @@ def actor_memory(
         states["weights of the version's start"] = 4 * share
     if recipe.comm.cuda_ipc:
         states["versions for rollouts"] = 2 * sizes.version_bytes(recipe) / ranks
+    chunk = chunk or (CHUNK_BYTES if on_gpu else HOST_CHUNK_BYTES)
+    work = _work(sizes, recipe, checkpointing=checkpointing, on_gpu=on_gpu, row_tokens=row_tokens, chunk=chunk)
+    published = sizes.version_bytes(recipe) / actors
+    kept = (4 + moments) * share
+    host = {
+        # Without a GPU all but the first go to the relay's memory at once.
+        "published weights": published * (2 if on_gpu else 1),
+        CHECKPOINT_PARTS[0]: kept,
+        # Of rank 0, where the copy for the checkpoint does not have it whole.
+        CHECKPOINT_PARTS[1]: 4.0 * sizes.num_parameters if _is_sharded(recipe) or lora.rank else 0.0,
+        PROCESS: TRANSFORMERS_BYTES,
+    }
+    if recipe.trainer.offload:
+        return MemoryEstimate(work, states | host)
+    return MemoryEstimate(states | work, host)
+
+
+def _work(
+    sizes: PolicySizes, recipe: Recipe, *, checkpointing: bool, on_gpu: bool, row_tokens: int | None, chunk: int
+) -> dict[str, float]:
+    """Of one rank of the trainer: what a micro-batch takes beside the states."""
+    is_half, is_sharded, lora = recipe.model.dtype == "bfloat16", _is_sharded(recipe), recipe.lora
+    adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
     work: dict[str, float] = {}
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.
@@ -149,42 +218,68 @@ def actor_memory(
         work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sum(adapted))
     if adapted:
         work["merged weight"] = (8 if is_half else 4) * max(adapted)
-    tokens = max(recipe.optimizer.micro_tokens, recipe.sampling.max_new_tokens)
+    tokens = _micro_batch_tokens(recipe, row_tokens)
     work["activations"] = tokens * _activations(sizes, half=is_half, checkpointing=checkpointing, trained=not lora.rank)
     work["LM head"] = _head(sizes, chunk, half=is_half, trained=not lora.rank)
-    published = sizes.version_bytes(recipe) / actors
-    kept = (4 + moments) * share
-    host = {
-        "published weights": 2 * published,
-        "copy for a checkpoint": kept,
-        "policy for its export": 4.0 * sizes.num_parameters,  # of rank 0; merged with the adapter, if there is one
-    }
-    if recipe.trainer.offload:
-        return MemoryEstimate(work, states | host)
-    return MemoryEstimate(states | work, host)
+    if is_half and not on_gpu:
+        work["LM head"] += 4 * sizes.vocab * sizes.hidden  # a CPU multiplies in fp32
+    if not on_gpu:
+        work["holes of the heap"] = _HOLES * sum(work.values())
+    return work
+
+
+def _is_sharded(recipe: Recipe) -> bool:
+    return recipe.roles.actor > 1 or recipe.trainer.offload
 
 
 def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:
     """Of one reference rank: the whole policy, and one layer's activations without any for a backward pass."""
     half = recipe.model.dtype == "bfloat16"
-    layer = recipe.optimizer.micro_tokens * _layer_activations(sizes, half=half, trained=True)
-    return MemoryEstimate({"weights": 4.0 * sizes.num_parameters, "one layer": layer, "LM head": 2.0 * CHUNK_BYTES}, {})
+    layer = recipe.optimizer.micro_batch * _layer_activations(sizes, half=half, trained=True)
+    return MemoryEstimate(
+        {"weights": 4.0 * sizes.num_parameters, "one layer": layer, "LM head": 2.0 * CHUNK_BYTES},
+        {PROCESS: TRANSFORMERS_BYTES},
+    )
 
 
-def rollout_memory(sizes: PolicySizes, recipe: Recipe, context: int) -> MemoryEstimate:
-    """Of one rank of a replica: its slice of the weights, and a cache in which all running trajectories may be longest."""
+def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gpu: bool = True) -> MemoryEstimate:
+    """Of one rank of a replica: its slice of the weights, and a cache in which all running trajectories may be longest.
+
+    row_tokens: tokens of the longest trajectory. Without a GPU a page takes memory from its first use on, and pages of ended
+    trajectories are kept for their prompts.
+    """
     size, tp = _size(recipe), recipe.rollout.tp
     weights = (sizes.num_layers * sizes.layer_parameters / tp + sizes.other_parameters) * size
-    tokens = recipe.generator.max_running * context
-    cache = tokens * sizes.num_layers * sizes.key_value * size / tp
+    token_bytes = sizes.num_layers * sizes.key_value * size / tp
+    row = -(-row_tokens // _PAGE_TOKENS) * _PAGE_TOKENS * token_bytes
+    cache = recipe.generator.max_running * row
+    if not on_gpu and recipe.generator.prefix_cache:
+        rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / max(1, recipe.num_replicas)
+        cache += cache + min(
+            _KEPT_BYTES, rows * row
+        )  # pages that are kept make room for running ones, each in a range of its own
     if recipe.generator.kv_gb is not None:
-        cache = recipe.generator.kv_gb * 1e9
-    host = {"received version": weights}
+        cache = recipe.generator.kv_gb * 1e9 if on_gpu else min(cache, recipe.generator.kv_gb * 1e9)
+    device, host = {"weights": weights, "key-value cache": cache}, {PROCESS: TRANSFORMERS_BYTES}
     if recipe.lora.rank:
         adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora).values())
         base = sizes.num_layers * adapted * size / tp
-        host = {"received version": float(sizes.version_bytes(recipe)), "weights below the adapter": base}
-    return MemoryEstimate({"weights": weights, "key-value cache": cache}, host)
+        host = {"received version": float(sizes.version_bytes(recipe)), "weights below the adapter": base} | host
+    elif on_gpu:
+        host = {"received version": weights} | host
+    if not on_gpu:
+        prefill = 4.0 * recipe.generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
+        head = sizes.vocab * (_LOGITS * recipe.generator.max_running + (sizes.hidden if size == 2 else 0))
+        work = {"prefill": prefill, "LM head": 4.0 * head}  # a CPU multiplies in fp32
+        device |= work | {"holes of the heap": _HOLES * sum(work.values())}
+    return MemoryEstimate(device, host)
+
+
+def relay_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int) -> MemoryEstimate:
+    """Of a relay: three versions in shared memory, which count here alone, and the rows of two steps."""
+    rows = 2.0 * recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt * row_tokens * _ROW_BYTES
+    versions = float(_VERSIONS_IN_RELAY * sizes.version_bytes(recipe))
+    return MemoryEstimate({}, {"3 versions": versions, "rows": rows, PROCESS: TORCH_BYTES})
 
 
 def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
@@ -193,6 +288,15 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
     if setting != "auto" or gpu_bytes is None or recipe.generator.exact:
         return setting is True
     return actor_memory(sizes, recipe, checkpointing=False).device_bytes > CHECKPOINTING_FROM * gpu_bytes
+
+
+def _micro_batch_tokens(recipe: Recipe, row_tokens: int | None) -> int:
+    """Most tokens of a micro-batch: a trajectory is never cut, and a rank has at most its part of a step."""
+    longest, tokens = row_tokens or recipe.sampling.max_new_tokens, recipe.optimizer.micro_batch
+    if row_tokens:
+        rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
+        tokens = min(tokens, -(-rows * row_tokens // recipe.roles.actor))
+    return max(tokens, longest)
 
 
 def _size(recipe: Recipe) -> int:

@@ -1,6 +1,7 @@
 """Metrics of the run: `metrics.jsonl`, TensorBoard, and one console line per step."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,66 @@ class MetricsLog:
         self._board.close()
 
 
+class CutResponses:
+    """Warns once of a run whose responses are nearly all cut at their longest length: such a policy cannot show its answers."""
+
+    SHARE, STEPS = 0.9, 5
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._num_steps = 0
+
+    def warning(self, share: float) -> str:
+        """The text after the last of so many steps in a row whose `share` of cut responses is above SHARE; else empty."""
+        self._num_steps = self._num_steps + 1 if share > self.SHARE else 0
+        if self._num_steps != self.STEPS:
+            return ""
+        return (
+            f"warning: more than {self.SHARE:.0%} of the responses of each of the last {self.STEPS} steps were cut at their longest"
+            f" length; raise sampling.max_new_tokens={self._longest}, or make prompts and model fit"
+        )
+
+
+class TimeLeft:
+    """How long the steps that are left will take, from the mean of the last ones. A run's first step is left out: it warms up."""
+
+    STEPS, LEAST_S = 8, 60.0
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._last: deque[float] | None = None
+
+    def after(self, step: int, seconds: float) -> str:
+        """What the console's line of step `step` (counted from 0) says of it; empty after the first one, and for less than a minute."""
+        if self._last is None:
+            self._last = deque(maxlen=self.STEPS)
+            return ""
+        self._last.append(seconds)
+        left = (self._num_steps - 1 - step) * sum(self._last) / len(self._last)
+        return f"  {duration(left)} left" if left >= self.LEAST_S else ""
+
+
+def duration(seconds: float) -> str:
+    """Minutes, or hours and minutes, of at least one minute."""
+    hours, minutes = divmod(max(1, round(seconds / 60)), 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
+
+
 def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str:
-    """The line of a step on the console."""
+    """The line of a step on the console.
+
+    It has the mismatch of generator and trainer, or, where no token is of the version in training, the KL divergence of the older ones.
+    """
     m = metrics
-    mismatch = f"{m['mismatch/logprob_abs_diff']:.1e}" if "mismatch/logprob_abs_diff" in m else "-"
+    distance = ""
+    if "mismatch/logprob_abs_diff" in m:
+        distance = f"  mismatch {m['mismatch/logprob_abs_diff']:.1e}"
+    elif "staleness/kl" in m:
+        distance = f"  stale kl {m['staleness/kl']:.1e}"
     return (
         f"step {step + 1:>4}/{num_steps}  reward {m['reward/mean']:.3f}  length {m['response_length/mean']:6.1f}"
         f"  entropy {m['actor/entropy']:.3f}  grad {m['actor/grad_norm']:.2f}  staleness {m['staleness/mean']:.2f}"
-        f"  mismatch {mismatch:>7}"
+        f"{distance}"
         f"  {m['perf/throughput']:6.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f})"
     )
 

@@ -1,4 +1,4 @@
-"""The trainer's restart in place: its process died, and the next one continues where the run stands.
+"""The trainer continues where the run stands: its process died and was started again in place, or the run is resumed.
 
 It loads the newest checkpoint, or the initial weights, and trains the steps after it again from `rows/`, with the same
 batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comm.errors import SettingError
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RestartPoint, Stop, TrainBatch, TrainerStarted
 from ..comm.waits import waiting
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from .learners.base import Learner
 
 
-def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> int:
-    """Rank 0: tell the hub that the trainer runs again; returns the number of steps that the run has trained.
+def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> RestartPoint:
+    """Rank 0: tell the hub that the trainer runs again; returns how many steps the run has trained, and why it restarted.
 
     Raises `RunStopped` if the run ends.
     """
@@ -35,26 +36,24 @@ def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> in
                 mailbox.send("hub", TrainerStarted(incarnation))
             envelope = mailbox.receive(POLL_S)
             match envelope.message if envelope else None:
-                case RestartPoint(incarnation=answered, step=step) if answered == incarnation:
-                    return step
+                case RestartPoint(incarnation=answered) as point if answered == incarnation:
+                    return point
                 case Stop(reason=reason):
                     raise RunStopped(reason)
                 case _:  # an answer to an earlier incarnation
                     pass
 
 
-def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_resumed: bool) -> int:
+def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_checked: bool) -> int:
     """Load the newest checkpoint that the journal knows; returns the step to continue with. A collective of all ranks.
 
-    num_trained: rank 0's result of `request_restart`, or -1 if the run begins with this process; other ranks pass -1.
-    A run that begins loads a checkpoint only if `is_resumed`: the one that was chosen and checked when it was prepared. A trainer
-    that starts again passes over a damaged one, and trains more steps again.
+    num_trained: of rank 0's `request_restart`, or -1 if the run begins with this process; other ranks pass -1.
+    is_checked: `latest` names a checkpoint that was checked when the run was prepared. A trainer that starts again passes over
+    a damaged one, and trains more steps again.
     """
     folder, newest = CheckpointFolder(run_dir), None
     if learner.group.is_lead and num_trained >= 0:
-        newest = folder.newest_usable()
-    elif learner.group.is_lead and is_resumed:
-        newest = folder.latest()
+        newest = folder.latest() if is_checked else folder.newest_usable()
     found = learner.group.all_reduce_max([-1.0 if newest is None else float(newest), float(num_trained)])
     checkpoint, num_trained = map(int, found)
     if checkpoint >= 0:
@@ -62,19 +61,33 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_re
     return max(learner.version, num_trained)
 
 
-def train_again(learner: "Learner", run_dir: Path, step: int) -> tuple[StepStats, dict[str, Any]]:
+def has_rows(learner: "Learner", run_dir: Path, step: int, run_id: str) -> bool:
+    """Whether each rank of an earlier trainer of this run had written its rows of a step. A collective of all ranks.
+
+    That trainer may have published what it made of them before the hub heard of the step. So nothing else may be trained in it:
+    rollouts would have other weights under the same version.
+    """
+    try:
+        is_there = StepReplay(run_dir, step, learner.group.rank).run_id == run_id
+    except SettingError:
+        is_there = False
+    return not learner.group.all_reduce_max([float(not is_there)])[0]
+
+
+def train_again(learner: "Learner", run_dir: Path, step: int, num_parts: int = 1) -> tuple[StepStats, dict[str, Any]]:
     """Train a step again from the rows in the run folder; returns its statistics and metrics. A collective of all ranks.
 
-    Raises `SettingError` if the rows are missing, or if another number of ranks trained them.
+    Each micro-batch is trained in `num_parts` parts, for a GPU that has no memory for a whole one. Raises `SettingError` if the rows are missing, or if another number of ranks trained them.
     """
     saved, stats = StepReplay(run_dir, step, learner.group.rank), StepStats()
     saved.check_ranks(learner.group.size)
     fleet_metrics: dict[str, float] = {}
-    for batch in saved.batches():
-        learner.accumulate(batch, stats)
-        if isinstance(batch.row_batch, TrainBatch):
-            fleet_metrics = batch.row_batch.metrics
-    return stats, {**learner.step(stats), **stats.metrics(step), **fleet_metrics}
+    with saved.same_threads():
+        for batch in saved.batches():
+            learner.accumulate(batch.split(num_parts), stats)
+            if isinstance(batch.row_batch, TrainBatch):
+                fleet_metrics = batch.row_batch.metrics
+        return stats, {**learner.step(stats), **stats.metrics(step), **fleet_metrics}
 
 
 def stops(mailbox: Mailbox) -> bool:
@@ -83,3 +96,8 @@ def stops(mailbox: Mailbox) -> bool:
         if isinstance(envelope.message, Stop):
             return True
     return False
+
+
+def micro_tokens(configured: int, num_memory_deaths: int) -> int:
+    """Tokens of a micro-batch: `optimizer.micro_tokens`, halved for each time that the trainer died of a full GPU."""
+    return max(1, configured >> num_memory_deaths)

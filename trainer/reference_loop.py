@@ -19,7 +19,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     device = default_device()
     policy = load_policy(recipe.model.path, "float32", device)
     mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
-    stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_tokens)
+    stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_batch)
     for batch in stream.start():
         stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
     stream.close()

@@ -89,8 +89,10 @@ def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator
         group.connect(FileStore(f"{folder}/ranks", num_ranks))
     actor = Actor(recipe, group)
     for step in steps:
-        stats = StepStats()
-        for batch in StepReplay(Path(recipe.run.dir), step, rank).batches():
-            actor.accumulate(batch, stats)
-        yield {**actor.step(stats), **stats.metrics(step)}
+        saved, stats = StepReplay(Path(recipe.run.dir), step, rank), StepStats()
+        with saved.same_threads():
+            for batch in saved.batches():
+                actor.accumulate(batch, stats)
+            metrics = {**actor.step(stats), **stats.metrics(step)}
+        yield metrics
     group.close()

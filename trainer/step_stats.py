@@ -100,6 +100,11 @@ class StepStats:
         totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
         self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
 
+    @property
+    def cut_share(self) -> float:
+        """Share of the responses that were cut at their longest length, after `reduce`; 0 of none."""
+        return self._sums["truncated"] / max(self._sums["responses"], 1)
+
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""
         rewards = torch.tensor([row.reward for row in self.rows])
@@ -112,7 +117,7 @@ class StepStats:
             "reward/max": float(rewards.max()),
             "response_length/mean": s["response_tokens"] / s["responses"],
             "response_length/max": self._maxima["response_tokens"],
-            "response_length/clip_ratio": s["truncated"] / s["responses"],
+            "response_length/clip_ratio": self.cut_share,
             "perf/micro_batches": float(self.num_micro_batches),
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,

@@ -1,12 +1,12 @@
 """The hand-shake of a connection: TLS where the run has it, then each end proves to the other that it knows the run's secret."""
 
-import hashlib
 import hmac
 import secrets
 
 import numpy as np
 
 from ..errors import LinkBroken
+from ..signing import derive_key
 from .seal import Seal
 from .tcp import TcpLink
 from .tls import TlsIdentity
@@ -32,7 +32,8 @@ def authenticate(
         link.close()
         raise LinkBroken(f"link {name}: the other end does not know the run's secret")
     first, second = (mine, theirs) if end == 0 else (theirs, mine)
-    link.seal = Seal(hmac.digest(secret, f"seal {name} ".encode() + first.tobytes() + second.tobytes(), "sha256"), end)
+    agreed = f"{name} ".encode() + first.tobytes() + second.tobytes()
+    link.seal = Seal(hmac.digest(derive_key(secret, "seals"), agreed, "sha256"), end)
 
 
 def _exchange(link: TcpLink, end: int, mine: np.ndarray, theirs: np.ndarray, deadline_s: float) -> None:
@@ -44,5 +45,5 @@ def _exchange(link: TcpLink, end: int, mine: np.ndarray, theirs: np.ndarray, dea
 
 
 def _proof(secret: bytes, name: str, end: int, nonce: np.ndarray, binding: bytes) -> np.ndarray:
-    code = hmac.new(secret, f"{name}/{end}/".encode() + nonce.tobytes() + binding, hashlib.sha256)
-    return np.frombuffer(code.digest(), dtype=np.uint8)
+    proved = f"{name}/{end}/".encode() + nonce.tobytes() + binding
+    return np.frombuffer(hmac.digest(derive_key(secret, "hand-shakes"), proved, "sha256"), dtype=np.uint8)

@@ -20,7 +20,8 @@ from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
 from ..recipe import CommSettings, RelaySettings
-from ..store import StoreClient, clone_store
+from ..signing import EntryReader, sign_entry
+from ..store import StoreClient, clone_store, read_value
 from ..waits import Wait, waiting
 from .base import Link
 from .handshake import authenticate
@@ -88,19 +89,19 @@ def remote_backend(settings: CommSettings) -> str:
 def _open_socket(
     store: StoreClient, name: str, end: int, wait: Wait, secret: bytes, tls: TlsIdentity | None, interface: str
 ) -> TcpLink:
-    """End 0 listens and puts its address into the store; end 1 connects."""
+    """End 0 listens and puts its address, signed, into the store; end 1 connects."""
     key = f"link/{name}"
     if end == 0:
         listener, address = listen(interface, backlog=8)
         with listener:
-            store.set(key, address)
+            store.set(key, sign_entry(secret, key, address.encode()))
             try:
                 return _accept(listener, name, wait, secret, tls)
             finally:
                 store.delete_key(key)
-    wait.until(lambda: store.check([key]), interval_s=0.001)
-    address = split_address(store.get(key).decode())
-    link = TcpLink(socket.create_connection(address, _remaining_s(wait)))
+    entries = EntryReader(secret, f"link {name}")
+    address = wait.until(lambda: entries.read(key, read_value(store, key) or b""), interval_s=0.001)
+    link = TcpLink(socket.create_connection(split_address(address.decode()), _remaining_s(wait)))
     authenticate(link, name, 1, secret, _remaining_s(wait), tls)
     return link
 

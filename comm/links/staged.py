@@ -9,7 +9,10 @@ first to report a dead neighbour.
 import itertools
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +33,14 @@ _LAST_BYTES_S = 1.0
 """Seconds in which the last bytes of an end that has closed arrive."""
 
 
+def stream_of_link(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A context in which copies and broadcasts go to a stream of the link's own.
+
+    A thread's default stream is that of training: each bucket would wait there for all kernels that are launched.
+    """
+    return partial(torch.cuda.stream, torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext
+
+
 class StagedLink:
     """One end, with two buckets of `BUCKET_BYTES` on `device`; `control_link` carries small buffers."""
 
@@ -41,6 +52,7 @@ class StagedLink:
         self._control_link = control_link
         self._group: ProcessGroup | None = group
         self._end = end
+        self._stream = stream_of_link(device)
         self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def connect(self, deadline_s: float) -> None:
@@ -52,7 +64,8 @@ class StagedLink:
 
         def broadcast() -> None:
             try:
-                self._finish(self._broadcast(self._buckets[0][:1], 0, until), until)
+                with self._stream():
+                    self._finish(self._broadcast(self._buckets[0][:1], 0, until), until)
             except LinkBroken as error:
                 errors.append(error)
 
@@ -73,7 +86,25 @@ class StagedLink:
         if buffer.nbytes <= _SMALL_BYTES:
             self._control_link.send(buffer, deadline_s)
             return
-        until, under_way = time.monotonic() + deadline_s, {}
+        with self._stream():
+            self._send_by_buckets(buffer, time.monotonic() + deadline_s)
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        if buffer.nbytes <= _SMALL_BYTES:
+            self._control_link.receive(buffer, deadline_s)
+            return
+        with self._stream():
+            self._receive_by_buckets(buffer, time.monotonic() + deadline_s)
+
+    def close(self) -> None:
+        """End the control link and the group, with the broadcasts under way."""
+        self._control_link.close()
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            group.abort()
+
+    def _send_by_buckets(self, buffer: np.ndarray, until: float) -> None:
+        under_way: dict[int, dist.Work] = {}
         for piece, bucket in self._pairs(buffer):
             if id(bucket) in under_way:
                 self._finish(under_way[id(bucket)], until)
@@ -82,11 +113,8 @@ class StagedLink:
         for work in under_way.values():
             self._finish(work, until)
 
-    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        if buffer.nbytes <= _SMALL_BYTES:
-            self._control_link.receive(buffer, deadline_s)
-            return
-        until, pairs = time.monotonic() + deadline_s, self._pairs(buffer)
+    def _receive_by_buckets(self, buffer: np.ndarray, until: float) -> None:
+        pairs = self._pairs(buffer)
         coming = [self._broadcast(bucket[: piece.numel()], 1 - self._end, until) for piece, bucket in pairs[:1]]
         for (piece, bucket), following in itertools.zip_longest(pairs, pairs[1:]):
             work = coming.pop()
@@ -96,13 +124,6 @@ class StagedLink:
             piece.copy_(bucket[: piece.numel()], non_blocking=True)
         if self._buckets[0].is_cuda:
             torch.cuda.current_stream(self._buckets[0].device).synchronize()  # the last bytes are still on their way
-
-    def close(self) -> None:
-        """End the control link and the group, with the broadcasts under way."""
-        self._control_link.close()
-        group, self._group = self._group, None
-        if group is not None and self.backend == "nccl":
-            group.abort()
 
     def _pairs(self, buffer: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # torch would warn of read-only memory.

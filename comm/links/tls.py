@@ -52,7 +52,7 @@ def _key_and_certificate() -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
-        raise SettingError("comm.tls needs the package `cryptography`: pip install 'headrace[tls]'") from error
+        raise SettingError("comm.tls needs the package `cryptography`: pip install cryptography") from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
     now = datetime.now(UTC)

@@ -105,7 +105,10 @@ class RowDone(Message, frozen=True):
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
-    """A rollout has finished a sample of an evaluation, of `num_tokens` new tokens; `versions` are those that drew them."""
+    """A rollout has finished a sample of an evaluation, of `num_tokens` new tokens; `versions` are those that drew them.
+
+    `text` is the response, or the first part of a long one.
+    """
 
     row: RowId
     attempt: int
@@ -114,6 +117,7 @@ class SampleScored(Message, frozen=True, kw_only=True):
     is_truncated: bool
     reward: float | None
     failure: str = ""
+    text: str = ""
 
 
 class HeldRows(Message, frozen=True):

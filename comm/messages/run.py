@@ -12,16 +12,22 @@ class TrainerStarted(Message, frozen=True):
 
 
 class RestartPoint(Message, frozen=True):
-    """The hub's answer to `TrainerStarted`: the run has trained `step` optimizer steps."""
+    """The hub's answer to `TrainerStarted`: the run has trained `step` optimizer steps.
+
+    Earlier incarnations died `num_memory_deaths` times because the memory of a GPU was full.
+    """
 
     incarnation: int
     step: int
+    num_memory_deaths: int = 0
 
 
 class ActorFailed(Message, frozen=True):
     """To the hub: a rank of the trainer met this error; its supervisor starts it again."""
 
     error: str
+    is_memory_full: bool = False
+    """The memory of its GPU did not suffice."""
 
 
 class StepTrained(Message, frozen=True):

@@ -49,9 +49,13 @@ class RestoreQueue(Message, frozen=True):
 
 
 class QueueRestored(Message, frozen=True):
-    """A relay's answer to `RestoreQueue`: these rows are in the storage units; `problem` says why others are not."""
+    """A relay's answer to `RestoreQueue`: these rows are in the storage units; `problem` says why others are not.
+
+    `is_left`: the file is whole and has the others, so a later run may read them.
+    """
 
     step: int
     cursor: int
     rows: list[SavedRow]
     problem: str = ""
+    is_left: bool = False

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import AtLeastOne, Count, NotNegative, Positive
+from .fields import FINITE, MAX_SECONDS, AtLeastOne, Count, NotNegative, Positive
 
 
 class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,7 +17,7 @@ class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`emulated.*`: the devices of an emulated run; by default a 32B policy on H800s (sources: docs/schedules.md)."""
 
-    speed: Annotated[float, Meta(ge=1e-3)] = 1.0
+    speed: Annotated[float, Meta(ge=1e-3, le=FINITE)] = 1.0
     """Emulated seconds per second; every time that a run reports is emulated."""
     gpus_per_rollout: Count = 4
     """GPUs of one rollout, which is a tensor-parallel replica."""
@@ -78,11 +78,11 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     interface: str = "auto"
     """Where each host listens: an interface, an address, a network (`10.0.0.0/8`), or `auto`: by the route to the first host."""
-    heartbeat_s: Annotated[float, Meta(ge=0.01)] = 0.3
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 0.3
     """Seconds between two heartbeats of a process."""
-    expiry_s: Annotated[float, Meta(ge=0.1)] = 10.0
+    expiry_s: Annotated[float, Meta(ge=0.1, le=MAX_SECONDS)] = 10.0
     """Seconds without a heartbeat after which a process counts as dead; the end of its connection counts at once."""
-    deadline_s: Annotated[float, Meta(ge=0.1)] = 300.0
+    deadline_s: Annotated[float, Meta(ge=0.1, le=MAX_SECONDS)] = 300.0
     """Longest blocking wait in seconds. A longer one ends the run with a message that names both sides."""
     tls: bool = False
     """Encrypt connections and messages between processes (extra `tls`); keys are made for each start of the run."""

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from .fields import Count, NotNegative, OptionalCount
+from .fields import Count, Finite, NotNegative, OptionalCount
 
 WAIT_S = 30.0
 """Longest time without an answer to the trainer while rollouts work on an evaluation; its own wait has a deadline."""
@@ -21,7 +21,7 @@ class EvalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Responses per prompt: avg@k is the mean reward of k responses, pass@k the chance that one of k succeeds."""
     temperature: NotNegative = 0.0
     """Divisor of the logits, in place of `sampling.temperature`; 0 takes the most probable token."""
-    threshold: float = 1.0
+    threshold: Finite = 1.0
     """Least reward of a success, for pass@k."""
     max_prompts: Count | None = None
     """Only the first so many prompts of each file; null takes all."""

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from .fields import Count, NotNegative, OptionalCount, Positive, Share, words
+from .fields import Count, NotNegative, OptionalCount, Positive, SecondsOrNone, ShareBelowOne, SomeShare, words
 
 LEAST_TEMPERATURE = 1e-5
 """A lower one, except 0, could make logits infinite, which have no softmax."""
@@ -17,11 +17,11 @@ class SamplingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest response in tokens."""
     temperature: NotNegative = 1.0
     """Divisor of the logits; 0 takes the most probable token."""
-    top_p: Share = 1.0
+    top_p: SomeShare = 1.0
     """Draw from the most probable tokens whose probabilities sum to this (1 is off)."""
     top_k: OptionalCount = 0
     """Draw from this many most probable tokens (0 is off)."""
-    min_p: Share = 0.0
+    min_p: ShareBelowOne = 0.0
     """Draw from tokens with at least this fraction of the highest probability (0 is off)."""
     repetition_penalty: Positive = 1.0
     """Lowers the scores of tokens that already occur in prompt or response by this factor (1 is off)."""
@@ -36,7 +36,7 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Trajectories that are decoded together."""
     kv_gb: NotNegative | None = None
     """GB of the KV cache; null is the rest of `gpu_share`; on a CPU the need of `max_running`, at most half of free memory."""
-    gpu_share: Share = 0.85
+    gpu_share: SomeShare = 0.85
     """Fraction of its GPU's memory that a rollout may use."""
     prefill_tokens: Count = 2048
     """Most prompt tokens that are prefilled in one step."""
@@ -53,7 +53,7 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
     """The generator: the project's own, an emulated device, transformers', or your own adapter (docs/service.md)."""
-    report_s: NotNegative = 1.0
+    report_s: SecondsOrNone = 1.0
     """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
     batch_groups: Count | None = None
     """Groups between two checks for a newer version; null is its share of a step or of the window, for `partial` no limit."""
@@ -63,3 +63,5 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """If a rollout dies, others continue its trajectories: at most this many tokens of each are generated again; 0 is off."""
     tp: Count = 1
     """Tensor-parallel ranks of one replica of the generator; `roles.rollout` is a multiple of it."""
+    threads: Count | None = None
+    """Threads of each rank of a rollout; null chooses by the host's cores and what else runs there."""

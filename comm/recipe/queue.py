@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..messages.base import MAX_SAMPLES
-from .fields import Count, NotNegative, OptionalCount
+from .fields import MAX_SECONDS, Bound, Count, OptionalCount
 
 
 class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +54,9 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """For groups at the bound of `max_staleness`: `wait` delays the step for them, `evict` discards those beyond it."""
     on_failed: Literal["keep", "drop"] = "keep"
     """For a group with a failed trajectory: `keep` trains its other trajectories, `drop` discards them."""
+    max_lost_batches: Count | None = 20
+    """Most batches of groups that fail or are filtered out, with none between them that can be trained, and at
+    least 64 groups; then the run ends. null sets no limit."""
     sampler: str = ""
     """FILE.py:CLASS that chooses the next groups to train (see relay/queue/samplers.py); empty takes the oldest."""
     tasks: tuple[TaskSettings, ...] = ()
@@ -65,11 +68,11 @@ class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     enabled: bool = True
     """Whether trajectories are moved."""
-    period_s: Annotated[float, Meta(ge=0.01)] = 5.0
+    period_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 5.0
     """Seconds between two plans; a new version also causes one."""
     batch_bound: Count | None = None
     """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
-    slowdown: NotNegative = 2.0
+    slowdown: Bound = 2.0
     """By how much cached tokens may slow decode steps after a move: 2 allows three times the time of a step with an empty cache."""
     transfer: Literal["auto", "pages", "prefill"] = "auto"
     """KV cache of a moved trajectory: `pages` sends it, `prefill` computes it again, `auto` measures which is cheaper."""

@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from ..errors import SettingError
-from .fields import Count, NotNegative, OptionalCount, Positive, ScheduleName
+from .fields import Count, Finite, NotNegative, OptionalCount, ScheduleName, Seconds
 
 _STATISTICS = ("mean", "std", "min", "max")
 """Metrics of the sum, `reward/mean` and so on."""
@@ -24,11 +24,12 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     schedule: ScheduleName = "headrace"
     """The order of generation, training and weight updates (docs/schedules.md)."""
     mode: Literal["train", "replay"] = "train"
-    """`replay` repeats the training of the finished run in `run.dir` from its saved rows, and compares every step."""
-    save_rows: bool = True
-    """Save the rows of each step under `rows/`, for `run.mode=replay` and for a trainer that starts again after its death."""
-    resume: Literal["never", "auto"] = "never"
-    """`never` refuses a run folder with a journal; `auto` continues from its newest checkpoint if there is one."""
+    """`replay` repeats the training of the finished run in `run.dir` from its saved rows (`run.save_rows=all`), and compares every step."""
+    save_rows: Literal["recovery", "all", "none"] = "recovery"
+    """Rows that stay under `rows/`: `recovery` those since the second newest checkpoint, from which steps can be trained again; `all` those
+    of each step, for `run.mode=replay`; with `none` the death of the trainer ends the run."""
+    resume: Literal["never", "auto", "restart"] = "never"
+    """`never` refuses a folder with a run; `auto` continues it after its last step; `restart` starts at step 1 and keeps its files aside."""
 
 
 class RoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,11 +102,11 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     path: str | tuple[str, ...] = ""
     """`FILE.py:FUNCTION` in TRL's or verl's form, a ready one such as math or gsm8k, or a list of these (docs/rewards.md)."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Finite, ...] = ()
     """Weights of the functions' rewards in their sum; empty is 1 for each."""
     batch: Literal["sample", "group"] = "sample"
     """Unit of a call: with `group` it gets all samples of each of its prompts, for functions that compare them."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1
     """Reward processes per rollout."""
@@ -134,7 +135,7 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Python functions that the policy may call, each `FILE.py:FUNCTION` with type hints and a docstring."""
     max_turns: Count = 16
     """Most turns of the policy in a trajectory."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Longest time of one call of an environment or a tool in seconds; then its trajectory counts as failed."""
     workers: Count = 1
     """Processes per rollout that host environments, each any number of them."""

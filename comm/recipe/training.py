@@ -4,7 +4,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import AtLeastOne, Count, NotNegative, OptionalCount, Positive, Share, words
+from .fields import (
+    Bound,
+    Cap,
+    Count,
+    Finite,
+    NotNegative,
+    OptionalCount,
+    Positive,
+    SecondsOrNone,
+    Share,
+    ShareBelowOne,
+    words,
+)
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +30,8 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
     shard_ranks: Count | None = None
     """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
+    threads: Count | None = None
+    """Threads of each rank of the trainer and of the reference; null chooses by the host's cores and what else runs there."""
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +66,9 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         "token-mean"
     )
     """Mean of the loss: over tokens (DAPO), over responses (GRPO), or with constant length `sampling.max_new_tokens` (Dr. GRPO)."""
-    clip_low: NotNegative = 0.2
+    clip_low: Bound = 0.2
     """Lower clip of the importance ratio: 1 - clip_low; of stale tokens' weights too with `token_clip`."""
-    clip_high: NotNegative = 0.2
+    clip_high: Bound = 0.2
     """Upper clip of the importance ratio: 1 + clip_high; likewise."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
@@ -64,11 +78,11 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         "token_truncate"
     )
     """Bounds of importance weights: truncate (TIS), clip as PPO does, or mask (IcePop), of each token or of whole responses."""
-    importance_sampling_cap: AtLeastOne = 2.0
+    importance_sampling_cap: Cap = 2.0
     """Largest importance weight of tokens of older versions; a mask also drops weights below 1 / cap."""
-    mismatch_cap: AtLeastOne = 2.0
+    mismatch_cap: Cap = 2.0
     """The same for tokens of the version in training: mismatch of generator and trainer alone."""
-    entropy_coef: float = 0.0
+    entropy_coef: Finite = 0.0
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0
     """Weight of a KL term against the initial policy, by the task `reference`; 0 for none."""
@@ -99,18 +113,23 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of `lr` at the end of the schedule `cosine`."""
     warmup_steps: OptionalCount = 0
     """Steps of linear warm-up."""
-    beta1: Share = 0.9
+    beta1: ShareBelowOne = 0.9
     """Decay of the running mean of the gradient."""
-    beta2: Share = 0.95
+    beta2: ShareBelowOne = 0.95
     """Decay of the running mean of the squared gradient."""
     eps: NotNegative = 1e-8
     """Added to the denominator of an update."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay, times `lr`; none for norms and biases."""
-    max_grad_norm: NotNegative = 1.0
+    max_grad_norm: Bound = 1.0
     """Largest norm of the gradient; a longer one is scaled down (0 is off)."""
-    micro_tokens: Count = 8192
-    """Token budget of one packed micro-batch."""
+    micro_tokens: Count | None = None
+    """Token budget of one packed micro-batch; null is 8192 on GPUs, and 2048 on a host without one, where more costs memory and gains little time."""
+
+    @property
+    def micro_batch(self) -> int:
+        """`micro_tokens`, or the default of GPUs; the start of a run has set it for hosts without one."""
+        return self.micro_tokens or 8192
 
 
 class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,7 +137,7 @@ class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     lr: NotNegative = 1e-5
     """Peak learning rate."""
-    clip_value: NotNegative = 0.5
+    clip_value: Bound = 0.5
     """Most that a value may move from the value before the step, in the loss; 0 is off."""
     warmup_steps: OptionalCount = 0
     """First steps that update the critic alone; the policy stays as it is (verl's `critic_warmup`)."""
@@ -128,10 +147,12 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount = 0
-    """Optimizer steps between two checkpoints; with 0 a signal alone writes one."""
+    """Optimizer steps between two checkpoints; 0 is off. The end of a run, and a signal, write one in any case."""
+    every_minutes: NotNegative = 30.0
+    """Longest time from one checkpoint, or the start, to the next one, after the step then under way; 0 is off."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
     best: str = ""
     """A metric such as `reward/mean` or `eval/NAME/avg@1`: the checkpoint with its highest value stays on disk too; empty is off."""
-    grace_s: NotNegative = 60.0
+    grace_s: SecondsOrNone = 60.0
     """Seconds that an interrupted run has, beyond the usual 20, to write its last checkpoint."""

@@ -4,27 +4,29 @@ torchrun knows only success and failure, and prints a long traceback for a failu
 the summary, and a rank that refuses to start ends torchrun by a signal, after its one line.
 """
 
+import getpass
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...comm.environment import JOINING
+from ...comm.environment import JOINING, NUM_THREADS
 from ...comm.errors import SettingError
-from ...comm.process_tree import children_of
+from ...comm.process_tree import children_of, kill_tree
 from ...comm.recipe import Recipe
 from ..config.load import CONFIG_FILE
-from ..config.run_folder import make_run_folder
+from ..config.run_folder import FolderWatch, make_run_folder, remove_empty
 from ..hosts import RANKS_OF_HOSTS
 from ..placement import count_ranks
-from .child import WATCHED, Child, block_signals, print_message, wait_for_signal
+from .child import WATCHED, Child, blocked_signals, print_message, wait_for_signal
 from .supervisor import LAUNCHER, SHUTDOWN_S
 
 PATIENCE_S = 2 * SHUTDOWN_S
@@ -33,6 +35,8 @@ _END = signal.SIGQUIT
 """Ends torchrun, which passes it on to its ranks: it ends those too, and their processes end with them."""
 REFUSED = signal.SIGUSR2
 """Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
+_KILL_S = 10.0
+"""Seconds that killed processes have to end: the kernel takes apart memory and devices."""
 _BARRIER_S, _POLL_S = 2.0, 0.5
 """Seconds that torchrun may wait for the torchruns of other hosts once its ranks have ended; seconds between two looks."""
 _REFUSAL_S, _TELL_S = 5.0, 120.0
@@ -99,8 +103,18 @@ class Hosts:
 class Torchrun:
     """torchrun as a child of the launcher. Signals go to the supervisors, its children."""
 
-    def __init__(self, recipe: Recipe, hosts: Hosts, words: Sequence[str] = ()) -> None:
-        """`words` are the command line of the ranks; without any they read the recipe that the launcher has saved."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        hosts: Hosts,
+        words: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`words` are the command line of the ranks; without any they read the recipe that the launcher has saved.
+
+        environment: variables for the ranks, beside those of this process.
+        """
+        self._environment = dict(environment or {})
         self._run_dir = Path(recipe.run.dir)
         self._grace_s = SHUTDOWN_S + recipe.checkpoint.grace_s
         self._hosts = hosts
@@ -114,20 +128,32 @@ class Torchrun:
         self._idle_since: float | None = None
         self.received = 0
         """The signal that interrupted the run; 0 without one."""
+        self.lost_folder = ""
+        """The message about the run folder, if it is not in its place at the end."""
 
     def run(self) -> int:
         """Start torchrun and wait for its end; returns its exit code, minus the signal if one ended it.
 
         It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, others to pass on.
         """
-        block_signals()
-        environment = {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        with blocked_signals():
+            return self._run()
+
+    def _run(self) -> int:
+        environment = {
+            NUM_THREADS: os.environ.get(
+                NUM_THREADS, "1"
+            ),  # without it torchrun prints a warning; `launch.cores` decides
+            **self._environment,
+            LAUNCHER: str(os.getpid()),
+        }
         if len(self._hosts.nproc_per_node) > 1:
             environment[RANKS_OF_HOSTS] = ",".join(map(str, self._hosts.nproc_per_node))
         if self._hosts.nnodes > 1:
             # At its end it would log a traceback for each torchrun that ended before it.
             environment["LOGLEVEL"] = os.environ.get("LOGLEVEL", "CRITICAL")
-        make_run_folder(self._run_dir)  # torchrun would make it readable for others
+        is_new = not self._run_dir.exists()
+        folder = FolderWatch(make_run_folder(self._run_dir))
         # A cluster's scheduler sends SIGTERM to all processes of a job, and torchrun would kill its ranks after 30 s.
         torchrun = Child("torchrun", self._command, environment=environment, ignores_sigterm=True)
         while (code := torchrun.poll()) is None:
@@ -135,15 +161,23 @@ class Torchrun:
                 self._interrupt(torchrun, received)
             if time.monotonic() >= self._deadline:
                 self._deadline = time.monotonic() + PATIENCE_S
-                torchrun.send(next(self._kills, signal.SIGKILL))
+                if (number := next(self._kills, signal.SIGKILL)) != signal.SIGKILL:
+                    torchrun.send(number)
+                elif left := kill_tree(torchrun.pid, _KILL_S):
+                    print_message(
+                        f"still there after SIGKILL, inside the kernel: processes {', '.join(map(str, left))}"
+                    )
             if self._is_left_behind(torchrun):
                 torchrun.send(signal.SIGKILL)
+        self.lost_folder = folder.problem()
         shutil.rmtree(self._logs, ignore_errors=True)
+        remove_empty_cache()
+        if code == -REFUSED and is_new:
+            remove_empty(self._logs.parent, self._run_dir)
         return 0 if self._idle_since is not None and code == -signal.SIGKILL else code
 
     def _sleep_s(self) -> float:
-        longest = 3600.0 if self._hosts.nnodes == 1 else _POLL_S
-        return min(longest, max(0.0, self._deadline - time.monotonic()))
+        return min(_POLL_S, max(0.0, self._deadline - time.monotonic()))
 
     def _is_left_behind(self, torchrun: Child) -> bool:
         """Whether the ranks of this host have ended a while ago. torchrun waits minutes for a host that is gone."""
@@ -173,13 +207,19 @@ class Torchrun:
         self._deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + self._grace_s
         end = (
             "this host finishes its rows and leaves"
-            if JOINING in os.environ
+            if JOINING in self._environment
             else "the run writes a checkpoint and ends in order"
         )
         print_message(f"{signal.Signals(number).name}: {end}, within {self._grace_s:g} s (a second signal kills it)")
         send_signal(supervisors, number)
         if not supervisors:
             torchrun.send(_END)
+
+
+def remove_empty_cache() -> None:
+    """Remove the folder that torch makes when transformers is imported, if nothing was compiled into it."""
+    with suppress(OSError, KeyError):  # it has content, or the user has no name
+        (Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}").rmdir()
 
 
 def send_signal(pids: Sequence[int], number: int) -> None:
@@ -217,8 +257,21 @@ def refuse_start(error: SettingError, *, is_known: bool) -> int:
 
 
 def _is_torchrun(pid: int) -> bool:
+    """Whether a process is a torchrun, and not one that has only heard of it, such as a shell with the word in its command."""
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        program, *words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     except OSError:
         return False
-    return "torchrun" in command or "torch.distributed.run" in command or "torch/distributed/run" in command
+    if not Path(program).name.startswith("python"):
+        return Path(program).name == "torchrun"
+    rest = iter(words)
+    for word in rest:
+        if word == "-m":
+            return next(rest, "") in ("torch.distributed.run", "torch.distributed.launch")
+        if not word.startswith("-"):
+            return Path(word).name == "torchrun" or word.endswith("/torch/distributed/run.py")
+        if word in ("-X", "-W"):
+            next(rest, "")
+        elif word == "-c":
+            return False
+    return False

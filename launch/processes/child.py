@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from ...comm.environment import RESOLVER_ENV
 from ...comm.process_tree import end_with_parent
 
 WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
@@ -35,6 +36,8 @@ class Child:
     ) -> None:
         """Start `command`. With `log`, stderr goes to that file. Without `console`, stdout follows it, or is discarded.
 
+        Raises OSError if the machine has no more processes, memory, files or room at this moment, or the folder above the log's is gone.
+
         The child gets a session of its own, so that a terminal's Ctrl-C reaches it once, through its parent. The kernel
         sends it `death_signal` if the parent ends first. With `ignores_sigterm` a SIGTERM is lost on it, unless it sets a handler.
         """
@@ -49,11 +52,11 @@ class Child:
             end_with_parent(death_signal, parent)
 
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
+            log.parent.mkdir(exist_ok=True)
         with nullcontext() if log is None else log.open("ab") as stream:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **(environment or {})},
+                env={**RESOLVER_ENV, **os.environ, **(environment or {})},
                 stdin=stdin,
                 stdout=None if console else stream or subprocess.DEVNULL,
                 stderr=stream,
@@ -96,6 +99,18 @@ class Child:
 def block_signals() -> None:
     """Block the signals of `WATCHED`: they stay pending until `wait_for_signal` takes them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block the signals of `WATCHED` for a while. Those that come meanwhile and are not waited for have no effect."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    try:
+        yield
+    finally:
+        while wait_for_signal(0):
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def wait_for_signal(seconds: float) -> int:

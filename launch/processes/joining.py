@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...comm.environment import ADDRESS_FILE, JOINING
@@ -34,42 +35,55 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
         raise SettingError(
             f"join: {others[0]} has no effect; all but roles.rollout and roles.relay is as in the run's recipe"
         )
-    find_run(where)
-    recipe, first_replica, first_relay = _take_places(roles)
+    run = find_run(where)
+    recipe, first_replica, first_relay = _take_places(run, roles)
     counts = [roles.rollout, roles.relay or 0, recipe.rollout.tp, first_replica, first_relay]
-    os.environ[JOINING] = ",".join(map(str, counts))
     make_run_folder(recipe.run.dir)
     places = place_joining(*counts)
     print_message(f"joins the run in {recipe.run.dir} with {', '.join(place.name for place in places)}")
-    torchrun = Torchrun(recipe, Hosts(nproc_per_node=(len(places),)), [f"join={where}"])
+    environment = run.environment | {JOINING: ",".join(map(str, counts))}
+    torchrun = Torchrun(recipe, Hosts(nproc_per_node=(len(places),)), [f"join={where}"], environment)
     code = torchrun.run()
     return 128 + torchrun.received if torchrun.received else abs(code)
 
 
-def find_run(where: str) -> None:
-    """Put the address of a run's store, and the run's secret, into this environment. Raises `SettingError`."""
-    folder = Path(where)
+@dataclass(frozen=True, slots=True)
+class RunAddress:
+    """Where the store of a running job is, and the job's secret."""
+
+    store: str
+    secret: str = field(repr=False)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which a process finds the run. They go to child processes; the caller's own stay as they are."""
+        return {"HEADRACE_STORE": self.store, "HEADRACE_SECRET": self.secret}
+
+
+def find_run(where: str) -> RunAddress:
+    """The run in a folder or at an address; a secret in the environment counts before the folder's. Raises `SettingError`."""
+    folder, secret = Path(where), os.environ.get("HEADRACE_SECRET")
     if not folder.is_dir():
-        if "HEADRACE_SECRET" not in os.environ:
+        if secret is None:
             raise SettingError(f"{where} is not the folder of a run; an address needs HEADRACE_SECRET too")
-        os.environ["HEADRACE_STORE"] = where
-        return
+        return RunAddress(where, secret)
     try:
-        os.environ["HEADRACE_STORE"] = (folder / ADDRESS_FILE).read_text()
-        os.environ.setdefault("HEADRACE_SECRET", (folder / SECRET_FILE).read_text())
+        store = (folder / ADDRESS_FILE).read_text()
+        return RunAddress(store, (folder / SECRET_FILE).read_text() if secret is None else secret)
     except OSError as error:
         raise SettingError(f"no run has started in {where}: {error.filename}: {error.strerror}") from error
 
 
-def _take_places(roles: RoleSettings) -> tuple[Recipe, int, int]:
+def _take_places(run: RunAddress, roles: RoleSettings) -> tuple[Recipe, int, int]:
     """The run's recipe, and the numbers of this host's first replica and first relay. Raises `SettingError`."""
-    recipe = fetch_recipe(f"join: no run answers at {os.environ['HEADRACE_STORE']}", Path())
+    recipe = fetch_recipe(f"join: no run answers at {run.store}", Path(), run.environment)
     check_replicas(roles, recipe.rollout.tp)
     words = [f"rollout={roles.rollout}", f"relay={roles.relay or 0}"]
     command = [sys.executable, "-m", "headrace.comm.store", "--join", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FIND_S, check=False)
+    environment = {**os.environ, **run.environment}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FIND_S, check=False, env=environment)
     if done.returncode:
-        raise SettingError(f"join: the store at {os.environ['HEADRACE_STORE']} gave no numbers")
+        raise SettingError(f"join: the store at {run.store} gave no numbers")
     joined = json.loads(done.stdout)
     return (
         recipe,

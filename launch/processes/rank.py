@@ -6,30 +6,35 @@ The first rank makes the run folder ready. Another host needs no copy of the rec
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
-from ...relay.checkpoints import CheckpointFolder
 from ...relay.hub.exits import clear_exits
-from ..config.dry_run import print_plan
+from ..config.dry_run import DryRun, HostCheck
+from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
-from ..config.run_folder import make_run_folder
+from ..config.memory_plan import with_micro_tokens
+from ..config.run_folder import SUMMARY_FILE, lock_run_folder, make_run_folder
 from ..hosts import ranks_of_hosts
 from ..placement import place_joining, place_ranks, with_relays
+from ..report.peak_memory import write_planned
 from ..report.summary import print_summary
-from ..resume import choose_checkpoint
+from ..resume import finished_after, prepare_folder
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
 from .fetched_recipe import fetch_recipe
 from .secret import create_secret
-from .supervisor import LAUNCHER, SUMMARY_FILE, supervise
+from .supervisor import LAUNCHER, supervise
 
 
-def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: bool) -> int:
-    """Run the rank of torchrun's environment; returns its exit code."""
+def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun | None) -> int:
+    """Run the rank of torchrun's environment, or print the plan of `dry_run`; returns the exit code."""
     end_with_parent(signal.SIGTERM, os.getppid())
     is_known = False
     try:
@@ -44,16 +49,21 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
         recipe = with_relays(recipe, len(hosts))
         place_ranks(recipe.roles, hosts, recipe.rollout.tp)
         is_first = os.environ["RANK"] == "0"
-        if is_dry_run:
+        if dry_run is not None:
+            is_known = is_first
             if is_first:
-                print_plan(recipe, hosts)
+                for warning in replace(dry_run, hosts=hosts).of(recipe):
+                    print_message(f"warning: {warning}")
+            return 0
+        if (step := finished_after(recipe)) is not None:
+            if is_first:
+                tell_finished(step)
             return 0
         does_launch = is_first and (LAUNCHER not in os.environ or has_other_hosts())
-        if does_launch:
-            prepare(recipe)
-        is_known = is_first
-        _prepare_host(Path(recipe.run.dir), is_first=is_first)
-        exit_code = supervise(recipe)
+        with prepare(recipe) if does_launch else nullcontext():
+            is_known = is_first
+            _prepare_host(Path(recipe.run.dir), is_first=is_first)
+            exit_code = supervise(recipe)
     except SettingError as error:
         return refuse_start(error, is_known=is_known)
     if does_launch and LAUNCHER not in os.environ:
@@ -61,27 +71,45 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], *, is_dry_run: b
     return exit_code
 
 
-def prepare(recipe: Recipe) -> None:
-    """Check the recipe and make the run folder ready for the processes of the run. Raises `SettingError`."""
-    from ..config.checks import check_recipe
+def prepare(recipe: Recipe) -> IO[bytes]:
+    """Check the recipe and make the run folder ready for the processes of the run. Raises `SettingError`.
 
-    for warning in check_recipe(recipe):
+    Returns the folder's lock. Whoever starts a run holds it until the run has ended.
+    """
+    from ..config.checks import check_recipe, check_run_folder
+
+    recipe = with_micro_tokens(recipe, Gpus.of_this_host())
+    warnings, memory = check_recipe(recipe), HostCheck.of(recipe)
+    run_dir = Path(recipe.run.dir)
+    lock = lock_run_folder(make_run_folder(run_dir))
+    try:
+        check_run_folder(recipe)  # a run may have begun, and ended, since the first look
+        _make_ready(recipe, run_dir, [*warnings, *memory.warnings])
+        write_planned(run_dir, memory.planned)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _make_ready(recipe: Recipe, run_dir: Path, warnings: Sequence[str]) -> None:
+    for warning in warnings:
         print_message(f"warning: {warning}")
+    for line in prepare_folder(recipe):
+        print_message(line)
     if recipe.lora.rank and recipe.lora.path:
         from ...trainer.policy.adapter_files import keep_start
 
         keep_start(recipe)
-    run_dir = Path(recipe.run.dir)
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     clear_exits(run_dir)
-    if recipe.run.resume == "auto":
-        step, lines = choose_checkpoint(run_dir)
-        for line in lines:
-            print_message(line)
-        if step is not None:
-            CheckpointFolder(run_dir).set_latest(step)
+
+
+def tell_finished(step: int) -> None:
+    """Say that there is nothing to do."""
+    print_message(f"run.resume=auto: finished after step {step}; raise run.steps to go on")
 
 
 def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...comm.environment import JOINING, SUMMARY_KEY
 from ...comm.errors import (
+    MEMORY_FULL_EXIT,
     STORE_GONE_EXIT,
     STORE_LOST_EXIT,
     HeadraceError,
@@ -39,11 +40,12 @@ from ...comm.recipe import Recipe
 from ...comm.waits import set_identity
 from ..config.checks import check_files, model_facts
 from ..config.load import parse_recipe
+from ..config.run_folder import SUMMARY_FILE
 from ..placement import count_ranks, is_restartable, place_ranks
 from .agent import has_other_hosts
+from .full_gpu import describe_full_gpu, is_full_gpu
 from .secret import read_secret, verified_recipe
 from .spare import SPARED, wait_until_needed
-from .supervisor import SUMMARY_FILE
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet, StoreFleet
@@ -199,14 +201,17 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         return 2
     log.error("the %s failed", role, exc_info=error)
     text = f"{type(error).__name__}: {error}"
+    if is_memory_full := is_full_gpu(error):
+        text = describe_full_gpu(role, error)
+        sys.stderr.write(f"{text}\n")  # the last line of the log, which the supervisor prints
     is_stuck = role == "actor" and isinstance(error, WaitTimeout)  # another process is at fault
     if is_stuck or not is_restartable(role, recipe):
         report(mailbox, recipe, role, text, exit_code=1)
     elif role == "actor":
         from ...comm.messages import ActorFailed
 
-        mailbox.send("hub", ActorFailed(text))
-    return 1
+        mailbox.send("hub", ActorFailed(text, is_memory_full))
+    return MEMORY_FULL_EXIT if is_memory_full else 1
 
 
 def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code: int) -> None:
@@ -253,8 +258,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--spare", action="store_true", help="first wait for a byte of standard input, or end with it")
     arguments = parser.parse_args(argv)
-    for key, value in {"OMP_NUM_THREADS": "1", **_QUIET}.items():
+    for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
+    os.environ.pop("LOCAL_RANK", None)  # torchrun's number of the supervisor; libraries choose a GPU by it
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.spare and not wait_until_needed(SPARED[arguments.role]):

@@ -6,26 +6,39 @@ starts the fleet's store, and the supervisor of relay-0 also starts the hub.
 """
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from ...comm.environment import GPU_PROCESSES, SEGMENT_FD, STREAMING_COPY_ENV, VISIBLE_DEVICES, create_memfd
-from ...comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
+from ...comm.environment import (
+    GPU_PROCESSES,
+    RUN_ID,
+    SEGMENT_FD,
+    STREAMING_COPY_ENV,
+    VISIBLE_DEVICES,
+    create_memfd,
+    environment_of_threads,
+)
+from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT
 from ...comm.links.host import listening_address
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ...relay.hub.exits import ProcessExit, report_exit
 from ..config.gpus import Gpus
 from ..config.load import CONFIG_FILE
+from ..config.run_folder import SUMMARY_FILE, FolderWatch
+from ..cores import cores_of
 from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, check_staging, is_restartable, place_ranks, processes_on, visible_devices
+from ..report.peak_memory import write_peaks
 from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
+from .memory_kill import MemoryKills
 from .secret import read_secret
 from .spare import SPARE_AFTER_S, SPARED, Spares
 
@@ -36,8 +49,8 @@ LEAVE_S, POLL_S = 5.0, 0.5
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
-SUMMARY_FILE = "summary.json"
-"""File of the run folder that the hub writes when the run has ended."""
+START_AGAIN_S, LONGEST_PAUSE_S = 0.5, 8.0
+"""Seconds until a process that the machine could not start is tried again, and the most of them, to which they double."""
 LAUNCHER = "HEADRACE_LAUNCHER"
 """Set in the environment by the launcher, which prints the run's summary itself."""
 
@@ -74,7 +87,7 @@ def classify_exit(
     if is_restartable and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
         return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
-    if code in (1, 2) and role != "store":
+    if code in (1, 2, MEMORY_FULL_EXIT) and role != "store":
         return ExitKind.FAILED_REPORTED
     return ExitKind.FAILED_UNREPORTED
 
@@ -101,6 +114,8 @@ class Supervisor:
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
     gpu_processes: int = 1
     """The number of the run's processes on that GPU."""
+    computing: Mapping[str, str] = field(default_factory=lambda: environment_of_threads(1))
+    """Variables with the threads of the role's process, and of those that come after it; the other children have one."""
     commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
     spare_after_s: float = SPARE_AFTER_S
@@ -113,11 +128,20 @@ class Supervisor:
     is_late: bool = False
     has_lost_store: bool = False
     segment: int | None = None
+    due: dict[str, float] = field(default_factory=dict)
+    """When to try again to start a child for which the machine had no room."""
+    failed_starts: dict[str, list[float]] = field(default_factory=dict)
+    """When each of them could not be started; empty once it has been."""
+    kills: MemoryKills = field(default_factory=MemoryKills)
+    folder: FolderWatch = field(init=False)
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells the hub, when it is started again, the journal of this start from that of an earlier one."""
     spares: Spares = field(init=False)
 
     def __post_init__(self) -> None:
         roles = {role for role in SPARED if is_restartable(role, self.recipe)}
         self.spares = Spares(self._start_spare, roles, self.spare_after_s)
+        self.folder = FolderWatch(Path(self.recipe.run.dir))
 
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended.
@@ -127,25 +151,39 @@ class Supervisor:
         end_with_parent(signal.SIGTERM, os.getppid())
         block_signals()
         self._start_all()
-        while self.children:
+        while self.children or self.due:
+            self.kills.look({name: child.pid for name, child in self.children.items()})
             if (received := wait_for_signal(self._patience_s())) not in (0, signal.SIGCHLD):
                 self._pass_on(received)
+            if not self._is_ending and (problem := self.folder.problem()):
+                self._lose_folder(problem)
             for name, child in list(self.children.items()):
                 if (code := child.poll()) is not None:
                     del self.children[name]
                     self._on_end(child, code)
             self._hold_to_deadline()
-            if not self._is_ending:
-                self.spares.keep()
+            if self._is_ending or self.is_over():
+                self.due.clear()
+                continue
+            for name in [name for name, moment in self.due.items() if moment <= time.monotonic()]:
+                del self.due[name]
+                self._start_worker(name)
+            self.spares.keep()
         self.spares.end()
+        self._write_peaks()
         return self.exit_code
+
+    def _write_peaks(self) -> None:
+        """Keep what the children have held at most; a relay's weights are in the memory of its supervisor."""
+        peaks = self.kills.peaks
+        if self.segment is not None and self.placement.name in peaks:
+            peaks[self.placement.name] += 512 * os.fstat(self.segment).st_blocks
+        if not self.folder.problem():
+            write_peaks(Path(self.recipe.run.dir), self.placement.name, peaks)
 
     def _start_all(self) -> None:
         if self.hosts_store:
-            members = str(self.world_size + 1)
-            recipe = str(Path(self.recipe.run.dir) / CONFIG_FILE)
-            flags = ["--interface", self.store_interface, "--publish", "--expect", members, "--recipe", recipe]
-            self.children["store"] = self._child("store", [*self.commands.store, *flags])
+            self._start_worker("store")
         if self.placement.role == "relay":
             self.segment = create_memfd(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
@@ -153,18 +191,45 @@ class Supervisor:
         self._start_worker(self.placement.name)
 
     def _start_worker(self, name: str) -> None:
-        self.children[name] = self.spares.take(name) or self._child(name, self._worker_command(name))
+        """Start a role's process, or have it started a moment later if the machine has no room for it now."""
+        try:
+            self.children[name] = self.spares.take(name) or self._child(name, self._worker_command(name))
+        except OSError as error:
+            self._on_failed_start(name, error)
+        else:
+            self.failed_starts.pop(name, None)
+
+    def _on_failed_start(self, name: str, error: OSError) -> None:
+        now = time.monotonic()
+        failures = self.failed_starts.setdefault(name, [])
+        failures.append(now)
+        pause_s = min(LONGEST_PAUSE_S, START_AGAIN_S * 2 ** (len(failures) - 1))
+        if now + pause_s - failures[0] <= RESTART_WINDOW_S:
+            self.due[name] = now + pause_s
+            print_message(f"{name} cannot be started now: {error}; it is tried again in {pause_s:g} s")
+            return
+        how = f"{name} could not be started for {now - failures[0]:.0f} s: {error}"
+        print_message(f"{how}; the run ends")
+        self._report_exit(ProcessExit(name, 0, how, ends_run=True))
+        self.exit_code = 1
+        self._set_deadline(self.shutdown_s)
 
     def _start_spare(self, name: str, stdin: int) -> Child:
         return self._child(name, [*self._worker_command(name), "--spare"], stdin=stdin)
 
     def _worker_command(self, name: str) -> list[str]:
+        if name == "store":
+            members = str(self.world_size + 1)
+            recipe = str(Path(self.recipe.run.dir) / CONFIG_FILE)
+            flags = ["--interface", self.store_interface, "--publish", "--expect", members, "--recipe", recipe]
+            return [*self.commands.store, *flags]
         role, _, index = name.partition("-")
         return [*self.commands.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
     def _child(self, name: str, command: Sequence[str], *, stdin: int = subprocess.DEVNULL) -> Child:
         environment = {VISIBLE_DEVICES: self.device if name == self.placement.name else ""}
-        environment[GPU_PROCESSES] = str(self.gpu_processes)
+        environment |= {GPU_PROCESSES: str(self.gpu_processes), RUN_ID: self.run_id}
+        environment |= self.computing if name == self.placement.name else environment_of_threads(1)
         pass_fds = ()
         if name == self.placement.name:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
@@ -193,11 +258,31 @@ class Supervisor:
         kind = classify_exit(role, code, restarts, now, **state)
         if kind is ExitKind.RESTART:
             restarts.append(now)
-            self._report_exit(child, describe_exit(child.name, code))
-            print_message(f"{describe_exit(child.name, code)} and is started again{child.log_tail(3)}")
+            how, has_cause = self._describe(child, code)
+            self._report_exit(ProcessExit(child.name, child.pid, how))
+            print_message(
+                f"{how}; it is started again" if has_cause else f"{how} and is started again{child.log_tail(3)}"
+            )
             self._start_worker(child.name)
         elif kind is not ExitKind.DONE:
             self._fail(child, code, is_reported=kind is ExitKind.FAILED_REPORTED)
+
+    def _describe(self, child: Child, code: int) -> tuple[str, bool]:
+        """How a child ended, and whether that says why: its log says nothing about a kill by the kernel."""
+        role = self.placement.role if child.name == self.placement.name else child.name
+        cause = self.kills.explain(child.name, role) if code == -signal.SIGKILL else ""
+        if code == MEMORY_FULL_EXIT:
+            cause = f"{child.name}{child.last_line()}"
+        return cause or describe_exit(child.name, code), bool(cause)
+
+    def _lose_folder(self, problem: str) -> None:
+        """End the run at once: whatever a process wrote by the folder's path would be in no run's folder."""
+        if LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+            print_message(f"error: {problem}")
+        self.exit_code = 2
+        for name, child in self.children.items():
+            child.send(signal.SIGQUIT if name == "store" else signal.SIGKILL)
+        self._set_deadline(LEAVE_S)
 
     @property
     def _is_ending(self) -> bool:
@@ -217,20 +302,24 @@ class Supervisor:
         if self.has_lost_store:
             print_message(f"{child.name} has no connection to the run's store; the run ends on this host")
             return
-        error = describe_exit(child.name, code)
+        error, has_cause = self._describe(child, code)
         if restarts := self.restarts.get(child.name):
-            error += f", after {len(restarts)} restarts{child.last_line()}"
+            error += f", after {len(restarts)} restarts{'' if has_cause else child.last_line()}"
         has_joined = self.placement.host == JOINED_HOST
-        print_message(f"{error}; {'this host leaves the run' if has_joined else 'the run ends'}{child.log_tail()}")
+        tail = "" if has_cause else child.log_tail()
+        print_message(f"{error}; {'this host leaves the run' if has_joined else 'the run ends'}{tail}")
         if is_reported or child.name == "store" or has_joined:
             return
-        self._report_exit(child, error, ends_run=True)
+        self._report_exit(ProcessExit(child.name, child.pid, error, ends_run=True))
         if child.name == "hub" or self.has_other_hosts:  # the others read no file of this host
             words = [*self._worker_command(child.name), "--failed", error]
-            self.children["failure-report"] = self._child("failure-report", words)
+            try:
+                self.children["failure-report"] = self._child("failure-report", words)
+            except OSError as problem:
+                print_message(f"the hub is not told: {problem}")
 
-    def _report_exit(self, child: Child, how: str, *, ends_run: bool = False) -> None:
-        report_exit(Path(self.recipe.run.dir), ProcessExit(child.name, child.pid, how, ends_run))
+    def _report_exit(self, exit_: ProcessExit) -> None:
+        report_exit(Path(self.recipe.run.dir), exit_)
 
     def _pass_on(self, number: int) -> None:
         """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""
@@ -298,6 +387,9 @@ def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
         recipe, placement, sum(hosts), hosts_store=not joining and os.environ["RANK"] == "0", device=device
     )
     supervisor.gpu_processes = processes_on(placements, placement, gpus)
+    here = [place.role for place in placements if place.host == placement.host]
+    cores = cores_of(recipe, here, has_gpus=bool(gpus))
+    supervisor.computing = cores.environment(placement.role, has_all=len(here) == len(placements))
     supervisor.has_other_hosts = bool(joining) or len(hosts) > 1
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""

@@ -24,7 +24,7 @@ class VirtualRun:
     def __init__(self, recipe: Recipe) -> None:
         from ...trainer.loop import Trainer  # a role's loop is imported where its process begins
 
-        self.recipe = recipe = replace(recipe, run=replace(recipe.run, save_rows=False))
+        self.recipe = recipe = replace(recipe, run=replace(recipe.run, save_rows="none", resume="never"))
         self.world = World()
         self._clock = WorldClock(self.world, recipe.emulated.speed)
         self._mailboxes = VirtualMailboxes(self.world)

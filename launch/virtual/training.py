@@ -26,7 +26,7 @@ class VirtualStream:
         self._world = world
         self._mailbox = mailbox
         self._num_steps = recipe.run.steps
-        self._micro_tokens = recipe.optimizer.micro_tokens
+        self._micro_tokens = recipe.optimizer.micro_batch
         self._prompt_tokens = recipe.emulated.prompt_tokens
         self._longest = recipe.sampling.max_new_tokens
         self._ones = np.ones(self._longest, np.uint8)

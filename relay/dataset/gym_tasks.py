@@ -28,7 +28,7 @@ class ReasoningGymRows:
             self._tasks = open_tasks(self._made_by)
         except ImportError:
             raise SettingError(
-                f"data.path: {path} needs the package reasoning_gym: pip install 'headrace[reasoning-gym]'"
+                f"data.path: {path} needs the package reasoning_gym: pip install reasoning-gym"
             ) from None
         except (ValueError, TypeError, AssertionError) as error:
             raise SettingError(f"data.path: {path}: {error}") from error

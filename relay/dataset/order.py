@@ -71,26 +71,31 @@ class PromptPool(PromptSource):
 class MixedPrompts(PromptSource):
     """Several pools in given shares. Each has its own epochs; its rows are numbered after those of the pools before it.
 
-    A round is as many prompts as there are rows. It gives each pool its share, rounded, in an order drawn from (seed, round), so
-    cursor and seed alone determine what comes next.
+    A round is as many prompts as there are rows, or more where a pool's share of those would be none. It gives each pool its share,
+    rounded, in an order drawn from (seed, round), so cursor and seed alone determine what comes next.
     """
 
     def __init__(self, pools: Sequence[PromptPool], weights: Sequence[float], seed: int) -> None:
         self._pools = pools
         self._starts = np.cumsum([0, *map(len, pools)])
         self._seed = seed
-        exact = np.cumsum(np.array(weights, float) / sum(weights)) * len(self)
-        self._shares = np.diff(np.rint(exact).astype(int), prepend=0)
+        parts = np.array(weights, float) / sum(weights)
+        self._shares = _rounded(parts, self.num_rows)
+        if (self._shares[parts > 0] == 0).any():
+            self._shares = _rounded(parts, math.ceil(2 / parts[parts > 0].min()))
         self._order: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
         self.sizes = tuple(map(len, pools))
         rounds = (math.ceil(pool.whole_turn / share) for pool, share in zip(pools, self._shares, strict=True) if share)
-        self.whole_turn = (max(rounds) + 1) * len(self)
+        self._round_size = int(self._shares.sum())
+        self.whole_turn = (max(rounds) + 1) * self._round_size
 
-    def __len__(self) -> int:
+    @property
+    def num_rows(self) -> int:
+        """Rows of all pools."""
         return int(self._starts[-1])
 
     def group_at(self, cursor: int) -> GroupId:
-        number, place = divmod(cursor, len(self))
+        number, place = divmod(cursor, self._round_size)
         if self._order[0] != number:
             self._order = (number, *self._round(number))
         source = int(self._order[1][place])
@@ -109,3 +114,8 @@ class MixedPrompts(PromptSource):
         for source, share in enumerate(self._shares):
             turns[sources == source] = np.arange(share)
         return sources, turns
+
+
+def _rounded(parts: np.ndarray, num: int) -> np.ndarray:
+    """`num` prompts in the shares `parts`, which sum to 1: whole numbers whose sum is `num`."""
+    return np.diff(np.rint(np.cumsum(parts) * num).astype(int), prepend=0)

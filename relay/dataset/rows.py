@@ -16,10 +16,13 @@ from ...comm.errors import SettingError
 
 MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
+MAX_NESTED = 100
+"""Most lists and objects of one value one inside the other. Readers and writers of JSON fail near 1,000, at a depth of their own each."""
 _BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 """In the text of an object that has none of its own."""
+_TOO_DEEP = f"has more than {MAX_NESTED} lists or objects one inside the other"
 _NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 
@@ -93,15 +96,26 @@ def row_problem(raw: bytes, column: str = "prompt") -> str:
         hint = "; JSON has no NaN and no Infinity: write null" if _NOT_FINITE.search(raw) else ""
         return f"is not JSON ({error}){hint}"
     except RecursionError:
-        return "has too many lists or objects one inside the other"
+        return _TOO_DEEP
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTED and is_too_deep(row):
+        return _TOO_DEEP
     if not isinstance(row, dict) or "prompt" not in row:
         has = f"it has {', '.join(row)}" if isinstance(row, dict) and row else "it is not an object with columns"
         return f"has no `{column}` column; {has}; see data.prompt_column"
-    return (
-        ""
-        if isinstance(row["prompt"], str | list)
-        else f"has a `{column}` that is neither text nor a list of chat messages"
-    )
+    if not isinstance(row["prompt"], str | list):
+        return f"has a `{column}` that is neither text nor a list of chat messages"
+    return "" if row["prompt"] else f"has an empty `{column}`"
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a list or object of JSON has more than `MAX_NESTED` lists and objects one inside the other."""
+    level = [value]
+    for _ in range(MAX_NESTED):
+        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [each for values in inner for each in values if isinstance(each, list | tuple | dict)]
+        if not level:
+            return False
+    return True
 
 
 def _stamp(file: int) -> tuple[int, int]:

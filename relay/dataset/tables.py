@@ -38,7 +38,7 @@ def load_table(settings: "DataSettings", name: str) -> Any:
     except ImportError:
         raise SettingError(
             f"data.path: {name} needs the `datasets` package, as parquet files, Hugging Face data sets and streams do:"
-            " pip install 'headrace[data]'"
+            " pip install datasets"
         ) from None
     datasets.disable_progress_bars()
     try:

@@ -1,6 +1,6 @@
 """State, journal and mailbox, which the hub's handlers share, and the base class of the handlers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...comm.messages import DropRows
@@ -37,27 +37,39 @@ class HubContext:
         self.failure = ""
         """Why the run has to end; empty while it may go on."""
 
-    def commit(self, event: ev.Event) -> None:
-        """Write an event to the journal, then apply it."""
+    def commit(self, event: ev.Event, *, drops: Iterable[RowId] = ()) -> None:
+        """Write an event to the journal, then apply it. Its effects come after that: the units drop the rows `drops`.
+
+        A hub that dies in between leaves bytes that nothing needs. In the other order it would leave rows without bytes.
+        """
+        dropped = self._keys_by_relay(drops)
         stamped = ev.stamped(event, self.wall_clock())
         self.journal.append(stamped)
         apply(stamped, self.state)
+        self.send_drops(dropped)
 
-    def drop_rows(self, rows: Iterable[RowId], *, everywhere: bool = False) -> None:
-        """Tell the relays that store these rows, or all relays, to drop them."""
-        for_relay: dict[str, list[str]] = {}
-        for row_id in rows:
-            row = self.state.groups[row_id.group].rows[row_id.sample]
-            for relay in self.relays if everywhere else map(process_of, row.storage_ids):
-                for_relay.setdefault(relay, []).append(row_id.key(row.attempt))
-        for relay, keys in for_relay.items():
-            self.mailbox.send(relay, DropRows(keys))
+    def drop_rows(self, rows: Iterable[RowId]) -> None:
+        """Tell all relays to drop the bytes of these rows' attempts, which the journal does not have as ready."""
+        self.send_drops(self._keys_by_relay(rows, everywhere=True))
+
+    def send_drops(self, keys: Mapping[str, list[str]]) -> None:
+        """Tell relays to drop rows, by the keys of their bytes."""
+        for relay, dropped in keys.items():
+            self.mailbox.send(relay, DropRows(dropped))
 
     def evict(self, groups: Iterable[Group], reason: str) -> None:
         """Throw groups out, finished or not; later results of their rows are fenced off."""
         for group in groups:
-            self.drop_rows(group.row_ids(RowStatus.READY))
-            self.commit(ev.Evicted(group=group.id, reason=reason))
+            self.commit(ev.Evicted(group=group.id, reason=reason), drops=group.row_ids(RowStatus.READY))
+
+    def _keys_by_relay(self, rows: Iterable[RowId], *, everywhere: bool = False) -> dict[str, list[str]]:
+        """The keys of these rows by the relays that store them, or by all relays."""
+        found: dict[str, list[str]] = {}
+        for row_id in rows:
+            row = self.state.groups[row_id.group].rows[row_id.sample]
+            for relay in self.relays if everywhere else map(process_of, row.storage_ids):
+                found.setdefault(relay, []).append(row_id.key(row.attempt))
+        return found
 
 
 class Handler:
@@ -74,8 +86,3 @@ class Handler:
 
     def on_process_death(self, process: str, reason: str) -> None:
         """Forget a dead process, named as in the fleet, and take back what it holds."""
-
-
-def is_power_of_ten(count: int) -> bool:
-    """Whether a count is 1, 10, 100, ...: often enough to print what is counted."""
-    return count in (10**power for power in range(len(str(count))))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ...comm.messages import (
     CheckpointRequested,
     ColumnsAdded,
-    DropRows,
     RequestRows,
     RowBatch,
     RowId,
@@ -66,6 +65,11 @@ class Dispatcher(Handler):
             ColumnsAdded: self._on_columns,
         }
 
+    @property
+    def trainer_waits(self) -> bool:
+        """Whether the trainer has asked for groups and has no answer yet."""
+        return any(TRAIN in request.tasks for request in self._pending_requests.values())
+
     def advance(self) -> None:
         """Evict the groups that are too stale, then answer the requests for which rows are ready."""
         self.context.evict(self.admission.stale(self.state), "older than queue.max_staleness")
@@ -82,8 +86,9 @@ class Dispatcher(Handler):
             consumers.discard(process)
         for task, record in self.state.tasks.items():
             for number in [n for n, batch in record.open_batches.items() if batch.consumer == process]:
-                self._drop_leftovers(record, number)
+                leftovers = self._leftovers(record, number)
                 self.context.commit(ev.TaskReturned(task=task, number=number, reason=reason))
+                self.context.send_drops(leftovers)
 
     def _answer(self, consumer: str, request: RequestRows) -> RowBatch | TrainBatch | None:
         for task in request.tasks:
@@ -191,7 +196,7 @@ class Dispatcher(Handler):
         batch = record.open_batches.get(done.batch_id)
         if batch is None or batch.consumer != sender:
             return  # the report is repeated, or the rows went to another consumer meanwhile
-        self._drop_leftovers(record, done.batch_id)
+        drops = self._leftovers(record, done.batch_id)
         rows: list[RowId] = []
         kept: list[list[str]] = []
         for row_id, units in zip(done.rows, done.storage_ids, strict=True):
@@ -203,24 +208,24 @@ class Dispatcher(Handler):
                 rows.append(row_id)
                 kept.append(still)
                 for unit in set(held) - set(still):  # this copy lacks the columns
-                    self.context.mailbox.send(process_of(unit), DropRows([key]))
+                    drops.setdefault(process_of(unit), []).append(key)
         self.context.commit(
             ev.ColumnsReady(task=done.task, number=done.batch_id, columns=done.columns, rows=rows, units=kept)
         )
+        self.context.send_drops(drops)
 
-    def _drop_leftovers(self, record: TaskRecord, number: int) -> None:
-        """Drop rows of a batch that left the queue meanwhile: the consumer may have written columns of them to any unit."""
+    def _leftovers(self, record: TaskRecord, number: int) -> dict[str, list[str]]:
+        """Rows of a batch that left the queue meanwhile, by relay: the consumer may have written columns of them to any unit."""
         attempts = record.open_batches[number].attempts
         keys = [row_id.key(attempts[row_id]) for row_id in self.state.missing(attempts)]
-        for relay in self.context.relays if keys else ():
-            self.context.mailbox.send(relay, DropRows(keys))
+        return {relay: list(keys) for relay in self.context.relays if keys}
 
     def _on_step_trained(self, sender: str, message: StepTrained) -> None:
         if message.step != self.state.step or message.incarnation < self.state.trainer_incarnation:
             return
         groups = [self.state.groups[group_id] for group_id in self.state.in_training]
-        self.context.drop_rows(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
-        self.context.commit(ev.Trained(step=message.step, busy_s=message.busy_s, waited_s=message.waited_s))
+        trained = ev.Trained(step=message.step, busy_s=message.busy_s, waited_s=message.waited_s)
+        self.context.commit(trained, drops=[row_id for group in groups for row_id in group.row_ids(RowStatus.READY)])
         if self._reported is not None:
             self.fleet_stats.finish_step(self._reported)
             self._reported = None

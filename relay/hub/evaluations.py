@@ -5,16 +5,19 @@ none are left to take. An idle rollout that is ahead goes back to the version; o
 samples without a score are missing, and an evaluation without any begins again on the next version.
 """
 
+import json
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ...comm.disk import say
+from ...comm.disk import AppendFile, say
+from ...comm.errors import is_power_of_ten
 from ...comm.messages import Lease, LeaseRequest, SampleScored
 from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
+from ..journal.evaluations import EVALUATIONS_FILE
 from ..journal.records import RowStatus
-from .context import Handler, HubContext, is_power_of_ten
+from .context import Handler, HubContext
 
 if TYPE_CHECKING:
     from ..queue.evaluation_prompts import EvaluationPrompts
@@ -36,6 +39,7 @@ class Evaluations(Handler):
         self._gone = -1
         """The newest version that a rollout could not go back to."""
         self._failures: Counter[str] = Counter()
+        self._file: AppendFile | None = None
         self.routes = {SampleScored: self._on_scored}
 
     @property
@@ -106,7 +110,7 @@ class Evaluations(Handler):
         num_bytes = 0
         for group in wanted[: min(room, math.ceil(len(wanted) / prompts.num_shares))]:
             samples, attempt, row = group.samples(RowStatus.WANTED), group.next_attempt, prompts.row(group.id)
-            if problem := row_problem(row):
+            if problem := row_problem(bytes(row)):
                 for row_id in group.row_ids(RowStatus.WANTED):
                     self._end(ev.Evaluated(row=row_id, failure=f"its row {problem}"))
                 continue
@@ -130,7 +134,20 @@ class Evaluations(Handler):
             row=scored.row, reward=scored.reward or 0.0, num_tokens=scored.num_tokens,
             is_truncated=scored.is_truncated, failure=failure,
         )  # fmt: skip
+        self._keep_text(begun.version, evaluated, scored.text)
         self._end(evaluated)
+
+    def _keep_text(self, version: int, event: ev.Evaluated, text: str) -> None:
+        """A line of the file, before the score counts. A hub that dies in between writes it twice; the last one counts."""
+        assert self.prompts is not None
+        if self._file is None:
+            journal = self.context.journal
+            self._file = AppendFile(journal.path.with_name(EVALUATIONS_FILE), journal.deadline_s)
+        name, number = self.prompts.place(event.row.group)
+        reward = None if event.failure else event.reward
+        line = {"version": version, "name": name, "row": number, "sample": event.row.sample, "reward": reward}
+        rest = {"tokens": event.num_tokens, "truncated": event.is_truncated, "failure": event.failure, "text": text}
+        self._file.append(json.dumps(line | rest).encode() + b"\n")
 
     def _end(self, event: ev.Evaluated) -> None:
         """Print each reason for a missing score the first time and whenever its count is 10, 100, ..."""

@@ -33,6 +33,7 @@ from ..queue.evaluation_prompts import EvaluationPrompts
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
 from .evaluations import Evaluations
+from .health import PATIENCE_S, Health
 from .leases import Leases
 from .partial_pool import PartialPool
 from .prompts import Curriculum, Prompts
@@ -63,11 +64,13 @@ class Hub:
         evaluation: EvaluationPrompts | None = None,
         curriculum: Curriculum | None = None,
         speed: float = 1.0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox, self.state = mailbox, state
         self.fleet_stats = FleetStats(speed)
         self._actor_error = ""
+        self._is_memory_full = False
         self.results = Results(self.context, queue)
         schedule = admission.schedule
         self.partials = PartialPool(self.context, clock, mixes_versions=schedule.mixes_versions)
@@ -77,10 +80,13 @@ class Hub:
         self.saved_queue = SavedQueue(self.context, self.prompts, admission, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
+        self.health = Health(
+            self.context, queue, admission.per_step, dispatcher, self.fleet_stats, lambda: clock() / speed, patience_s
+        )
         # Rows are handed out before groups are leased, since that makes room in the queue.
         self.handlers: tuple[Handler, ...] = (
             self.prompts, self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases,
-            self.repacking,
+            self.repacking, self.health,
         )  # fmt: skip
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
@@ -150,15 +156,20 @@ class Hub:
     def _on_actor_failed(self, sender: str, message: ActorFailed) -> None:
         """The first error counts: the other ranks fail because of it."""
         self._actor_error = self._actor_error or f"{process_of(sender)}: {message.error}"
+        self._is_memory_full |= message.is_memory_full
 
     def _on_trainer_started(self, sender: str, message: TrainerStarted) -> None:
         """The trainer continues after the last step that the journal has; batches that it held for other tasks come back."""
         state, error = self.state, self._actor_error
         if message.incarnation > state.trainer_incarnation:
             self.on_process_death(sender, f"incarnation {message.incarnation - 1} is gone")
-            self.context.commit(ev.TrainerRestarted(incarnation=message.incarnation, error=error))
+            restarted = ev.TrainerRestarted(
+                incarnation=message.incarnation, error=error, is_memory_full=self._is_memory_full
+            )
+            self.context.commit(restarted)
             self._actor_error = ""
+            self._is_memory_full = False
             if state.restarts_in_step > MAX_RESTARTS_IN_STEP:
                 reason = f"the trainer died {state.restarts_in_step} times before step {state.step + 1} was trained"
                 self.context.failure = f"{reason}: {error}" if error else reason
-        self.mailbox.send(sender, RestartPoint(message.incarnation, state.step))
+        self.mailbox.send(sender, RestartPoint(message.incarnation, state.step, state.num_memory_deaths))

@@ -62,9 +62,9 @@ class Leases(Handler):
         self._requests.pop(process, None)
         leased = [(row_id, row) for row_id, row in self.state.leased() if row.holder == process]
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
-            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
+            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason, died=True))
         # The process may have died between writing a row and reporting it: those bytes have no reader.
-        self.context.drop_rows((row_id for row_id, _ in leased if not row_id.is_evaluation), everywhere=True)
+        self.context.drop_rows(row_id for row_id, _ in leased if not row_id.is_evaluation)
 
     def holders(self) -> set[str]:
         return {row.holder for _, row in self.state.leased()}

@@ -13,7 +13,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -37,10 +36,8 @@ from ...comm.messages import (
 )
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
-from ..checkpoints import CheckpointFolder
-from ..dataset.stream_file import STREAM_FILE
 from ..journal import events as ev
-from ..journal.journal import Journal, account_dict, cut_at_checkpoint, last_opened, replay
+from ..journal.journal import Journal, account_dict, last_opened, replay
 from ..journal.records import RowStatus
 from ..journal.state import HubState, apply
 from ..queue.admission import Admission
@@ -49,6 +46,7 @@ from ..queue.evaluation_prompts import open_evaluation
 from ..queue.schedules import schedule_of
 from ..queue.tasks import open_sampler, pipeline
 from .exits import ProcessExit, take_exits
+from .health import PATIENCE_S
 from .hub import Hub
 from .model_check import ModelCheck
 from .prompts import open_curriculum, open_prompts
@@ -84,14 +82,17 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
     pool = open_prompts(recipe)
+    check_journal_is_there(Path(recipe.run.dir), fleet.incarnation)
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
     pool.start(state.cursor)
     schedule, sampler = schedule_of(recipe), open_sampler(queue.sampler)
-    micro_tokens = recipe.optimizer.micro_tokens * recipe.roles.actor
+    calls_s = (recipe.comm.deadline_s, recipe.reward.timeout_s, recipe.environment.timeout_s)
+    micro_tokens = recipe.optimizer.micro_batch * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
         evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe), speed=clock.speed,
+        patience_s=max(PATIENCE_S, 4 * max(calls_s)),
     )  # fmt: skip
 
 
@@ -181,6 +182,8 @@ class HubLoop:
             for consumer in {batch.consumer for batch in record.open_batches.values()} - living.keys():
                 self.hub.on_process_death(consumer, "gone while the hub was started again")
         if state.ending is None:
+            if state.checkpointed >= 0 and not state.grants:  # the hub before may not have had the saved queue yet
+                self.hub.saved_queue.restore()
             self.hub.leases.repeat_grants()
             for relay in self.fleet.alive_members("relay"):
                 self.hub.mailbox.send(relay.name, ListStoredRows())
@@ -202,6 +205,7 @@ class HubLoop:
             self._on_exit(exit_)
         self._print_generators()
         self._check_models()
+        self.hub.health.watch(has_rollouts=any(member.role == "rollout" for member in living.values()))
 
     def _replace_if_lost(self, relay: Member) -> None:
         """Have a relay that was silent, and is back, start again: the rows of its storage unit are given up already."""
@@ -256,13 +260,24 @@ class HubLoop:
         self.hub.on_process_death(dead.name, reason)
 
 
+def check_journal_is_there(run_dir: Path, incarnation: int) -> None:
+    """Raise `SettingError` if the hub is started again and its journal is gone: an empty one would be another run's beginning.
+
+    The reserve beside it says that it was there.
+    """
+    if incarnation > 1 and (run_dir / DiskReserve.NAME).exists() and not (run_dir / "journal.jsonl").exists():
+        raise SettingError(
+            f"run.dir: {run_dir / 'journal.jsonl'} was removed while the run was under way; the run cannot continue"
+        )
+
+
 def open_journal(
     run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str, clock: Clock, num_rows: tuple[int, ...] = ()
 ) -> tuple[HubState, Journal]:
     """The journal of a run folder, and the state after its last event.
 
-    It is new, or continued: at its end by the next process of the same run's hub, at its latest checkpoint by another run. That
-    one writes a new file, which then replaces the old one: a power cut leaves one of them.
+    It is new, or continued at its end: by the next process of the same run's hub, or by a run that is resumed. The launcher has cut that
+    one's journal where the run continues.
     needs: the columns that training needs besides those of the rollout. num_rows: those of each set of the data.
     """
     path = run_dir / "journal.jsonl"
@@ -282,28 +297,14 @@ def open_journal(
             raise SettingError(
                 f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir"
             )
-        with closing(Journal(path)):  # locked: no hub of the run before writes any more
-            if (latest := CheckpointFolder(run_dir).latest()) is not None:
-                if before is not None:
-                    _check_same_data(before, opened, recipe)
-                new = path.with_name(f"{path.name}.new")
-                kept = cut_at_checkpoint(path, latest, new)
-                state = replay(new)
-                journal = Journal(new, deadline_s, DiskReserve(run_dir))
-                for event in (msgspec.structs.replace(opened, epoch=state.epoch + 1), *kept):
-                    _commit(event, state, journal, clock)
-                journal.move_to(path)
-                return state, journal
-            _set_aside(path)
+        if before is not None:
+            _check_same_data(before, opened, recipe)
+        journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), replay(path)
+        _commit(msgspec.structs.replace(opened, epoch=state.epoch + 1), state, journal, clock)
+        return state, journal
     journal, state = Journal(path, deadline_s, DiskReserve(run_dir)), HubState()
-    _set_aside(run_dir / STREAM_FILE)  # of a run that this one does not continue
     _commit(opened, state, journal, clock)
     return state, journal
-
-
-def _set_aside(path: Path) -> None:
-    if path.exists():
-        path.replace(path.with_name(f"{path.name}.discarded-{int(time.time())}"))
 
 
 def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> None:

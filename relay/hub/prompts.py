@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...comm.disk import say
-from ...comm.errors import SettingError
+from ...comm.errors import SettingError, is_power_of_ten
 from ...comm.messages import GroupId, PromptRefused
 from ...comm.plugins import load_object
 from ...comm.recipe import Recipe
@@ -23,7 +23,7 @@ from ..dataset.rows import row_problem
 from ..dataset.stream import StreamedPrompts
 from ..journal import events as ev
 from ..journal.records import RowStatus
-from .context import Handler, HubContext, is_power_of_ten
+from .context import Handler, HubContext
 
 _LONGEST_SEARCH = 1 << 16
 _LONGEST_SEARCH_S = 60.0
@@ -158,8 +158,8 @@ class Prompts(Handler):
 
     def _drop(self, group_id: GroupId, reason: str) -> None:
         """Print a reason the first time and whenever the count is 10, 100, ..."""
-        if (group := self.state.groups.get(group_id)) is not None:
-            self.context.drop_rows(group.row_ids(RowStatus.READY))
-        self.context.commit(ev.PromptDropped(group=group_id, reason=reason))
+        group = self.state.groups.get(group_id)
+        ready = group.row_ids(RowStatus.READY) if group is not None else ()
+        self.context.commit(ev.PromptDropped(group=group_id, reason=reason), drops=ready)
         if is_power_of_ten(count := len(self.state.passed_over)):
             say(f"dropped prompts: {count}, the last one because {reason}")

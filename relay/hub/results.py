@@ -4,17 +4,15 @@ import logging
 from collections.abc import Iterable
 
 from ...comm.disk import say
+from ...comm.errors import is_power_of_ten
 from ...comm.messages import DropRows, RowDone, RowId, RowsNotFound
 from ...comm.messages.base import is_partial, process_of, role_of
 from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
-from .context import Handler, HubContext, is_power_of_ten
+from .context import Handler, HubContext
 
 log = logging.getLogger(__name__)
-
-LOST_ALARM = 4
-"""Times the rows in flight that may be lost within a step before the console says so."""
 
 
 class Results(Handler):
@@ -27,8 +25,6 @@ class Results(Handler):
         super().__init__(context)
         self.queue = queue
         self.num_fenced = 0
-        self._counted_step = -1
-        self._num_lost = self._alarm_at = 0
         self.routes = {RowDone: self._on_row_done, RowsNotFound: self._on_rows_not_found}
 
     def on_storage_lost(self, storage_id: str, reason: str) -> None:
@@ -38,14 +34,15 @@ class Results(Handler):
         before = self.state.regenerated
         self.context.commit(ev.UnitLost(unit=storage_id, reason=reason))
         num_lost = self.state.regenerated - before
-        self._count_lost(num_lost, reason)
         log.warning("storage unit %s is lost (%s); %d rows will be generated again", storage_id, reason, num_lost)
 
     def drop_needless(self, relay: str, keys: Iterable[str]) -> None:
         """Drop those rows in a relay's unit that nothing needs: the row has met its end, or has another attempt or other units.
 
-        A leased row may be there already: its rollout reports it next.
+        A leased row may be there already: its rollout reports it next. So may the rows of the saved queue, before their report.
         """
+        if self.context.awaits_queue:
+            return
         needless: list[str] = []
         for key in keys:
             row_id, attempt = RowId.of_key(key)
@@ -71,7 +68,6 @@ class Results(Handler):
         elif not units:
             reason = f"gone with {', '.join(done.storage_ids)}"
             self.context.commit(ev.RowsLost(rows=[done.row], attempts=[done.attempt], reason=reason))
-            self._count_lost(1, reason)
         else:
             ready = ev.RowReady(
                 row=done.row, units=units, version=done.version, num_tokens=done.num_tokens, reward=done.reward,
@@ -94,8 +90,7 @@ class Results(Handler):
         elif self.queue.filter_zero_std and group.step is None and group.is_complete:
             ready = group.samples(RowStatus.READY)
             if len({group.rows[sample].reward for sample in ready}) == 1:
-                self.context.drop_rows(group.row_ids(RowStatus.READY))
-                self.context.commit(ev.GroupFiltered(group=group.id))
+                self.context.commit(ev.GroupFiltered(group=group.id), drops=group.row_ids(RowStatus.READY))
 
     def _fence_off(self, sender: str, done: RowDone) -> None:
         """The row has another holder by now, or had: drop the bytes of this attempt."""
@@ -114,16 +109,5 @@ class Results(Handler):
         if role_of(sender) != "actor":
             lost = {row_id: attempt for row_id, attempt in lost.items() if self.state.groups[row_id.group].step is None}
         if lost:
-            self.context.drop_rows(lost)
             reason = f"{sender}: {message.reason}"
-            self.context.commit(ev.RowsLost(rows=list(lost), attempts=list(lost.values()), reason=reason))
-            self._count_lost(len(lost), reason)
-
-    def _count_lost(self, num_rows: int, reason: str) -> None:
-        """Print an alarm when the rows lost since the last step are several times those in flight: no step will come of it."""
-        if self._counted_step != self.state.step:
-            self._counted_step, self._num_lost, self._alarm_at = self.state.step, 0, LOST_ALARM * self.state.in_flight
-        self._num_lost += num_rows
-        if self._num_lost > self._alarm_at:
-            self._alarm_at = 2 * self._num_lost
-            say(f"alarm: {self._num_lost} rows were lost since step {self.state.step} began: {reason}")
+            self.context.commit(ev.RowsLost(rows=list(lost), attempts=list(lost.values()), reason=reason), drops=lost)

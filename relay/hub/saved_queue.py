@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...comm.disk import say
-from ...comm.messages import DropRows, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
+from ...comm.messages import QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from ...comm.messages.base import GroupId, process_of
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
@@ -45,15 +45,21 @@ class SavedQueue(Handler):
         self._admission = admission
         self._partials = partials
         self._number = 0
+        self._unread = -1
+        """The step of the checkpoint whose rows are still in the file alone."""
         self.routes = {QueueSaved: self._on_saved, QueueRestored: self._on_restored}
 
     def save(self) -> int:
         """Have the present queue written beside the newest checkpoint; returns the number of the order, 0 without one.
 
-        Rows of a later version are left out: a run that resumes there has other weights under that number.
+        Rows of a later version are left out: a run that resumes there has other weights under that number. A file that this run
+        could not read stays as it is, for the next run from the same checkpoint.
         """
         step = self.state.checkpointed
         if step < 0 or KEEPER not in self.context.relays:
+            return 0
+        if step == self._unread:
+            say(f"the queue that was saved after step {step} stays on the disk, since this run did not read all of it")
             return 0
         rows = [
             SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens, row.reward, row.num_versions)
@@ -87,7 +93,7 @@ class SavedQueue(Handler):
             self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
-        self.context.awaits_queue = False
+        self.context.awaits_queue, self._unread = False, self.state.checkpointed
         say(f"the saved queue was not read by {KEEPER} ({reason}); its rows are generated again")
 
     def _on_saved(self, _sender: str, message: QueueSaved) -> None:
@@ -96,7 +102,7 @@ class SavedQueue(Handler):
 
     def _on_restored(self, _sender: str, message: QueueRestored) -> None:
         """Take those rows that are still to be generated; the units drop the others."""
-        self.context.awaits_queue = False
+        self.context.awaits_queue, self._unread = False, message.step if message.is_left else -1
         self.context.relays |= {process_of(unit) for row in message.rows for unit in row.storage_ids}
         rows: dict[GroupId, list[SavedRow]] = {}
         for row in message.rows:
@@ -153,6 +159,8 @@ class SavedQueue(Handler):
         return needless + [row for row in saved if row.reward is None and not self._partials.restore(row)]
 
     def _drop(self, rows: Iterable[SavedRow]) -> None:
+        keys: dict[str, list[str]] = {}
         for row in rows:
             for unit in row.storage_ids:
-                self.context.mailbox.send(process_of(unit), DropRows([row.key]))
+                keys.setdefault(process_of(unit), []).append(row.key)
+        self.context.send_drops(keys)

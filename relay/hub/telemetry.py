@@ -46,6 +46,12 @@ class FleetStats:
         """Add to a metric that is a sum over the step."""
         self._sums[metric] += amount
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the rollouts have drawn and prefilled since they started, by their last reports."""
+        loads = [meter.now for meter in self._meters.values() if isinstance(meter.now, LoadReport)]
+        return sum(load.tokens + load.prefilled for load in loads)
+
     def forget(self, sender: str) -> None:
         self._meters.pop(sender, None)
 

@@ -11,6 +11,9 @@ from ...comm.messages.base import GroupId, RowId
 from . import events as ev
 from .records import EvaluationLog, Group, Row, RowStatus
 
+EVALUATIONS_FILE = "evaluations.jsonl"
+"""The responses of evaluations in the run folder; the journal beside it has their scores."""
+
 
 def begin_evaluation(event: ev.EvaluationBegun, log: EvaluationLog) -> None:
     """An evaluation that no rollout began makes room for another one, on a version that there is."""

@@ -54,11 +54,15 @@ class Leased(Event, frozen=True, kw_only=True):
 
 
 class Returned(Event, frozen=True, kw_only=True):
-    """The unfinished rows of a group came back: their holder died or switched to another version."""
+    """The unfinished rows of a group came back: their holder died or switched to another version.
+
+    `died` is not in journals of earlier versions.
+    """
 
     group: GroupId
     attempt: int
     reason: str
+    died: bool = False
 
 
 class Moved(Event, frozen=True, kw_only=True):
@@ -219,10 +223,14 @@ class Trained(Event, frozen=True, kw_only=True):
 
 
 class TrainerRestarted(Event, frozen=True, kw_only=True):
-    """The trainer's next incarnation continues after the steps trained so far; `error` ended the one before, if it could tell."""
+    """The trainer's next incarnation continues after the steps trained so far; `error` ended the one before, if it could tell.
+
+    `is_memory_full`: it ended because the memory of a GPU did not suffice.
+    """
 
     incarnation: int
     error: str = ""
+    is_memory_full: bool = False
 
 
 class Published(Event, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Account, EvaluationLog, Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
+from .records import Account, EvaluationLog, Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord
 from .window import Window
 
 
@@ -18,7 +18,7 @@ class HubState:
     again since by a resumed run.
     `num_moved` counts trajectories that went from one rollout to another, `regenerated` those whose last copy was lost,
     `num_continued` those that were finished where a dead holder had stopped, with `tokens_kept` of its tokens.
-    `num_restored` counts those that were read from the disk when the run was resumed.
+    `num_restored` counts those that were read from the disk when the run was resumed last.
     `incarnations` are those of the lease holders; `checkpoint_after` is the step when a checkpoint was asked for last,
     `checkpointed` that of the newest checkpoint, -1 without one.
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
@@ -44,6 +44,8 @@ class HubState:
     trainer_incarnation: int = 1
     trainer_restarts: int = 0
     restarts_in_step: int = 0
+    num_memory_deaths: int = 0
+    """Times since the last start that the trainer died because the memory of a GPU was full."""
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
     unassigned: dict[GroupId, None] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class HubState:
     passed_over: set[int] = field(default_factory=set)
     failures: Counter[str] = field(default_factory=Counter)
     account: Account = field(default_factory=Account)
+    losses: Losses = field(default_factory=Losses)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
 

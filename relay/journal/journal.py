@@ -7,10 +7,11 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,6 +44,7 @@ class Journal:
     def __init__(self, path: Path, deadline_s: float = 60.0, reserve: DiskReserve | None = None) -> None:
         """`deadline_s` bounds the wait for room on a full disk; then the lines go into the reserve, and the run has to end."""
         self.path = path
+        self.deadline_s = deadline_s
         self.full = ""
         """The message about the full disk once the reserve is in use."""
         self._reserve = reserve
@@ -153,44 +155,65 @@ def last_opened(path: Path) -> Opened | None:
     return msgspec.json.decode(found, type=Opened) if found else None
 
 
-def checkpoints_in(path: Path) -> dict[int, int]:
-    """The checkpoints that a journal knows: by their step, the number of the line of the last optimizer step before it.
+class KnownSteps(NamedTuple):
+    """The optimizer steps of a journal, as far as it can be read."""
 
-    A checkpoint is written while training goes on, so its own line may be much later. Reading ends at a damaged line: it
-    is younger than the checkpoints before it, whose lines were synced to the disk.
+    lines: dict[int, int]
+    """For each number of trained steps, the number of the line of the last one."""
+    checkpoints: set[int]
+    """The numbers of steps after which checkpoints were written."""
+
+    @property
+    def num_trained(self) -> int:
+        return max(self.lines, default=0)
+
+
+def steps_in(path: Path) -> KnownSteps:
+    """The trained steps of a journal, and its checkpoints; none of a file that is missing.
+
+    A checkpoint is written while training goes on, so its own line may be much later than its step's. Reading ends at a damaged
+    line: it is younger than the checkpoints before it, whose lines were synced to the disk.
     """
-    trained, found = dict[int, int](), dict[int, int]()
+    known = KnownSteps({}, set())
     try:
-        for number, event in read_events(path):
+        for number, event in read_events(path) if path.exists() else ():
             if isinstance(event, Trained):
-                trained[event.step + 1] = number
-            elif isinstance(event, Checkpointed) and event.step in trained:
-                found[event.step] = trained[event.step]
+                known.lines[event.step + 1] = number
+            elif isinstance(event, Checkpointed) and event.step in known.lines:
+                known.checkpoints.add(event.step)
     except JournalError as error:
         _log.warning("%s; the lines from there on are not used", error)
-    return found
+    return known
 
 
-def cut_at_checkpoint(path: Path, step: int, into: Path) -> list[Event]:
-    """Write the journal up to the last optimizer step before a checkpoint into another file; the rest to `<name>.discarded-<n>`.
+def cut_after(path: Path, step: int, checkpoint: int | None, rest: Path) -> None:
+    """Cut a journal after its first `step` optimizer steps; the lines after them go to the file `rest`.
 
-    Returns the events that the next writer appends: the checkpoint's, and those of evaluations of its version and earlier
-    ones, which stay true. Raises `JournalError` if the journal does not know the checkpoint.
+    The event of the checkpoint, and those of evaluations of version `step` and earlier ones, stay true and stay in it. A new file
+    takes the place of the old one: a power cut leaves one of them. Raises `JournalError` if the journal has not so many steps, or
+    is in use, and `DiskFull`.
     """
-    if (last_line := checkpoints_in(path).get(step)) is None:
-        raise JournalError(f"{path} has no checkpoint of step {step}")
-    checkpoint = Checkpointed(step=step, path=str(path.parent / "checkpoints" / f"step_{step}"))
-    kept = [checkpoint, *_evaluations_beyond(path, step, last_line)]
-    with path.open("rb") as file:
-        kept_bytes = sum(len(line) for line in islice(file, last_line))
-    spare = 1 + len(list(path.parent.glob(f"{path.name}.discarded-*")))
-    _copy_bytes(path, 0, kept_bytes, into)
-    try:
-        _copy_bytes(path, kept_bytes, path.stat().st_size, path.with_name(f"{path.name}.discarded-{spare}"))
-    except DiskFull:
-        into.unlink()
-        raise
-    return kept
+    if (last_line := steps_in(path).lines.get(step)) is None:
+        raise JournalError(f"{path} has no step {step}")
+    new = path.with_name(f"{path.name}.new")
+    with closing(Journal(path)):  # locked: no hub of the run before writes any more
+        with path.open("rb") as file:
+            kept_bytes = sum(len(line) for line in islice(file, last_line))
+        _copy_bytes(path, 0, kept_bytes, new)
+        try:
+            _copy_bytes(path, kept_bytes, path.stat().st_size, rest)
+        except DiskFull:
+            new.unlink()
+            raise
+        checkpointed, evaluations = _true_beyond(path, step, checkpoint, last_line)
+        opened, before = last_opened(path), last_opened(new)
+        if opened is not None and before is not None and (evaluations or opened != before):
+            # It has the newest facts of the data; evaluations that were under way at the cut are not leased any more.
+            evaluations.insert(0, msgspec.structs.replace(opened, epoch=before.epoch + 1, run_id=""))
+        with closing(Journal(new)) as journal:
+            for event in (*checkpointed, *evaluations):
+                journal.append(event)
+            journal.move_to(path)
 
 
 def _copy_bytes(path: Path, start: int, end: int, into: Path) -> None:
@@ -209,22 +232,28 @@ def _copy_bytes(path: Path, start: int, end: int, into: Path) -> None:
         raise DiskFull(f"{describe_full(into)}; make room there, the run can be resumed as before") from error
 
 
-def _evaluations_beyond(path: Path, step: int, last_line: int) -> list[Event]:
-    """The events after a line that belong to evaluations of versions up to `step`."""
+def _true_beyond(
+    path: Path, step: int, checkpoint: int | None, last_line: int
+) -> tuple[list[Checkpointed], list[Event]]:
+    """The events after a line that belong to a checkpoint, and to evaluations of versions up to `step`."""
     numbers: set[int] = set()
+    checkpointed: list[Checkpointed] = []
     found: list[Event] = []
-    with suppress(JournalError):  # `checkpoints_in` has said so
+    with suppress(JournalError):  # `steps_in` has said so
         for line, event in read_events(path):
             match event:
                 case EvaluationBegun(version=version, number=number) if version <= step:
                     numbers.add(number)
                 case EvaluationBegun(number=number) | Evaluated(row=RowId(epoch=number)):
                     pass
+                case Checkpointed(step=written) if written == checkpoint and line > last_line:
+                    checkpointed = [event]
+                    continue
                 case _:
                     continue
             if line > last_line and number in numbers:
                 found.append(event)
-    return found
+    return checkpointed, found
 
 
 def _end_of_last_line(path: Path) -> int:

@@ -38,6 +38,51 @@ class Account:
 
 
 @dataclass(slots=True)
+class Losses:
+    """Counts of the trajectories that ended since the last trained step, by cause; trained ones are not counted.
+
+    `failed`, `filtered` and `evicted` as in the account; `lost` had no copy left and are generated again. `failure` is the reason of the
+    first that failed, `loss` that of the last that was lost. `in_vain` counts those that met an end since a group was last handed to the
+    trainer. Groups that are discarded for their age do not count: trained steps have made them old.
+    """
+
+    finished: int = 0
+    failed: int = 0
+    filtered: int = 0
+    evicted: int = 0
+    lost: int = 0
+    failure: str = ""
+    loss: str = ""
+    in_vain: int = 0
+    began: float = 0.0
+    """When the last step ended, or the run began, on the journal's clock."""
+    step_s: float = 0.0
+    """Seconds from the end of a step to that of the next, smoothed; 0 until one was trained."""
+
+    def fail(self, num_rows: int, reason: str) -> None:
+        self.failed += num_rows
+        self.in_vain += num_rows
+        self.failure = self.failure or reason
+
+    def filter(self, num_rows: int) -> None:
+        self.filtered += num_rows
+        self.in_vain += num_rows
+
+    def evict(self, num_rows: int, *, in_vain: bool) -> None:
+        self.evicted += num_rows
+        self.in_vain += num_rows if in_vain else 0
+
+    def lose(self, num_rows: int, reason: str) -> None:
+        self.lost += num_rows
+        self.loss = reason
+
+    def next_step(self, now: float) -> "Losses":
+        """The record of the step that begins now."""
+        took_s = max(0.0, now - self.began)
+        return Losses(began=now, step_s=self.step_s + 0.3 * (took_s - self.step_s) if self.step_s else took_s)
+
+
+@dataclass(slots=True)
 class Row:
     """One trajectory; `version` is the one that generates or generated it, `columns` are those that tasks have added."""
 

@@ -14,7 +14,7 @@ from ...comm.errors import SettingError
 from . import events as ev
 from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
-from .records import Grant, Group, QueueIndex, Row, RowStatus, TaskRecord
+from .records import Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord
 
 if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
@@ -36,10 +36,12 @@ def _change(event: ev.Event, state: HubState) -> None:
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
     state.epoch, state.samples_per_prompt, state.run_id = event.epoch, event.samples_per_prompt, event.run_id
-    state.hub_restarts, state.checkpoint_after, state.ending, state.ended = 0, -1, None, ""
+    state.hub_restarts, state.num_restored, state.checkpoint_after = 0, 0, -1
+    state.ending, state.ended = None, ""
     for forgotten in (state.in_training, state.lost_storage_ids, state.incarnations, state.grants, state.drained):
         forgotten.clear()  # the incarnations of a resumed run count from 1 again
     state.trainer_incarnation, state.restarts_in_step = 1, 0
+    state.num_memory_deaths = 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
             record.close(number, consumed=(), missing=batch.attempts)
@@ -50,6 +52,7 @@ def _(event: ev.Opened, state: HubState) -> None:
             group.rows[sample].reset()
         state.unassigned[group.id] = None
     state.window.open()
+    state.losses = Losses(began=event.t)
     state.evaluations.reopen()
     state.passed_over.clear()  # the data may have been mended
     state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
@@ -91,6 +94,8 @@ def _(event: ev.Leased, state: HubState) -> None:
 def _(event: ev.Returned, state: HubState) -> None:
     group = state.group(event.group)
     assert group is not None, f"group {event.group} is not open"
+    if event.died:
+        state.window.disturb()
     for sample in group.samples(RowStatus.LEASED):
         if group.rows[sample].attempt != event.attempt:
             continue
@@ -121,6 +126,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
     row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
     row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    state.losses.finished += 1
+    state.window.row_ready()
     state.num_continued += event.num_kept > 0
     state.tokens_kept += event.num_kept
     state.queue.update(state.groups[event.row.group])
@@ -163,6 +170,8 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
+    state.losses.fail(len(rows), event.reason)
+    state.losses.evict(len(ready), in_vain=True)
     state.release(ready)
     state.unassigned.pop(event.group, None)
     state.queue.remove(event.group)
@@ -175,6 +184,8 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     row.status = RowStatus.FAILED
     state.account.failed += 1
     state.failures[event.reason] += 1
+    state.losses.fail(1, event.reason)
+    state.window.row_ready()
     group = state.groups[event.row.group]
     state.queue.update(group)
     if all(row.status is RowStatus.FAILED for row in group.rows):
@@ -193,6 +204,8 @@ def _(event: ev.Evaluated, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.RowsLost, state: HubState) -> None:
+    state.losses.lose(len(event.rows), event.reason)
+    state.window.disturb()
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
@@ -211,12 +224,14 @@ def _(event: ev.RowsLost, state: HubState) -> None:
 @_change.register
 def _(event: ev.UnitLost, state: HubState) -> None:
     state.lost_storage_ids.add(event.unit)
+    state.window.disturb()
     for row_id, row in state.rows(RowStatus.READY):
         if event.unit not in row.storage_ids:
             continue
         row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
         if not row.storage_ids and state.groups[row_id.group].step is None:
             state.regenerated += 1
+            state.losses.lose(1, event.reason)
             row.reset()
             state.release([row_id])
             state.unassigned[row_id.group] = None
@@ -261,6 +276,7 @@ def _(event: ev.Evicted, state: HubState) -> None:
     state.queue.remove(event.group)
     rows = group.row_ids(RowStatus.WANTED, RowStatus.LEASED, RowStatus.READY)
     state.account.evicted += len(rows)
+    state.losses.evict(len(rows), in_vain=bool(group.samples(RowStatus.FAILED)))
     state.release(rows)
 
 
@@ -270,12 +286,15 @@ def _(event: ev.GroupFiltered, state: HubState) -> None:
     state.queue.remove(event.group)
     state.release(group.row_ids(RowStatus.READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
-    state.account.filtered += len(group.samples(RowStatus.READY))
+    num_ready = len(group.samples(RowStatus.READY))
+    state.account.filtered += num_ready
+    state.losses.filter(num_ready)
 
 
 @_change.register
 def _(event: ev.Handed, state: HubState) -> None:
     assert event.step == state.step, f"groups for step {event.step} while step {state.step} is trained"
+    state.losses.in_vain = 0
     for group_id in event.groups:
         group = state.groups[group_id]
         assert group.is_complete and group.step is None, f"group {group_id} cannot be handed out"
@@ -298,6 +317,7 @@ def _(event: ev.Trained, state: HubState) -> None:
     state.window.end_step(len(state.in_training), event.busy_s, event.waited_s)
     state.in_training.clear()
     state.step, state.restarts_in_step = state.step + 1, 0
+    state.losses = state.losses.next_step(event.t)
 
 
 @_change.register
@@ -306,6 +326,7 @@ def _(event: ev.TrainerRestarted, state: HubState) -> None:
     assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
     state.trainer_incarnation, state.trainer_restarts = event.incarnation, state.trainer_restarts + 1
     state.restarts_in_step += 1
+    state.num_memory_deaths += event.is_memory_full
     state.window.open()
 
 

@@ -9,8 +9,11 @@ The margin is learned. A step that starved raises it by the groups that were mis
 floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
 since a group that is not leased now is missing only a generation later.
 
-A step during which rollouts work on an evaluation is not measured, since its groups take longer than those of other steps. After
-a few such steps in a row evaluations are the usual load, and their steps are measured too.
+A step with a fault is not measured: leases came back from a dead holder, rows were lost, or no row became ready for several times the
+usual time while some were generated, since no window would have kept the trainer busy. Nor is one during which rollouts work on an
+evaluation, since its groups take longer than those of other steps. After a few such steps in a row they are the usual load, and are
+measured too. After the first measurement a step adds a bounded number of groups, so that a fault which is not noticed
+has little effect.
 """
 
 import math
@@ -26,8 +29,12 @@ _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _PAUSE = 0.1
 """A step that stood still for longer than this share of itself is not measured, such as for a checkpoint."""
-_SHARED_STEPS = 4
-"""Most steps in a row that are not measured because of an evaluation."""
+_STALL = 4
+"""Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
+_UNUSUAL_STEPS = 4
+"""Most steps in a row that are not measured because of an evaluation or a fault."""
+_GROWTH = 0.5
+"""The part of the window by which it grows at most in a step, where that is more than the groups of the step."""
 
 
 @dataclass(slots=True)
@@ -41,6 +48,8 @@ class Window:
     floor: float = 0.0
     step_s: float = 0.0
     """Seconds that the trainer works in a step."""
+    latency_s: float = 0.0
+    """Seconds that a group is generated."""
     publish_s: float = 0.0
     """Seconds from the end of a step until its version is complete on a relay."""
     starved_s: float = 0.0
@@ -55,10 +64,14 @@ class Window:
     """Seconds since then in which the step lacked groups and none was ready."""
     least_ready: float = math.inf
     most_queued: int = 0
-    is_shared: bool = False
-    """Rollouts worked on an evaluation since then."""
-    num_shared: int = 0
-    """Steps in a row, up to the last one, during which they did."""
+    ready_at: float = math.inf
+    """When a row became ready last, or when generation began again after it had no group; infinite until the first row."""
+    silent_s: float = 0.0
+    """Longest time without a row that became ready, of those that ended since the last step."""
+    is_unusual: bool = False
+    """Rollouts worked on an evaluation since then, or a process died with rows."""
+    num_unusual: int = 0
+    """Steps in a row, up to the last one, with that or with a stall."""
 
     @property
     def limit(self) -> float:
@@ -87,7 +100,9 @@ class Window:
         self.now = now
         if seconds <= 0:
             return  # the wall clock was set back, or two events are of one moment
-        self.is_shared |= evaluating
+        self.is_unusual |= evaluating
+        if num_queued == num_ready and not math.isinf(self.ready_at):
+            self.ready_at = now
         self.group_s += seconds * (num_queued - num_ready)
         self.least_ready = min(self.least_ready, num_ready)
         self.most_queued = max(self.most_queued, num_queued)
@@ -96,23 +111,41 @@ class Window:
 
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        self.num_shared = self.num_shared + 1 if self.is_shared else 0
-        is_whole = self.per_step > 0 and busy_s > 0 and not 0 < self.num_shared <= _SHARED_STEPS
+        self.num_unusual = self.num_unusual + 1 if self.is_unusual or self._has_stalled else 0
+        is_whole = self.per_step > 0 and busy_s > 0 and not 0 < self.num_unusual <= _UNUSUAL_STEPS
         paused_s = self.now - self.began - busy_s - waited_s
         if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
             self._learn(num_groups, busy_s, waited_s)
-        self.per_step, self.began, self.is_shared = num_groups, self.now, False
+        self.per_step, self.began, self.is_unusual = num_groups, self.now, False
         self.group_s, self.dry_s, self.least_ready, self.most_queued = 0.0, 0.0, math.inf, 0
+        self.silent_s = 0.0
+
+    def row_ready(self) -> None:
+        """A row became ready, or failed."""
+        self.silent_s = max(self.silent_s, self.now - self.ready_at)
+        self.ready_at = self.now
+
+    def disturb(self) -> None:
+        """A process died, or its rows were lost: the step in progress is not a usual one."""
+        self.is_unusual = True
 
     def publish(self, steps_late: int) -> None:
         """A version is complete, the one of the last step or an earlier one."""
         if self.per_step:
             self.publish_s = _smoothed(self.publish_s, self.now - self.began + steps_late * self.step_s)
 
+    @property
+    def _has_stalled(self) -> bool:
+        """Whether no row became ready for several times the usual time of a group and a step."""
+        usual_s = self.latency_s + self.step_s
+        return self.step_s > 0 and max(self.silent_s, self.now - self.ready_at) > _STALL * usual_s
+
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         was, before = self.limit, self.in_generation
-        self.in_generation = _smoothed(before, self.group_s / busy_s)
+        most = was + max(num_groups, _GROWTH * was)
+        self.in_generation = min(_smoothed(before, self.group_s / busy_s), most)
         self.step_s = _smoothed(self.step_s, busy_s)
+        self.latency_s = _smoothed(self.latency_s, self.group_s / num_groups)
         self.starved_s = min(waited_s, self.dry_s)
         if math.isinf(self.margin):
             self.margin = max(0.0, self.most_queued - self.in_generation)
@@ -121,7 +154,7 @@ class Window:
         if self.starved_s <= TOLERANCE * (busy_s + waited_s):
             self.margin = max(0.0, self.margin - GAIN * max(0.0, self.least_ready - _SPARE * num_groups))
         elif self.most_queued + 1 >= was:  # else the rollouts have no room for more
-            self.margin += self.starved_s * num_groups / busy_s
+            self.margin = min(self.margin + self.starved_s * num_groups / busy_s, most - self.in_generation)
             self.floor = max(self.floor, _HEADROOM * was)
 
 

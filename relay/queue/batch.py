@@ -1,5 +1,6 @@
 """One rank's share of the hub's answer, with the columns that were fetched for its rows."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -40,6 +41,12 @@ class Batch:
         kept = [group for group in self.row_batch.groups if group.group not in groups]
         parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
         return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns)
+
+    def split(self, num_parts: int) -> "Batch":
+        """The batch with each micro-batch in this many parts, some of them empty: as many on all ranks."""
+        sizes = [(part, math.ceil(len(part) / num_parts)) for part in self.micro_batches]
+        parts = [part[i * size : (i + 1) * size] for part, size in sizes for i in range(num_parts)]
+        return Batch(self.row_batch, parts, self.columns)
 
     def __getitem__(self, column: str) -> list[np.ndarray]:
         return [self.columns[row.key][column] for row in self.rows]

@@ -36,6 +36,15 @@ class EvaluationPrompts:
         """The newest version up to this one at which an evaluation is due; -1 before the first version."""
         return version if version in (-1, self._num_steps) else version - version % self.settings.every
 
+    def place(self, group: GroupId) -> tuple[str, int]:
+        """The name of a group's file, and the number of its row there."""
+        index = group.evaluation_index
+        for name, num_prompts in self.num_prompts.items():
+            if index < num_prompts:
+                return name, index
+            index -= num_prompts
+        raise IndexError(group)
+
     def row(self, group: GroupId) -> msgspec.Raw:
         """The row of a group, as JSON."""
         rows, index = self._rows[group.evaluation_index]

@@ -67,12 +67,25 @@ class ReplicatedRows:
 
     def try_put_rows(self, rows: Mapping[str, "Columns"]) -> list[str] | None:
         """Write rows to two units if there are two; returns the units that have them, None if all are full or dead."""
+        with suppress(StorageFull):
+            return self.put_rows(rows) or None
+
+    def put_rows(self, rows: Mapping[str, "Columns"]) -> list[str]:
+        """Write rows to two units if there are two; returns the units that have them, none if all are dead.
+
+        Waits for the first unit. Raises `StorageFull` if units live and none has room, `WaitTimeout`.
+        """
         held: list[str] = []
+        full: StorageFull | None = None
         for unit in self._nearest_first():
-            with suppress(StorageFull):
+            try:
                 if len(held) < COPIES and self._put(unit, rows):
                     held.append(unit)
-        return held or None
+            except StorageFull as error:
+                full = error
+        if full is not None and not held:
+            raise full
+        return held
 
     def add_columns(self, key: str, storage_ids: Iterable[str], columns: "Columns") -> list[str]:
         """Add columns to a row in all its units; returns the units that have them."""
@@ -118,9 +131,12 @@ class ReplicatedRows:
         return True
 
     def _nearest_first(self) -> list[str]:
-        """Units of the living relays: the one that serves this process, then the others by index, in a circle."""
-        relays = self._fleet.alive_members("relay", having="unit")
+        """Units of the living relays: the one that serves this process, then the others by index, in a circle.
+
+        Waits for the first one. Raises `WaitTimeout`.
+        """
         near = self._fleet.nearest("relay", having="unit").name
+        relays = self._fleet.alive_members("relay", having="unit")
         start = next((place for place, relay in enumerate(relays) if relay.name == near), 0)
         return [storage_id_of(relay.name, relay.incarnation) for relay in relays[start:] + relays[:start]]
 

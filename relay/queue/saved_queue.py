@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,14 +24,18 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ...comm.disk import raise_if_full
+from ...comm.disk import make_folders, raise_if_full
+from ...comm.errors import StorageFull, WaitTimeout
 from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
-from ...comm.waits import join_thread
-from ..checkpoints import MANIFEST, CheckpointFolder
+from ...comm.waits import join_thread, waiting
+from ..checkpoints import MANIFEST, CheckpointFolder, share_by_umask
 from .replicated_rows import ReplicatedRows, RowNotFound
 
 log = logging.getLogger(__name__)
 
+UNIT_WAIT_S = 60.0
+"""Longest wait for a storage unit that lives, when rows are read back."""
+_POLL_S = 0.05
 _ROWS_PER_PUT = 64
 _IDLE_S, _CLOSE_S = 60.0, 10.0
 
@@ -95,7 +100,7 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
             columns |= {f"{row.key}/{name}": column for name, column in found.items()}
     file = folder.path(order.step) / f"rows-{time.time_ns()}.safetensors"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(run_dir, folder.root.name, file.parent.name)
         _write(columns, file, SavedList(order.cursor, saved))
         folder.seal(order.step, pattern=file.name)
     except OSError as error:
@@ -120,7 +125,7 @@ def _remove_others(file: Path, checkpoints: CheckpointFolder) -> None:
 
 
 def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRestored:
-    """Put the rows of a file into the storage units, as many as there is room for."""
+    """Put the rows of a file into the storage units, as many as there is room for. Waits for a unit, at most `UNIT_WAIT_S`."""
     folder = CheckpointFolder(run_dir, "queue")
     if not folder.path(step).exists():
         return QueueRestored(step, 0, [])
@@ -135,18 +140,30 @@ def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRes
             for part in _parts(listed.rows):
                 keys = [row.key for row in part]
                 columns = {key: {name: file.get_tensor(f"{key}/{name}") for name in names[key]} for key in keys}
-                units = storage.try_put_rows(columns)
-                if units is None:
-                    return QueueRestored(step, listed.cursor, restored, "the storage units have no room for more")
+                units, problem = _put(columns, storage)
+                if problem:
+                    return QueueRestored(step, listed.cursor, restored, problem, is_left=True)
                 restored += [msgspec.structs.replace(row, storage_ids=units) for row in part]
     except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
         return QueueRestored(step, 0, [], f"{folder.path(step)} cannot be read: {error}")
     return QueueRestored(step, listed.cursor, restored)
 
 
+def _put(rows: dict[str, dict[str, np.ndarray]], storage: ReplicatedRows) -> tuple[list[str], str]:
+    """Write rows to the units; returns those that have them, and why none has."""
+    try:
+        with waiting("storage units", "the rows of the saved queue", UNIT_WAIT_S) as wait:
+            return wait.until(partial(storage.put_rows, rows), _POLL_S), ""
+    except StorageFull:
+        return [], "the storage units have no room for more"
+    except WaitTimeout:
+        return [], f"there was no storage unit for {UNIT_WAIT_S:g} s"
+
+
 def _write(columns: dict[str, np.ndarray], path: Path, listed: SavedList) -> None:
     try:
         save_file(columns, path, {"list": msgspec.json.encode(listed).decode()})
+        share_by_umask(path)
     except SafetensorError as error:
         raise_if_full(path.parent)
         raise OSError(str(error)) from error

@@ -29,6 +29,7 @@ from .scheduler import Scheduler
 from .sequence import Completion, Sequence, SequenceGroup, SequencePart, SequenceProgress, SequenceState
 from .streams import stream_key
 from .text import Text, check_prompt
+from .to_device import check_device
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Engine:
             policy = load_policy(policy, dtype, device or default_device(), tensor_parallel=TensorParallel(tp_group))
         else:
             self.text = Text(tokenizer)
+        check_device(policy.device)
         self.policy, self.seed = policy, seed
         page_size = page_size or page_size_for(attention)
         self.runner = Runner(policy, max_running, exact)
@@ -342,6 +344,7 @@ class Engine:
                 sequence.finish_reason = "stop"
             if sequence.finish_reason:
                 finished.append(sequence)
+            self.pool.wipes_pages |= sequence.finish_reason == "error"
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:

@@ -7,6 +7,7 @@ import torch
 
 from ...comm.environment import GPU_PROCESSES
 from ...comm.errors import SettingError
+from ...comm.host_memory import free_bytes
 
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
@@ -24,10 +25,13 @@ class CachePlan(NamedTuple):
     page_size: int
     page_bytes: int
     max_kept: int
+    grows: bool = False
+    """Whether a page takes memory from its first use on alone; else the cache takes all of its memory at once."""
 
     def __str__(self) -> str:
         size = self.num_pages * self.page_bytes / 1e9
-        return f"{self.num_pages} pages of {self.page_size} tokens, {size:.3g} GB of KV cache"
+        most = "at most " if self.grows else ""
+        return f"{self.num_pages} pages of {self.page_size} tokens, {most}{size:.3g} GB of KV cache"
 
 
 class AvailableMemory(NamedTuple):
@@ -49,7 +53,7 @@ def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
         left = max(0, min(int(gpu_share * total) - (total - free), own))
         shared = f", shared by {num_processes} processes" if num_processes > 1 else ""
         return AvailableMemory(left, left, f"generator.gpu_share={gpu_share:g} of the GPU{shared}")
-    free = _free_on_host()
+    free = free_bytes()
     return AvailableMemory(free, free // 2, "the free memory")
 
 
@@ -82,12 +86,4 @@ def plan_cache(
     num_pages = policy.tensor_parallel.all_reduce_min(num_pages, policy.device)
     is_bounded = kv_gb is None and policy.device.type == "cpu"
     max_kept = min(num_pages, _KEPT_BYTES // page_bytes) if is_bounded else num_pages
-    return CachePlan(num_pages, page_size, page_bytes, max_kept)
-
-
-def _free_on_host() -> int:
-    with open("/proc/meminfo") as lines:
-        known = dict(line.split(":", 1) for line in lines)
-    if "MemAvailable" in known:
-        return int(known["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return CachePlan(num_pages, page_size, page_bytes, max_kept, policy.device.type == "cpu")

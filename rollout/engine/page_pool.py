@@ -36,6 +36,9 @@ class PagePool:
         self._kept: dict[bytes, None] = {}
         """Digests of the pages without an owner, the oldest first."""
         self._copies: list[tuple[int, int]] = []
+        self.wipes_pages = False
+        """Whether a page is overwritten by page 0 when it is taken, because its last owner may have left NaN in it: attention
+        multiplies slots that no query sees by 0, and 0 * NaN is NaN."""
 
     def take(self, is_shared: bool = False) -> int:
         """A page with one owner: the lowest, or the highest for a page that will be shared."""
@@ -46,6 +49,8 @@ class PagePool:
         self.num_free -= 1
         self.num_owners[page] = 1
         self.is_shared[page] = is_shared
+        if self.wipes_pages:
+            self.copy(0, page)
         return page
 
     def share(self, pages: Iterable[int]) -> None:

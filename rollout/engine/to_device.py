@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...comm.errors import SettingError
+
 _ALIGNMENT = 16
 """Bytes; a multiple of every number's size."""
 
@@ -33,3 +35,18 @@ def to_device_together(arrays: Mapping[str, np.ndarray], device: torch.device | 
         name: part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for (name, array), part in zip(arrays.items(), parts, strict=True)
     }
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one of this process: kernels are launched, and events recorded, on that one.
+
+    Raises SettingError.
+    """
+    if device.type != "cuda" or device.index is None:
+        return
+    current = torch.cuda.current_device()
+    if device.index != current:
+        raise SettingError(
+            f"device={device}: the current device of this process is cuda:{current}; call torch.cuda.set_device({device.index})"
+            " before the engine is made, or choose the GPU by CUDA_VISIBLE_DEVICES"
+        )

@@ -11,7 +11,6 @@ import os
 import queue
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.recipe import EnvironmentSettings
+from ..users_process import start_users_process
 from .base import Episode, StepResult
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,10 @@ class _Host:
                 due = self.todo.get_nowait()
 
     def _ask(self, call: EnvironmentCall) -> None:
-        if self._process is None:
-            self._start()
+        if self._process is None and not self._start():
+            call.failure = "the environment's process cannot be started now"
+            self._done.put(call)
+            return
         self._last_id += 1
         self._asked[self._last_id] = call
         self._unsent += call.question(self._last_id).encode()
@@ -163,15 +165,16 @@ class _Host:
         if self._process is not None:
             self._unsent += (json.dumps({"drop": number}) + "\n").encode()
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start the process; returns whether the machine had room for it."""
         settings = {"path": self._settings.path, "tools": self._settings.tools, "timeout_s": self._settings.timeout_s}
-        command = [sys.executable, "-m", "headrace.rollout.environments.worker", json.dumps(settings), str(os.getpid())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        try:
+            self._process = start_users_process("headrace.rollout.environments.worker", settings)
+        except OSError as error:
+            log.warning("an environment process cannot be started now: %s", error)
+            return False
         self._heard_at, self._has_word = time.monotonic() + STARTUP_S, False
+        return True
 
     def _exchange(self) -> None:
         """Write what the pipe takes, and handle what has arrived. A process that ends or says nothing is replaced."""
@@ -192,20 +195,24 @@ class _Host:
         elif chunk:
             self._heard_at = time.monotonic()
             *lines, self._unread = (self._unread + chunk).split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
+            try:
+                for line in lines:
+                    self._hear(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                log.warning("an environment process wrote something that is not an answer: %r", error)
+                self._replace()
 
     def _hear(self, answer: dict[str, Any]) -> None:
         if answer.get("ready") is False:
             self.broken = answer["error"]
         self._has_word |= "restart" in answer
-        call = self._asked.pop(answer.get("id", 0), None)
-        if call is None:
+        if (call := self._asked.get(answer.get("id", 0))) is None:
             return
-        call.failure = answer.get("error", "")
-        if not call.failure:
+        failure = str(answer.get("error", ""))
+        if not failure:
             call.step, call.state = StepResult(answer["observation"], answer["reward"], answer["done"]), answer["state"]
-        self._done.put(call)
+        call.failure = failure
+        self._done.put(self._asked.pop(answer["id"]))
 
     def _replace(self) -> None:
         """Repeat the open calls of a process that has ended or is silent; one that was alone with it has failed."""

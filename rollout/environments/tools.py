@@ -22,7 +22,8 @@ from .calls import call
 
 Tool = Callable[..., Any]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_RESERVED = {"reset", "state", "restore", "close"}
+RESERVED = {"reset", "state", "restore", "close"}
+"""Methods of an environment that are not tools."""
 
 
 class ToolCall(NamedTuple):
@@ -36,7 +37,7 @@ class ToolCall(NamedTuple):
 def tools_of(environment: object) -> list[Tool]:
     """The public methods of an environment that are tools."""
     found = inspect.getmembers(environment, callable)
-    return [tool for name, tool in found if not name.startswith("_") and name not in _RESERVED]
+    return [tool for name, tool in found if not name.startswith("_") and name not in RESERVED]
 
 
 def parse_calls(turn: str, names: Sequence[str], *, is_chat: bool) -> list[ToolCall]:

@@ -26,6 +26,7 @@ import msgspec
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.process_tree import fork_guarded
+from ...relay.dataset.rows import MAX_NESTED, is_too_deep
 from ..rewards.worker import explain
 from .base import StepResult, with_observation
 from .calls import THREADS, call, num_abandoned
@@ -64,8 +65,10 @@ class Worker:
         try:
             answer = await self._advance(question)
             json.dumps(answer)
-            # This refuses what JSON alone takes: half a surrogate pair, numbers above 64 bits.
-            msgspec.msgpack.encode(answer)
+            if is_too_deep(answer):
+                raise ValueError(f"more than {MAX_NESTED} lists or objects one inside the other")
+            # This refuses what `json` takes: half a surrogate pair.
+            msgspec.json.encode(answer)
             return answer
         except TimeoutError:
             return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}

@@ -1,7 +1,8 @@
 """Trajectories as bytes, between two rollouts: a head in msgpack, then keys and values as in memory.
 
 The head follows its length, 8 bytes, and is padded to a multiple of 8. Floating-point numbers keep every bit. Nothing in it is
-executed; a malformed payload is refused.
+executed; a malformed payload is refused. A lease is JSON within the head, as it came from the hub: a user's columns may have what
+msgpack lacks, such as integers of more than 64 bits.
 """
 
 import math
@@ -30,7 +31,8 @@ class MovedRow(NamedTuple):
 
 
 class _PayloadItem(msgspec.Struct, frozen=True):
-    held: LeasedRow
+    held: bytes
+    """The lease, as JSON."""
     state: SequenceState
     """Without the cache."""
     dtype: str = ""
@@ -44,12 +46,15 @@ def _refuse(kind: type, _: Any) -> None:
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[_PayloadItem], dec_hook=_refuse)
+_leases = msgspec.json.Decoder(LeasedRow)
 
 
 def encode_rows(rows: Sequence[MovedRow]) -> list[np.ndarray]:
     """The payload in pieces, each uint8 [num_bytes]; caches are not copied."""
     caches = [t.state.cache for t in rows if t.state.cache is not None]
-    head = _encoder.encode([_PayloadItem(t.held, replace(t.state, cache=None), *_form(t.state.cache)) for t in rows])
+    leases = [msgspec.json.encode(t.held) for t in rows]
+    states = [(replace(t.state, cache=None), *_form(t.state.cache)) for t in rows]
+    head = _encoder.encode([_PayloadItem(lease, *state) for lease, state in zip(leases, states, strict=True)])
     padding = bytes(-(_LENGTH_BYTES + len(head)) % _LENGTH_BYTES)
     pieces = [np.frombuffer(len(head).to_bytes(_LENGTH_BYTES, "little") + head + padding, dtype=np.uint8)]
     return pieces + [c.contiguous().flatten().view(torch.uint8).numpy() for c in caches]
@@ -61,13 +66,14 @@ def decode_rows(payload: np.ndarray) -> list[MovedRow]:
     at = _LENGTH_BYTES + length
     try:
         items = _decoder.decode(payload[_LENGTH_BYTES:at].tobytes())
-    except (msgspec.DecodeError, UnicodeDecodeError, NotImplementedError) as error:
+        leases = [_leases.decode(item.held) for item in items]
+    except (msgspec.DecodeError, UnicodeDecodeError, NotImplementedError, RecursionError) as error:
         raise MessageRefused(f"malformed payload: {error}") from error
-    return list(_moved_rows(items, payload, at + -at % _LENGTH_BYTES))
+    return list(_moved_rows(zip(leases, items, strict=True), payload, at + -at % _LENGTH_BYTES))
 
 
-def _moved_rows(items: Iterable[_PayloadItem], payload: np.ndarray, at: int) -> Iterator[MovedRow]:
-    for item in items:
+def _moved_rows(items: Iterable[tuple[LeasedRow, _PayloadItem]], payload: np.ndarray, at: int) -> Iterator[MovedRow]:
+    for held, item in items:
         cache = None
         if item.shape:
             if item.dtype not in _DTYPES:
@@ -78,7 +84,7 @@ def _moved_rows(items: Iterable[_PayloadItem], payload: np.ndarray, at: int) -> 
             cache = torch.from_numpy(payload[at:stop]).view(_DTYPES[item.dtype]).view(item.shape)
             at = stop
         params = replace(item.state.params, stop=tuple(item.state.params.stops))
-        yield MovedRow(item.held, replace(item.state, cache=cache, params=params))
+        yield MovedRow(held, replace(item.state, cache=cache, params=params))
 
 
 def _form(cache: Tensor | None) -> tuple[str, tuple[int, ...]]:

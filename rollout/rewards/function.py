@@ -14,12 +14,16 @@ import asyncio
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_OWN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+OWN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+"""Arguments of every function, beside the columns."""
+VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+"""Further ones of a function that takes `solution_str`; in the batch form they end in `s`."""
+_SHOWN = 80
+"""Characters of a wrong reward in a message."""
 
 
 class WrongLength(Exception):
@@ -125,9 +129,9 @@ class RewardFunction:
         if not self._takes_any:
             return {name: value for name, value in given.items() if name in self._names}
         if self._is_verl:
-            verl = _VERL if self._is_per_sample else {f"{name}s" for name in _VERL}
+            verl = VERL if self._is_per_sample else {f"{name}s" for name in VERL}
             return {name: value for name, value in given.items() if name in self._names | verl}
-        if clash := sorted(_OWN & set(columns)):
+        if clash := sorted(OWN & set(columns)):
             raise ValueError(f"the data has a column {clash[0]!r}, which is another argument of reward functions")
         return given
 
@@ -136,7 +140,7 @@ class RewardFunction:
         if self._is_per_sample:
             rewards, lengths = [result for result, _ in results], [1] * num
         else:
-            rewards, lengths = list(results[0][0]), [num]
+            rewards, lengths = self._listed(results[0][0], num), [num]
             self._check_length(len(rewards), num, "rewards")
         scores = Scores([], [], [])
         for (_, notes), length in zip(results, lengths, strict=True):
@@ -146,7 +150,10 @@ class RewardFunction:
             scores.metrics += [dict(metrics) for _ in range(length)]
             scores.extra += [{name: values[i] for name, values in notes.extra.items()} for i in range(length)]
         for metrics, extra, value in zip(scores.metrics, scores.extra, rewards, strict=True):
-            reward, info = _score_and_info(value)
+            try:
+                reward, info = _score_and_info(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"{self.name} returned {_short(value)}, which is no number") from None
             scores.rewards.append(reward)
             for key, note in info.items():
                 if (number := _as_number(note)) is not None:
@@ -154,6 +161,13 @@ class RewardFunction:
                 else:
                     extra[f"{self.name}/{key}"] = note
         return scores
+
+    def _listed(self, value: Any, num: int) -> list[Any]:
+        if value is None:
+            raise TypeError(f"{self.name} returned None in place of a list of rewards; does it lack a `return`?")
+        if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+            raise TypeError(f"{self.name} returned {_short(value)} for {num} completions, not a list")
+        return list(value)
 
     def _check_length(self, length: int, wanted: int, what: str) -> None:
         if length != wanted:
@@ -179,14 +193,23 @@ def combined(names: list[str], weights: list[float], scores: list[Scores]) -> li
 
 def _ground_truth(row: dict[str, Any]) -> Any:
     """The first of `ground_truth`, `reward_model.ground_truth` as in verl's data sets, `answer` and `solution`."""
-    nested = row.get("reward_model")
-    verls = nested if isinstance(nested, dict) else {}
-    places = ((row, "ground_truth"), (verls, "ground_truth"), (row, "answer"), (row, "solution"))
-    found = [place[name] for place, name in places if name in place]
+    found = _ground_truths(row)
     if not found:
         raise KeyError("the data has no column ground_truth, reward_model.ground_truth, answer or solution")
     # Rows of other data in the same call may have columns that are None here.
     return next((value for value in found if value is not None), None)
+
+
+def has_ground_truth(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a column for `ground_truth`."""
+    return bool(_ground_truths(row))
+
+
+def _ground_truths(row: Mapping[str, Any]) -> list[Any]:
+    nested = row.get("reward_model")
+    verls = nested if isinstance(nested, dict) else {}
+    places = ((row, "ground_truth"), (verls, "ground_truth"), (row, "answer"), (row, "solution"))
+    return [place[name] for place, name in places if name in place]
 
 
 def _result(value: Any) -> Any:
@@ -204,6 +227,11 @@ def _score_and_info(value: Any) -> tuple[float | None, Mapping[str, Any]]:
         value, info = value["score"], {**value, **info}
         del info["score"]
     return (None if value is None else float(value)), info
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _as_number(value: Any) -> float | None:

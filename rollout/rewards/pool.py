@@ -2,13 +2,15 @@
 
 A call that raises, hangs or crashes costs the rewards of its trajectories, never the run. If the first `PATIENCE` trajectories
 fail, or so many groups, the function itself is taken to be broken, which is a mistake in the settings; so is a wrong number of rewards at any time.
-A reward of None leaves its trajectory out and does not count as a failure of the function; NaN and infinity do.
+A reward of None leaves its trajectory out and does not count as a failure of the function; NaN and infinity do. Only if none of the
+first `MOST_UNSCORED` trajectories, of several prompts, has a number, the function is taken to lack its `return`.
 """
 
 import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +21,7 @@ from .process import LARGEST, Call, RewardProcess, ScoreRequest, Unit
 log = logging.getLogger(__name__)
 
 PATIENCE = 3
+MOST_UNSCORED, FEWEST_PROMPTS = 64, 4
 POLL_S = 0.05
 UNSCORED = "the reward function returned None"
 
@@ -32,6 +35,8 @@ class RewardPool:
         self._done: queue.Queue[Unit] = queue.Queue()
         self._max_steps = max_steps
         self._failures_in_a_row = 0
+        self._unscored: list[dict[str, Any]] = []
+        """The rows of the data of the samples without a number, until there is one."""
         self._misuse = ""
         self._has_succeeded = False
         self._is_closing = False
@@ -60,12 +65,27 @@ class RewardPool:
         with suppress(queue.Empty):
             while True:
                 units.append(self._done.get_nowait())
+        items = [item for unit in units for item in unit]
         for item in (unit[0] for unit in units if unit[0].failure != UNSCORED):
             self._has_succeeded |= not item.failure
             self._failures_in_a_row = self._failures_in_a_row + 1 if item.failure else 0
             if not self._has_succeeded and self._failures_in_a_row >= PATIENCE:
                 raise SettingError(f"reward.path: {paths} fails on every trajectory: {item.failure}")
-        return [item for unit in units for item in unit]
+        if not self._has_succeeded:
+            self._look_at_unscored(items, paths)
+        return items
+
+    def _look_at_unscored(self, items: Sequence[ScoreRequest], paths: str) -> None:
+        self._has_succeeded = any(not item.failure for item in items)
+        self._unscored += [item.row for item in items if item.failure == UNSCORED]
+        num_prompts = len(set(map(id, self._unscored)))  # the samples of a prompt share its row
+        if self._has_succeeded:
+            self._unscored.clear()
+        elif len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
+            raise SettingError(
+                f"reward.path: {paths}: the reward function returned None for all of the first"
+                f" {len(self._unscored)} samples; does it lack a `return`?"
+            )
 
     def close(self) -> None:
         """End the reward processes; pending requests, and those of present calls, stay unscored."""

@@ -5,13 +5,14 @@ import logging
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...comm.recipe import RewardSettings
+from ...relay.dataset.rows import is_too_deep
+from ..users_process import start_users_process
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,11 @@ class RewardProcess:
             self._end("")
             return self.answers(0)
         if answer is not None:
-            call = self.calls.pop(answer["id"], None)
-            return [(call, answer)] if call is not None else []
+            call = self.calls.get(answer["id"])
+            if call is not None and not _fits(answer, len(call.items)):
+                self._end("")
+                return self.answers(0)
+            return [(self.calls.pop(answer["id"]), answer)] if call is not None else []
         if late := {number for number, call in self.calls.items() if call.deadline <= time.monotonic()}:
             self._end(self._late, late)
             return self.answers(0)
@@ -153,21 +157,19 @@ class RewardProcess:
         """Start the process; returns why it cannot work, or an empty text."""
         functions = self._settings.functions
         weights = self._settings.weights or [1.0] * len(functions)
-        settings = json.dumps({"functions": functions, "weights": weights, "max_steps": self._max_steps})
-        command = [sys.executable, "-m", "headrace.rollout.rewards.worker", settings, str(os.getpid())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        settings = {"functions": functions, "weights": weights, "max_steps": self._max_steps}
+        try:
+            self._process = start_users_process("headrace.rollout.rewards.worker", settings)
+        except OSError as error:
+            return f"the reward process cannot be started now: {error}"
         try:
             ready = self._read(time.monotonic() + STARTUP_S) or {"error": f"no start within {STARTUP_S:g} s"}
+            self.is_async = bool(ready.get("is_async"))
         except (EOFError, ValueError):
             ready = {"error": f"the reward process ended with {self._exit_code()}"}
         if "error" in ready:
             self.close()
-            return ready["error"]
-        self.is_async = ready["is_async"]
+            return str(ready["error"])
         return ""
 
     def _end(self, problem: str, guilty: Collection[int] = ()) -> None:
@@ -211,13 +213,13 @@ class RewardProcess:
         return True
 
     def _read(self, deadline: float) -> dict[str, Any] | None:
-        """The next answer, or None at the deadline. Raises `EOFError` when the worker has ended."""
+        """The next answer, or None at the deadline. Raises `EOFError` when the worker has ended, `ValueError` for a stray line."""
         assert self._process is not None and self._process.stdout is not None
         while True:
             line, newline, rest = self._unread.partition(b"\n")
             if newline:
                 self._unread = rest
-                return json.loads(line)
+                return _parsed(line)
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
@@ -230,6 +232,28 @@ class RewardProcess:
         if not chunk:
             raise EOFError
         self._unread += chunk
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line of the worker. The user's code may write to any descriptor of the process; raises `ValueError` if the line is not an answer."""
+    try:
+        answer = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("too many lists or objects one inside the other") from error
+    if isinstance(answer, dict) and isinstance(answer.get("id"), int):
+        return answer
+    raise ValueError(f"not an answer: {line[:80]!r}")
+
+
+def _fits(answer: dict[str, Any], num_items: int) -> bool:
+    """Whether an answer has an error, or rewards and notes for so many samples."""
+    if "error" in answer:
+        return isinstance(answer["error"], str)
+    rewards, infos = answer.get("rewards"), answer.get("info")
+    if not (isinstance(rewards, list) and isinstance(infos, list) and len(rewards) == len(infos) == num_items):
+        return False
+    is_whole = all(isinstance(reward, int | float | None) for reward in rewards)
+    return is_whole and all(isinstance(info, dict) and not is_too_deep(info) for info in infos)
 
 
 def _as_message(item: ScoreRequest) -> str | list[dict[str, Any]]:

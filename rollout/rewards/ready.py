@@ -15,6 +15,7 @@ from ...relay.dataset.gym_tasks import open_tasks
 NEEDS = {"math": "math_verify", "reasoning-gym": "reasoning_gym"}
 """The package that a function needs, from an extra of the function's name."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_MARKED = re.compile(r"####\s*\$?-?\d[\d,]*(?:\.\d+)?\.?\s*")
 _LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Signs around LaTeX in a text."""
 _EXPONENT = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}")
@@ -61,6 +62,12 @@ def format(solution_str: str) -> float:
     return float(_THINK.fullmatch(solution_str.strip()) is not None)
 
 
+def marked(solution_str: str) -> float:
+    """1 if the response ends as GSM8K's published answers do, with a line `#### 72`, and has no other such mark, else 0."""
+    *before, last = solution_str.strip().splitlines() or [""]
+    return float(_MARKED.fullmatch(last) is not None and "####" not in "".join(before))
+
+
 def length(completion_ids: list[list[int]]) -> list[float]:
     """Minus the number of the response's tokens, in thousands: its weight is the price of a thousand tokens."""
     return [-len(ids) / 1000 for ids in completion_ids]
@@ -92,7 +99,9 @@ def _task(made_by: str, index: int) -> Any:
     return _tasks(made_by)[index]
 
 
-READY = {function.__name__.replace("_", "-"): function for function in (math, gsm8k, format, length, reasoning_gym)}
+READY = {
+    function.__name__.replace("_", "-"): function for function in (math, gsm8k, format, marked, length, reasoning_gym)
+}
 
 
 def _text(ground_truth: str | float) -> str:

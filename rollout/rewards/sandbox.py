@@ -4,7 +4,10 @@
         return float(run_python(solution_str + tests, timeout_s=5).exit_code == 0)
 
 The program sees the files of the host read-only and writes to a directory of its own in memory, which ends with it. It has no
-network. Its processes are in a namespace of their own and all end with the first of them, or at the deadline.
+network, no Unix socket but streams between its own processes, and no memory beyond its processes' address spaces. Its processes are in a
+namespace of their own, see no others and all end with the first of them, or at the deadline.
+
+A program that root starts runs as a user without files; one that another user starts can read what that user can.
 """
 
 import json
@@ -42,7 +45,9 @@ class SandboxResult:
     stdout: str
     stderr: str
     weakness: str = ""
-    """Why the host gives no namespaces: then the program has the caller's network and sees its files. Empty if it does."""
+    """Why the host gives no namespaces, without which the program has the caller's network, files and processes, or no filter
+    of system calls, without which it reaches Unix sockets and memory beyond its bound. Empty if it gives both.
+    """
 
 
 def run_python(
@@ -100,7 +105,7 @@ def _weakness(told: IO[str]) -> str:
     weakness = start["weakness"]
     if weakness and weakness not in _told:
         _told.add(weakness)
-        log.warning("programs run without namespaces, with network and the caller's files: %s", weakness)
+        log.warning("programs run in a sandbox that is not whole: %s", weakness)
     return weakness
 
 

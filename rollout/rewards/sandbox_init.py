@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from ...comm.process_tree import fork_guarded
+from .sandbox_filter import filter_calls
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID_NODEV = 0x1000, 0x4000, 0x40000, 0x2 | 0x4
+_MS_RDONLY_NOEXEC = 0x1 | 0x8
 _MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
 _FIRST_UID = 1 << 21
 """Users of programs that root starts: one each, so that a limit of processes counts one program's alone."""
 _NOBODY = 65534
+_WEAKNESS = "weakness: "
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -52,9 +55,11 @@ def isolate(home: str, disk_mb: int, *, changes_user: bool) -> str:
     return ""
 
 
-def run_program(limits: dict[str, Any], code: str, uid: int) -> None:
-    """Become the program, in `home`, under its limits."""
+def run_program(limits: dict[str, Any], code: str, uid: int, *, is_isolated: bool, on_weakness: int) -> None:
+    """Become the program, in `home`, under its limits; why system calls are not filtered goes to the pipe `on_weakness`."""
     home = limits["home"]
+    if is_isolated:
+        _hide_processes()
     os.chdir(home)
     Path("main.py").write_text(code, encoding="utf-8")
     memory, disk = limits["memory_mb"] << 20, limits["disk_mb"] << 20
@@ -70,6 +75,10 @@ def run_program(limits: dict[str, Any], code: str, uid: int) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _check(_libc.prctl(38, 1, 0, 0, 0), "no new privileges")
+    try:
+        filter_calls()
+    except OSError as error:
+        os.write(on_weakness, f"{_WEAKNESS}{error}".encode())
     set_limits({resource.RLIMIT_NPROC: limits["max_processes"]} | bounds)
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -101,18 +110,28 @@ def main() -> None:
     if (program := os.fork()) == 0:
         os.close(status)
         try:
-            run_program(limits, code, uid)
+            run_program(limits, code, uid, is_isolated=not weakness, on_weakness=problem)
         except (OSError, ValueError) as error:
             os.write(problem, f"cannot run {sys.executable}: {error}".encode())
         os._exit(126)
     os.close(problem)
-    told = os.read(started, 1 << 12).decode()  # it ends when the program begins
+    with open(started) as telling:  # it ends when the program begins
+        told = telling.read()
+    if told.startswith(_WEAKNESS):
+        weakness, told = weakness or told.removeprefix(_WEAKNESS), ""
     os.write(status, json.dumps({"weakness": weakness, "problem": told}).encode() + b"\n")
     os.close(status)
     for standard in (0, 1, 2):
         os.close(standard)  # the program's output ends with the program
     code_of = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     os._exit(code_of if code_of >= 0 else 128 - code_of)
+
+
+def _hide_processes() -> None:
+    """Show the program's own namespace of processes in /proc, where a container allows it, and else nothing: not the host's."""
+    flags = _MS_NOSUID_NODEV | _MS_RDONLY_NOEXEC
+    if _libc.mount(b"proc", b"/proc", b"proc", flags, None):
+        _check(_libc.mount(b"sandbox", b"/proc", b"tmpfs", flags, b"size=0,mode=555"), "/proc")
 
 
 def _free_user() -> int:

@@ -14,13 +14,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...comm.plugins import load_object
 from ...comm.process_tree import fork_guarded
+from ...relay.dataset.rows import MAX_NESTED, is_too_deep
 from .function import RewardFunction, Scores, WrongLength, combined
 
 _READY = "headrace.rollout.rewards.ready"
@@ -75,7 +76,7 @@ class RewardSum:
 
 def explain(error: BaseException) -> str:
     """One line: the error and where in the user's code it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != Path(__file__).parent]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
@@ -86,13 +87,14 @@ def _failed(error: BaseException) -> dict[str, Any]:
     return {"error": explain(error)}
 
 
-def _load(settings: dict[str, Any]) -> RewardSum:
-    functions: list[RewardFunction] = []
-    for name, path in settings["functions"].items():
+def load_functions(functions: Mapping[str, str], max_steps: int = 0) -> list[RewardFunction]:
+    """The functions of `reward.path` by name, ready ones too. A user's file may import modules of its own folder."""
+    loaded: list[RewardFunction] = []
+    for name, path in functions.items():
         path = path if ":" in path else f"{_READY}:{path.replace('-', '_')}"
         sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
-        functions.append(RewardFunction(name, load_object("reward.path", path), settings["max_steps"]))
-    return RewardSum(functions, settings["weights"])
+        loaded.append(RewardFunction(name, load_object("reward.path", path), max_steps))
+    return loaded
 
 
 def main() -> None:
@@ -106,7 +108,7 @@ def main() -> None:
     os.dup2(2, 1)
     os.register_at_fork(after_in_child=lambda: _close(questions.fileno(), answers.fileno()))
     try:
-        rewards = _load(settings)
+        rewards = RewardSum(load_functions(settings["functions"], settings["max_steps"]), settings["weights"])
         rewards.start()
         _write(answers, 0, {"is_async": rewards.is_async})
     except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
@@ -121,9 +123,14 @@ _lock = threading.Lock()
 
 
 def _write(answers: TextIO, number: int, answer: dict[str, Any]) -> None:
-    line = json.dumps({"id": number, **answer}, default=str, ensure_ascii=False) + "\n"
+    try:
+        if is_too_deep(answer):
+            raise ValueError(f"a note has more than {MAX_NESTED} lists or objects one inside the other")
+        line = json.dumps({"id": number, **answer}, default=str, ensure_ascii=False)
+    except Exception as error:  # noqa: BLE001 - of a note of the user's, whose text is the user's code too
+        line = json.dumps({"id": number, **_failed(error)}, ensure_ascii=False)
     with _lock:
-        answers.write(line)
+        answers.write(line + "\n")
 
 
 def _close(*descriptors: int) -> None:

@@ -1,17 +1,22 @@
 """A full disk is named on the console, waited for, and leaves files whole."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.small_disk import fill, small_disk
+from support.small_disk import fill, small_disk, use_up_inodes
 
 from headrace.comm import disk as disk_module
 from headrace.comm.clock import Clock
 from headrace.comm.disk import AppendFile, DiskReserve, raise_if_full
 from headrace.comm.errors import DiskFull
 from headrace.comm.trace import Trace
+from headrace.launch.processes.child import Child
+from headrace.relay.checkpoints import CheckpointFolder
+from headrace.trainer.board import Board
+from headrace.trainer.step_log import StepLog
 
 
 @pytest.fixture
@@ -39,6 +44,48 @@ def test_a_record_that_does_not_fit_is_written_whole_once_there_is_room(
     full, again = capsys.readouterr().out.splitlines()
     assert full.startswith(f"run.dir is full: {disk / 'lines'}") and "0 bytes free" in full
     assert "has room again" in again
+
+
+def test_a_new_file_waits_for_an_inode_and_the_message_names_inodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    said, say = threading.Event(), disk_module.say
+    monkeypatch.setattr(disk_module, "say", lambda text: (say(text), said.set()))
+    with small_disk(tmp_path / "disk", megabytes=2, inodes=20) as disk:
+        taken, opened = use_up_inodes(disk), list[Board]()
+        starter = threading.Thread(target=lambda: opened.append(Board(disk / "tensorboard", 3, deadline_s=60)))
+        starter.start()
+        assert said.wait(60)
+        for file in taken:
+            file.unlink()
+        starter.join(60)
+        (board,) = opened
+        board.write(3, {"loss": 1.0})
+        board.close()
+        said.clear()
+        taken = use_up_inodes(disk)
+        with pytest.raises(DiskFull, match="no inode free for another file, with [0-9,]+ bytes free"):
+            AppendFile(disk / "lines", deadline_s=0.1)
+        Trace(disk, "rollout-0", Clock()).close()
+    assert "no inode free" in capsys.readouterr().out
+
+
+def test_nothing_makes_a_run_folder_again_that_is_gone(tmp_path: Path):
+    """Files written there would belong to no run."""
+    gone = tmp_path / "run"
+    with pytest.raises(FileNotFoundError):
+        Board(gone / "tensorboard", 0, deadline_s=1)
+    with pytest.raises(FileNotFoundError):
+        StepLog(gone).write(1)
+    with pytest.raises(FileNotFoundError):
+        CheckpointFolder(gone).begin(1)
+    with pytest.raises(FileNotFoundError):
+        CheckpointFolder(gone).set_latest(1)
+    with pytest.raises(FileNotFoundError):
+        Trace(gone, "rollout-0", Clock())
+    with pytest.raises(FileNotFoundError):
+        Child("rollout-0", [sys.executable, "-c", ""], log=gone / "logs" / "rollout-0.log")
+    assert not gone.exists()
 
 
 def test_a_disk_that_stays_full_is_an_error_that_names_it_and_the_file_is_as_before(disk: Path):

@@ -11,6 +11,7 @@ import pytest
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 
+from headrace.comm.environment import RUN_ID
 from headrace.comm.errors import STORE_LOST_EXIT, WaitTimeout
 from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
 from headrace.comm.messages import ListStoredRows
@@ -151,12 +152,12 @@ def test_links_are_opened_by_name(cluster):
 def test_a_member_whose_counter_stands_still_past_the_expiry_counts_as_dead():
     table = MemberTable(expiry_s=1.0)
     member = Member("rollout-0", "rollout", 0, 1, "here", 1, {})
-    table.observe(member, b"1", now=0.0)
-    table.observe(member, b"1", now=0.9)
+    table.observe(member, 1, now=0.0)
+    table.observe(member, 1, now=0.9)
     assert table.members("rollout")[0].is_alive
-    table.observe(member, b"1", now=1.1)
+    table.observe(member, 1, now=1.1)
     assert not table.members("rollout")[0].is_alive
-    table.observe(member, b"2", now=1.2)
+    table.observe(member, 2, now=1.2)
     assert table.members("rollout")[0].is_alive
 
 
@@ -280,7 +281,7 @@ def test_an_entry_that_no_member_wrote_is_ignored():
     forged = Member("relay-0", "relay", 0, 9, "host", 1, {"segment": "/tmp/theirs"})
     for name, entry in (("relay-0", msgspec.json.encode(forged)), ("relay-7", b"\xff not JSON")):
         store.set(f"fleet/member/{name}", entry)
-        store.add(f"fleet/beat/{name}", 1)
+        store.set(f"fleet/beat/{name}", "1")
     cluster.join("rollout")
     watcher.wait_for("rollout", 1, PATIENCE_S)  # the table was read again since
     assert {member.info["segment"] for member in watcher.members("relay")} <= {"mine"}
@@ -289,9 +290,43 @@ def test_an_entry_that_no_member_wrote_is_ignored():
     assert [member.info["segment"] for member in found] == ["mine"]
 
 
+@pytest.mark.parametrize("beat", [b"x", b"99999999999999999999", b""])
+def test_a_beat_that_no_member_wrote_ends_nobody_and_keeps_nobody_alive(beat):
+    hosted, gone = StoreServer("127.0.0.1"), []
+    relay = StoreFleet(hosted.address, "relay", 0, SECRET, {}, MORTAL, on_store_gone=gone.append).start()
+    watcher = StoreFleet(hosted.address, "hub", 0, SECRET, {}, MORTAL, on_store_gone=gone.append).start()
+    at_end(watcher.leave)
+    store = connect_store(hosted.address, PATIENCE_S)
+    until(lambda: watcher.alive_members("relay"))
+    store.set("fleet/beat/relay-0", beat)
+    before = relay._heard_at
+    until(lambda: relay._heard_at > before or gone)
+    assert not gone
+    until(lambda: watcher.alive_members("relay"))
+    relay._leaving.set()  # it dies: its beat stands still, whatever a stranger writes
+    for thread in relay._threads:
+        thread.join(PATIENCE_S)
+    relay.mailboxes.close()
+
+    def is_dead():
+        store.set("fleet/beat/relay-0", os.urandom(8))
+        return not watcher.alive_members("relay")
+
+    until(is_dead)
+
+
+def test_the_runs_number_is_not_what_a_stranger_writes(monkeypatch):
+    cluster = StoreCluster()
+    connect_store(cluster.hosted.address, PATIENCE_S).set("fleet/run", "theirs")
+    before = [cluster.join("hub").run_id, cluster.join("relay").run_id]
+    assert "theirs" not in before and before[0] == before[1]
+    monkeypatch.setenv(RUN_ID, "of the next start")
+    assert cluster.join("rollout").run_id != before[0]
+
+
 def test_an_entry_of_an_earlier_incarnation_does_not_replace_a_later_one():
     table = MemberTable(expiry_s=1.0)
     second = Member("rollout-0", "rollout", 0, 2, "host", 2, {})
-    table.observe(second, b"1", 0.0)
-    table.observe(Member("rollout-0", "rollout", 0, 1, "host", 1, {}), b"2", 0.1)
+    table.observe(second, 1, 0.0)
+    table.observe(Member("rollout-0", "rollout", 0, 1, "host", 1, {}), 2, 0.1)
     assert table.members("rollout") == [second]

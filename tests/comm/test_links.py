@@ -1,10 +1,12 @@
 """Links over every back end: bytes, deadlines, dead and forged ends, and the limit of their speed."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,11 +18,14 @@ from support.closing import at_end
 from support.in_memory import MemoryLink
 
 from headrace.comm.errors import LinkBroken, SettingError
+from headrace.comm.links import staged
+from headrace.comm.links.host import join_address
 from headrace.comm.links.opening import ThrottledLink, open_link
 from headrace.comm.links.process_group import open_group
 from headrace.comm.links.seal import Seal
 from headrace.comm.links.staged import StagedLink
 from headrace.comm.links.tls import TlsIdentity
+from headrace.comm.signing import verify_entry
 from headrace.comm.store import StoreServer, clone_store, connect_store
 from headrace.comm.waits import waiting
 
@@ -79,6 +84,41 @@ def test_bytes_arrive_as_they_were_sent_in_both_directions(pair):
             for done in sending:
                 done.result()
         assert all(np.array_equal(a, b) for a, b in zip(sent, received, strict=True))
+
+
+def test_a_staged_link_copies_and_sends_on_a_stream_of_its_own(store, monkeypatch):
+    inside, outside = list[str](), list[str]()
+    here = threading.local()
+
+    @contextmanager
+    def stream():
+        here.is_inside = True
+        yield
+        here.is_inside = False
+
+    def note(owner, name):
+        function = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            (inside if getattr(here, "is_inside", False) else outside).append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    monkeypatch.setattr(staged, "stream_of_link", lambda device: stream)
+    note(StagedLink, "_broadcast")
+    note(torch.Tensor, "copy_")
+    sender, receiver = open_pair("staged", store.address, "streams")
+    sent = noise(20_000_003)
+    received = np.zeros_like(sent)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, sent, PATIENCE_S)
+        receiver.receive(received, PATIENCE_S)
+        sending.result()
+    sender.close()
+    receiver.close()
+    assert np.array_equal(sent, received)
+    assert {"_broadcast", "copy_"} == set(inside) and not outside
 
 
 def test_a_read_only_buffer_can_be_sent(pair):
@@ -197,12 +237,41 @@ def test_a_foreign_connection_to_the_port_does_not_keep_the_other_end_out(store)
         listening = pool.submit(open_link, "tcp", clone_store(client), "busy", 0, PATIENCE_S, secret=SECRET)
         with waiting("the listening end", "its address", PATIENCE_S) as wait:
             wait.until(lambda: client.check(["link/busy"]))
-        host, port = client.get("link/busy").decode().split(":")
+        host, port = verify_entry(SECRET, "link/busy", client.get("link/busy")).decode().split(":")
         with socket.create_connection((host, int(port))) as foreign:
             foreign.sendall(b"x" * 48)
         other = open_link("tcp", client, "busy", 1, PATIENCE_S, secret=SECRET)
         listening.result().close()
         other.close()
+
+
+@pytest.fixture
+def strangers_listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0)
+        yield listener
+
+
+@pytest.mark.parametrize("value", ["an address", b"\xff\xfe", b"nonsense", b""])
+def test_an_end_connects_to_no_address_that_the_other_end_did_not_sign(store, strangers_listener, value):
+    """A program between the ends, which passes their hand-shake on, would read the bytes."""
+    raw, key = connect_store(store.address, PATIENCE_S), f"link/stranger {value!r}"
+    name = key.removeprefix("link/")
+    theirs = join_address(*strangers_listener.getsockname()).encode() if value == "an address" else value
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(open_link, "tcp", clone_store(raw), name, 0, PATIENCE_S, secret=SECRET)
+        with waiting("the first end", "its address", PATIENCE_S) as wait:
+            wait.until(lambda: raw.check([key]))
+        address = raw.get(key)
+        raw.set(key, theirs)
+        second = pool.submit(open_link, "tcp", clone_store(raw), name, 1, PATIENCE_S, secret=SECRET)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        raw.set(key, address)
+        for end in (first, second):
+            end.result(PATIENCE_S).close()
+    with pytest.raises(BlockingIOError):
+        strangers_listener.accept()
 
 
 @pytest.mark.parametrize("backend", ["udp", "gloo"])
@@ -264,6 +333,12 @@ def test_a_seal_accepts_the_frames_of_the_other_end_in_their_order_and_nothing_e
     for each in [*forged, Seal(b"key", 0).seal(b"third")]:  # the last is a frame of before, sent again
         with pytest.raises(LinkBroken):
             opened_later(receiver, each)
+
+
+def test_a_frame_that_is_sent_back_is_refused_by_the_end_that_sealed_it():
+    sender = Seal(b"key", 0)
+    with pytest.raises(LinkBroken):
+        sender.open(sender.seal(b"first"))
 
 
 def opened_later(receiver, frame):

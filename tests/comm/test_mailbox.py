@@ -125,6 +125,39 @@ def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster):
     assert hub.refused == 7
 
 
+def test_a_flood_of_forged_messages_is_a_few_lines_of_the_log(cluster, caplog):
+    hub = cluster.open_mailboxes().open("hub")
+    raw = connect_store(cluster.hosted.address, PATIENCE_S)
+    for _ in range(150):
+        raw.queue_push("inbox/hub#1", b"garbage")
+    raw.queue_push("inbox/hub#1", MessageSigner(SECRET).sign("relay-0", "hub", 1, ListStoredRows()))
+    assert hub.receive(PATIENCE_S).sender == "relay-0"
+    assert hub.refused == 150
+    assert [record.args[2] for record in caplog.records if "drops a message" in record.message] == [1, 10, 100]
+
+
+def test_a_stranger_who_writes_into_the_store_costs_the_hub_no_message(cluster):
+    first, sender = cluster.open_mailboxes(), cluster.open_mailboxes()
+    hub = first.open("hub")
+    raw = connect_store(cluster.hosted.address, PATIENCE_S)
+    raw.add("mailbox/epoch/hub", 7)
+    for key in ("mailbox/closed", "mailbox/handled/rollout-0", "mailbox/flushed"):
+        raw.set(key, str(1 << 62))
+    raw.check(["mailbox/closed"])
+    rollout = sender.open("rollout-0")
+    rollout.send("hub", Interrupted(signal=1))
+    assert signals_in(hub, 1) == [1]
+    rollout.send("hub", Interrupted(signal=2))
+    assert signals_in(hub, 1) == [2]
+    first.close_inbox("hub")  # the hub dies while it handles number 2
+    hub = cluster.open_mailboxes().open("hub")
+    rollout.send("hub", Interrupted(signal=3))
+    found = signals_in(hub, 1)
+    while found[-1] < 3:
+        found += signals_in(hub, 1)
+    assert found[-2:] == [2, 3]
+
+
 def test_a_message_that_arrives_twice_is_accepted_once(cluster):
     hub = cluster.open_mailboxes().open("hub")
     envelope = MessageSigner(SECRET).sign("relay-0", "hub", 1, ListStoredRows())

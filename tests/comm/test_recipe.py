@@ -17,15 +17,15 @@ data.chat_template_kwargs data.shuffle data.buffer_size data.curriculum data.too
 reward.path reward.weights reward.batch reward.timeout_s reward.workers
 environment.path environment.tools environment.max_turns environment.timeout_s environment.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes
-queue.lead queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.sampler queue.tasks
+queue.lead queue.capacity queue.max_staleness queue.filter_zero_std queue.on_stale queue.on_failed queue.max_lost_batches queue.sampler queue.tasks
 repack.enabled repack.period_s repack.batch_bound repack.slowdown repack.transfer
 sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p sampling.repetition_penalty
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.prefix_cache
 generator.exact generator.attention
-rollout.engine rollout.report_s rollout.batch_groups rollout.max_age rollout.stream_tokens rollout.tp
+rollout.engine rollout.report_s rollout.batch_groups rollout.max_age rollout.stream_tokens rollout.tp rollout.threads
 eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
-trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks
+trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks trainer.threads
 lora.rank lora.alpha lora.targets lora.path
 algorithm.advantage algorithm.gamma algorithm.lam algorithm.scale_rewards algorithm.loss algorithm.loss_agg algorithm.clip_low algorithm.clip_high
 algorithm.clip_dual algorithm.proximal algorithm.importance_sampling algorithm.importance_sampling_cap
@@ -34,7 +34,7 @@ algorithm.mask_truncated algorithm.overlong_buffer algorithm.overlong_penalty al
 optimizer.name optimizer.lr optimizer.lr_schedule optimizer.min_lr_ratio optimizer.warmup_steps
 optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_grad_norm optimizer.micro_tokens
 critic.lr critic.clip_value critic.warmup_steps
-checkpoint.every checkpoint.keep checkpoint.best checkpoint.grace_s
+checkpoint.every checkpoint.every_minutes checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
 emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.step_ms emulated.weights_ms
 emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s

@@ -1,11 +1,14 @@
 """Encrypted connections and messages, in front of a program on the path between two processes."""
 
 import socket
+import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
 import pytest
+from support.closing import hang_up
 
 from headrace.comm.errors import MessageRefused, PeerGone
 from headrace.comm.links.tcp import TcpLink
@@ -50,12 +53,12 @@ class Eavesdropper:
         except OSError:
             pass
         for each in (source, to):
-            socket.socket.close(each)
+            hang_up(each)
 
     def close(self):
         self.listener.close()
         for each in (self.inner, self.outer):
-            socket.socket.close(each)
+            hang_up(each)
         for thread in self.threads:
             thread.join(60)
 
@@ -90,6 +93,25 @@ def test_an_end_without_tls_gets_no_connection():
     with pytest.raises(PeerGone):
         StorageClient(unit.address, SECRET, deadline_s=5)
     unit.close()
+
+
+@pytest.mark.parametrize("old_end", [0, 1])
+def test_an_end_that_offers_no_tls_1_3_gets_no_connection(old_end):
+    contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old, identity, ends = contexts[old_end], TlsIdentity(), socket.socketpair()
+    if old_end == 0:
+        old = identity._listening
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
+    theirs = old.wrap_socket(ends[0], server_side=old_end == 0, do_handshake_on_connect=False)
+    ours = TlsIdentity().wrap(ends[1], 1 - old_end)
+    with ThreadPoolExecutor(1) as pool:
+        their_hand_shake = pool.submit(theirs.do_handshake)
+        with pytest.raises(ssl.SSLError):
+            ours.do_handshake()
+        socket.socket.close(ours)
+        assert isinstance(their_hand_shake.exception(60), OSError)
+    socket.socket.close(theirs)
 
 
 def test_a_closed_end_is_seen_without_reading():

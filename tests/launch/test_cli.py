@@ -14,6 +14,7 @@ from support.policies import tiny_policy
 from headrace.launch.config.checks import check_recipe, check_run_folder
 from headrace.launch.config.load import read_recipe
 from headrace.launch.plan import WARM_UP
+from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.run import main
 from headrace.relay.journal.journal import Journal
 
@@ -88,6 +89,13 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a floor of another schedule", {"optimizer.min_lr_ratio": "0.1"}, None, "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
     ("an update without a group", {"batch.updates_per_version": "99"}, None, "batch.updates_per_version: more than batch.prompts"),
     ("a warm-up without an end", {"optimizer.warmup_steps": "100", "optimizer.lr_schedule": "linear"}, None, "optimizer.warmup_steps"),
+    ("an empty prompt", {}, broken("prompts.jsonl", '{"prompt": "x"}\n{"prompt": ""}\n'), "{folder}/prompts.jsonl:2 has an empty `prompt`"),
+    ("a column that a reward needs", {}, broken("rewards.py", "def reward(solution_str, answer):\n    return 1.0"), "reward.path: reward needs 'answer', which is no argument of a reward and no column; the first row of data.path has no column but the prompt"),
+    ("a reward without a ground truth", {}, broken("rewards.py", "def reward(solution_str, ground_truth):\n    return 1.0"), "reward takes a ground truth, from a column ground_truth, answer or solution"),
+    ("an argument of verl alone", {}, broken("rewards.py", "def reward(completion, ground_truth):\n    return 1.0"), "needs 'completion', which is no argument of a reward and no column; the first row of data.path has no column but the prompt; the nearest is 'completions'"),
+    ("a tool without hints", {"environment.tools": "[{folder}/tools.py:search]"}, broken("tools.py", 'def search(query):\n    "Finds."\n'), "environment.tools: the tool search has no type hint for its argument 'query'"),
+    ("a tool without words", {"environment.tools": "[{folder}/tools.py:search]"}, broken("tools.py", "def search(query: str): ...\n"), "environment.tools: the tool search has no docstring"),
+    ("chat without a template", {}, broken("prompts.jsonl", '{"prompt": [{"role": "user", "content": "x"}]}\n'), "chat_template"),
     ("an unwritable run folder", {"run.dir": "/proc/run"}, None, "run.dir: cannot create /proc/run"),
 ]  # fmt: skip
 
@@ -104,6 +112,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, setting
     assert said.out == ""
     assert said.err.startswith("headrace: error: ") and said.err.count("\n") == 1
     assert message.format(folder=tmp_path) in said.err
+    made = Path(words["run.dir"]).exists()
+    if "recipe" not in message:
+        assert main([str(tmp_path / "recipe.yaml"), *as_words(changed), "--dry-run"]) == 2
+        assert message.format(folder=tmp_path) in capsys.readouterr().err
+        assert Path(words["run.dir"]).exists() is made
 
 
 @pytest.mark.parametrize(
@@ -143,12 +156,12 @@ def test_a_run_folder_with_a_run_in_it_is_refused_unless_resumed(words, run_dir:
 
 
 def test_a_run_that_is_under_way_keeps_its_folder(words, run_dir: Path, capsys):
-    run_dir.mkdir()
-    (run_dir / "secret").write_text("its own")
+    (run_dir / SECRET_FILE).parent.mkdir(parents=True)
+    (run_dir / SECRET_FILE).write_text("its own")
     journal = Journal(run_dir / "journal.jsonl")
     assert main([*as_words(words), "run.resume=auto"]) == 2
     assert f"run.dir: a run is under way in {run_dir}; end it" in capsys.readouterr().err
-    assert (run_dir / "secret").read_text() == "its own"
+    assert (run_dir / SECRET_FILE).read_text() == "its own"
     journal.close()
     check_run_folder(read_recipe(None, [f"run.dir={run_dir}", "run.resume=auto"]))
 
@@ -161,8 +174,25 @@ def test_help_imports_no_large_library():
     assert not loaded & {"torch", "transformers", "tokenizers", "safetensors", "tensorboard", "matplotlib", "datasets"}
 
 
+def test_ctl_tells_its_usage_without_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "headrace.launch.ctl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    errors, imports = _split(done.stderr)
+    assert done.returncode == 2 and "ctl RUN_FOLDER|HOST:PORT status" in errors
+    assert "torch" not in imports
+
+
+def test_a_rate_that_ruins_a_large_policy_is_a_warning_unless_an_adapter_is_trained(words, tmp_path, capsys):
+    path = tiny_policy(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    for hidden, rate, is_warned in ((64, "3e-4", False), (8192, "1e-5", False), (8192, "3e-4", True)):
+        (path / "config.json").write_text(json.dumps(config | {"hidden_size": hidden, "intermediate_size": hidden}))
+        assert main([*as_words(words | {"model.path": str(path)}), f"optimizer.lr={rate}", "--dry-run"]) == 0
+        assert ("optimizer.lr=0.0003 is high for all " in capsys.readouterr().err) is is_warned
+
+
 def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_dir: Path):
-    done = call(*as_words(words), "roles.rollout=2", "--dry-run")
+    done = call(*as_words(words), "roles.rollout=2", "sampling.max_new_tokens=8", "--dry-run", "--settings")
     assert done.returncode == 0
     for part in (
         "rank 3  host 0  relay-0 + hub",
@@ -176,8 +206,17 @@ def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_d
     assert not run_dir.exists()
 
 
+def test_ranks_without_a_recipe_print_the_help_page_once_and_end_with_2():
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    first, second = (call(RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01")
+    assert (first.returncode, second.returncode, second.stdout, second.stderr) == (2, 2, "", "")
+    assert "optimizer.lr=" in first.stdout
+    assert first.stderr == "headrace: error: no recipe; name its file behind headrace.launch.run\n"
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_under_torchrun_only_the_first_rank_prints_the_plan(words, rank: str):
+    words["sampling.max_new_tokens"] = "8"
     done = call(*as_words(words), "--dry-run", RANK=rank, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     assert done.returncode == 0
     assert bool(done.stdout) is (rank == "0")
@@ -212,7 +251,7 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["--nnodes", "two", "--master-addr", "h"], "--nnodes=two is not a number"),
         (["--nnodes", "2", "--master-addr", "h", "roles.rollout=2"], "5 ranks, which 2 hosts (--nnodes) cannot share equally"),
         (["--nnodes", "2", "--master-addr", "h", "--nproc-per-node", "3"], "= 4, but torchrun started 6 ranks"),
-        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --gpus=, --help, --nnodes"),
+        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --settings, --gpus=, --help, --nnodes"),
         (["--gpus=8x80"], "--gpus: only with --dry-run"),
         (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
         (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),
@@ -236,9 +275,20 @@ def test_the_warm_up_of_a_plan_has_room_for_any_schedule_of_the_learning_rate(wo
     check_recipe(read_recipe(None, as_words(words | long | WARM_UP)))
 
 
-def test_a_dry_run_without_a_policy_says_so(capsys):
-    assert main(["run.steps=2", "--dry-run"]) == 0
-    assert "unknown: model.path is not set" in capsys.readouterr().out
+def test_a_dry_run_without_a_policy_prints_the_plan_and_says_so(words, capsys):
+    assert main([*as_words(words | {"model.path": ""}), "--dry-run"]) == 2
+    said = capsys.readouterr()
+    assert "unknown: model.path is not set" in said.out and "error: model.path is not set" in said.err
+
+
+def test_a_dry_run_prints_the_plan_alone_and_all_settings_on_request(words, capsys):
+    assert main([*as_words(words), "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert plan.startswith("roles\n") and plan.count("\n") < 30 and "optimizer:" not in plan
+    assert main([*as_words(words), "--dry-run", "--settings"]) == 0
+    assert capsys.readouterr().out.startswith(plan)
+    assert main([*as_words(words), "--settings"]) == 2
+    assert "--settings: only with --dry-run" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_the_ranks_of_several_hosts(words, capsys):

@@ -209,7 +209,7 @@ def test_every_variant_is_a_valid_recipe(tmp_path: Path):
     for variant in variants(str(RECIPE), [*compare.SCHEDULES, *compare.REPACK], 64, 4):
         words = [f"{key}={value}" for key, value in variant.settings.items()]
         words += [f"run.dir={tmp_path / variant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
-        prepare(read_recipe(RECIPE, words))
+        prepare(read_recipe(RECIPE, words)).close()
 
 
 def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: Path):

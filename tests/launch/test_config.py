@@ -1,5 +1,6 @@
 """Reading a recipe: overrides, types, messages, the help page."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,22 +40,31 @@ from headrace.launch.config.run_folder import make_run_folder
         ("run.steps=0", "run.steps=0 is not allowed; it takes int >= 1"),
         ("queue.capacity=x", "queue.capacity=x is not allowed; it takes int >= 1 or null"),
         ("data.shuffle=maybe", "data.shuffle=maybe is not allowed; it takes true or false"),
-        ("run.resume=yes", "run.resume=yes is not allowed; it takes one of auto, never"),
+        ("run.resume=yes", "run.resume=yes is not allowed; it takes one of auto, never, restart"),
         (
             "batch.samples_per_prompt=4097",
             "batch.samples_per_prompt=4097 is not allowed; it takes int >= 1 and <= 4096",
         ),
-        ("sampling.top_p=1.5", "sampling.top_p=1.5 is not allowed; it takes float >= 0 and <= 1"),
-        ("optimizer.lr=nan", "optimizer.lr=.nan is not allowed; it takes float >= 0"),
-        ("optimizer.lr=-.inf", "optimizer.lr=-inf is not allowed; it takes float >= 0"),
-        ("algorithm.entropy_coef=nan", "algorithm.entropy_coef=.nan is not allowed; it takes float"),
+        ("sampling.top_p=1.5", "sampling.top_p=1.5 is not allowed; it takes float > 0 and <= 1"),
+        ("sampling.top_p=0", "sampling.top_p=0.0 is not allowed; it takes float > 0 and <= 1"),
+        ("sampling.min_p=1", "sampling.min_p=1.0 is not allowed; it takes float >= 0 and < 1"),
+        ("optimizer.beta1=1", "optimizer.beta1=1.0 is not allowed; it takes float >= 0 and < 1"),
+        ("optimizer.beta2=1", "optimizer.beta2=1.0 is not allowed; it takes float >= 0 and < 1"),
+        ("optimizer.lr=nan", "optimizer.lr=.nan is not allowed; it takes finite float >= 0"),
+        ("optimizer.lr=inf", "optimizer.lr=inf is not allowed; it takes finite float >= 0"),
+        ("optimizer.lr=-.inf", "optimizer.lr=-inf is not allowed; it takes finite float >= 0"),
+        ("critic.lr=inf", "critic.lr=inf is not allowed; it takes finite float >= 0"),
+        ("comm.deadline_s=inf", "comm.deadline_s=inf is not allowed; it takes float >= 0.1 and <= 1e+06"),
+        ("reward.timeout_s=inf", "reward.timeout_s=inf is not allowed; it takes float > 0 and <= 1e+06"),
+        ("algorithm.entropy_coef=nan", "algorithm.entropy_coef=.nan is not allowed; it takes finite float"),
+        ("algorithm.entropy_coef=inf", "algorithm.entropy_coef=inf is not allowed; it takes finite float"),
         ("algorithm.clip_low=nan", "algorithm.clip_low=.nan is not allowed; it takes float >= 0"),
-        ("reward.timeout_s=0", "reward.timeout_s=0.0 is not allowed; it takes float > 0"),
+        ("reward.timeout_s=0", "reward.timeout_s=0.0 is not allowed; it takes float > 0 and <= 1e+06"),
         ("comm.chunk_bytes=1", "comm.chunk_bytes=1 is not allowed; it takes int >= 65536 and <= 33554432 or null"),
         ("rollout.engine=vllm", "it takes one of builtin, emulated, transformers, FILE.py:CLASS"),
         ("comm.link=pigeon", "comm.link=pigeon is not allowed; it takes one of auto, nccl, shm, tcp"),
         ("data.chat_template_kwargs=x", "data.chat_template_kwargs=x is not allowed; it takes {name: value} or null"),
-        ("sampling.stop=x", "sampling.stop=x is not allowed; it takes list of str"),
+        ("sampling.stop=[x", "sampling.stop=[x is not allowed; it takes list of str"),
         ("queue.tasks=[{nam: x}]", "queue.tasks[0]: object contains unknown field `nam`"),
     ],
 )
@@ -72,10 +82,14 @@ def test_the_message_for_a_wrong_override_names_the_setting(word: str, message: 
         ("optimiser: {lr: 3}", "unknown setting 'optimiser.lr'; the nearest is 'optimizer.lr'"),
         ("run: 3", "'run' is a section"),
         ("- run", "must be a mapping of sections"),
-        ("run: {", "is not YAML"),
+        ("run: {", "recipe.yaml' is not YAML: line 1, column 7: "),
+        (
+            "run:\n\tsteps: 3",
+            "recipe.yaml' is not YAML: line 2, column 1: found character '\\t' that cannot start any token",
+        ),
         ("run: !!map steps", "is not YAML"),
         ("run: {steps: 3}\nrun: {seed: 1}", "'run' is there twice"),
-        ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "'lr' is there twice in \"<unicode string>\", line 3, column 3"),
+        ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "is not YAML: line 3, column 3: 'lr' is there twice"),
     ],
 )
 def test_the_message_for_a_wrong_recipe_file_names_the_file(tmp_path: Path, text: str, message: str):
@@ -92,6 +106,13 @@ def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(tmp_
     assert (recipe.queue.capacity, recipe.data.path, recipe.run.dir) == (5, "a=b.jsonl", Recipe().run.dir)
 
 
+def test_a_word_for_a_list_of_words_is_a_list_of_one(tmp_path: Path):
+    recipe = read_recipe(None, ["sampling.stop=#", "environment.tools=tools.py:search"])
+    assert (recipe.sampling.stop, recipe.environment.tools) == (("#",), ("tools.py:search",))
+    (tmp_path / "recipe.yaml").write_text("sampling: {stop: END}\n")
+    assert read_recipe(tmp_path / "recipe.yaml").sampling.stop == ("END",)
+
+
 def test_numbers_in_names_stay_text_and_null_unsets():
     recipe = read_recipe(None, ["run.dir=0012", "queue.capacity=5", "queue.capacity=null"])
     assert (recipe.run.dir, recipe.queue.capacity) == ("0012", None)
@@ -99,7 +120,7 @@ def test_numbers_in_names_stay_text_and_null_unsets():
 
 def test_the_type_of_a_setting_decides_the_meaning_of_a_word(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text(
-        "optimizer: {lr: 1e-6, max_grad_norm: .inf}\nrun: {seed: 1_000, save_rows: off, dir: on}\n"
+        "optimizer: {lr: 1e-6, max_grad_norm: .inf}\nrun: {seed: 1_000, dir: on}\n"
         "queue: {capacity: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"
     )
     recipe = read_recipe(
@@ -110,7 +131,7 @@ def test_the_type_of_a_setting_decides_the_meaning_of_a_word(tmp_path: Path):
         float("inf"),
         1e6,
     )
-    assert (recipe.run.seed, recipe.run.save_rows, recipe.run.dir) == (1000, False, "on")
+    assert (recipe.run.seed, recipe.run.dir) == (1000, "on")
     assert (recipe.data.shuffle, recipe.queue.capacity, recipe.sampling.stop) == (False, None, ("x", "7"))
     assert recipe.queue.tasks[0].needs == ("null_ids", "null", "1e-6")
 
@@ -139,8 +160,12 @@ def test_help_lists_every_setting_with_its_meaning():
                 assert docs[entry.name].split()[0] in page
 
 
-def test_a_new_run_folder_is_readable_by_its_owner_alone_and_an_old_one_stays_as_it_is(tmp_path: Path):
-    assert make_run_folder(tmp_path / "runs" / "new").stat().st_mode & 0o777 == 0o700
+def test_a_new_run_folder_is_readable_as_the_umask_says_and_an_old_one_stays_as_it_is(tmp_path: Path):
+    umask = os.umask(0o027)
+    try:
+        assert make_run_folder(tmp_path / "runs" / "new").stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(umask)
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o755)
     assert make_run_folder(tmp_path / "shared").stat().st_mode & 0o777 == 0o755

@@ -10,6 +10,8 @@ from headrace.launch.config.evaluation_checks import check_evaluation
 from headrace.launch.config.load import read_recipe
 from headrace.relay.queue.evaluation_prompts import evaluation_names
 
+NEVER = ["checkpoint.every=0", "checkpoint.every_minutes=0"]
+
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
@@ -20,7 +22,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def test_the_prompts_of_each_file_are_read(prompts: Path):
     ((settings, found),) = check_evaluation(read_recipe(None, [f"eval.path={prompts}"]))
-    assert settings.path == str(prompts) and found == ["1 + 1", "2 + 2"]
+    assert settings.path == str(prompts) and found.prompts == ["1 + 1", "2 + 2"]
     assert not check_evaluation(read_recipe(None, [f"eval.path={prompts}", "eval.every=0"]))
 
 
@@ -42,12 +44,16 @@ def test_tasks_of_one_kind_are_named_by_their_settings():
         (["eval.path={0}", "eval.samples=4"], r"eval\.samples=4: greedy"),
         (["eval.path=reasoning-gym/leg_counting"], r"eval\.max_prompts: reasoning-gym makes tasks without end"),
         (["eval.path={0}", "eval.temperature=1e-9"], r"eval\.temperature"),
-        (["checkpoint.best=eval/easy/avg@1"], r"checkpoint\.best=.*: nothing is evaluated"),
+        (["checkpoint.best=eval/easy/avg@1", "checkpoint.every=50"], r"checkpoint\.best=.*: nothing is evaluated"),
         (
-            ["eval.path={0}", "checkpoint.best=eval/hard/avg@1"],
+            ["eval.path={0}", "checkpoint.best=eval/hard/avg@1", "checkpoint.every=50"],
             r"checkpoint\.best=.*: an evaluation has eval/easy/avg@1",
         ),
         (["eval.path={0}", "checkpoint.best=eval/easy/avg@1", "checkpoint.every=20"], r"multiple of eval\.every"),
+        (
+            ["checkpoint.best=reward/mean", *NEVER],
+            r"checkpoint\.best=reward/mean: there is nothing to choose from; set checkpoint\.every",
+        ),
     ],
 )
 def test_a_mistake_names_the_setting(prompts: Path, words: list[str], message: str):

@@ -6,7 +6,9 @@ import re
 import pytest
 from msgspec import structs
 
+from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
+from headrace.launch.config.dry_run import HostCheck
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan
@@ -58,22 +60,32 @@ def test_half_a_billion_parameters_train_on_one_gpu_of_24_gb_with_room(dry_run):
 @pytest.mark.parametrize(
     ("config", "words", "advice"),
     [
-        (LARGE, ("roles.rollout=1", "--gpus=2x80"), "for actor, which need .*: set more roles.actor"),
+        (
+            LARGE,
+            ("roles.rollout=1", "--gpus=2x80"),
+            "for actor, which needs .*: set a smaller optimizer.micro_tokens, lora.rank=16 .* or trainer.offload=true",
+        ),
         (
             SMALL,
             ("generator.kv_gb=20", "--gpus=1x24"),
-            "for actor and rollout, which need .*: set a larger rollout.tp or another generator.gpu_s",
+            "for actor and rollout, which need .*: set a smaller generator.kv_gb, .*, a larger rollout.tp or another generator.gpu_s",
         ),
         (
             LARGE,
             ("roles.rollout=1", "generator.gpu_share=0.15", "--gpus=2x80"),
-            "weights of a rollout take .*: set a larger rollout.tp",
+            "weights of a rollout take .*: set .*a larger rollout.tp",
         ),
     ],
 )
 def test_a_gpu_that_is_too_small_is_refused_with_the_setting_to_change(dry_run, config, words, advice):
     code, text = dry_run(config, *LONG, *words)
     assert code == 2 and re.search(f"error: .*{advice}", text)
+
+
+def test_a_rollout_has_one_size_in_the_plan(dry_run):
+    _, text = dry_run(LARGE, *LONG, "roles.actor=4", "roles.rollout=4", "--gpus=8x80")
+    each, on_gpu = (re.search(form, text) for form in (r"rollout +([\d.]+) GB each", r"4 GPUs: rollout ([\d.]+) ="))
+    assert each and on_gpu and float(each[1]) == float(on_gpu[1]) == 68
 
 
 def test_offload_moves_weights_gradients_and_moments_to_the_host(dry_run):
@@ -123,3 +135,42 @@ def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_
     halved = structs.replace(recipe, optimizer=structs.replace(recipe.optimizer, micro_tokens=1 << 20))
     assert largest(24, halved) == largest(24)
     assert largest(10_000) == 1 << 20, "all tokens of a step: 512 prompts of 8 samples of 256"
+
+
+def test_a_host_without_the_memory_for_its_processes_and_a_checkpoint_is_a_warning(tmp_path):
+    recipe = read_recipe(None, LONG)
+    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    plan = MemoryPlan(recipe, SMALL, places, Gpus(("0", "1"), 80))
+    state = plan.needs["actor"].host["copy for a checkpoint"]
+    assert state > 12 * 0.9 * plan.sizes.num_parameters, "weights and two moments of four bytes each"
+    (tight,) = plan.host_shortages(state)
+    assert "host 0 has 5.9 GB of memory" in tight.text and "GB of them for the copy of a checkpoint" in tight.text
+    assert not tight.is_certain and "set a smaller optimizer.micro_tokens" in tight.text
+    assert not plan.host_shortages(1e12)
+    without = MemoryPlan(recipe, SMALL, places, Gpus((), 0))
+    (tight,) = without.host_shortages(16e9)
+    need = float(tight.text.partition("processes need ")[2].split()[0])
+    assert need > sum(each.host_bytes for each in without.needs.values()) / 1e9 + 8, (
+        "without GPUs all of it is host memory"
+    )
+    (short,) = without.host_shortages(6e9)
+    assert short.is_certain, "weights, gradients and moments alone are more"
+
+
+@pytest.mark.parametrize(("gb", "ends"), [(6, "refused"), (16, "warned"), (1000, "silent")])
+def test_a_start_is_refused_for_what_certainly_does_not_fit_and_warned_about_an_estimate(
+    tmp_path, monkeypatch, gb, ends
+):
+    monkeypatch.setattr(Gpus, "of_this_host", classmethod(lambda cls: cls()))
+    monkeypatch.setattr("headrace.launch.config.dry_run.memory_bytes", lambda: int(gb * 1e9))
+    monkeypatch.setattr("headrace.launch.config.dry_run.free_bytes", lambda: int(gb * 1e9))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    recipe = read_recipe(None, [f"model.path={tmp_path}", *LONG])
+    if ends == "refused":
+        with pytest.raises(SettingError, match=r"weights and states .* need .*: set a smaller optimizer.micro_tokens"):
+            HostCheck.of(recipe)
+        return
+    check = HostCheck.of(recipe)
+    about_memory = [warning for warning in check.warnings if "GB of memory" in warning]
+    assert len(about_memory) == (ends == "warned") and {"actor-0", "rollout-0"} <= check.planned.keys()
+    assert check.planned["actor-0"] > 8 * 0.49e9

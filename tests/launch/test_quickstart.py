@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from support.closing import at_end
+from support.policies import STORIES, tiny_policy
+from support.polling import wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.launch.config.load import read_recipe
@@ -93,15 +94,18 @@ def test_the_parts_that_a_user_names_are_not_made(tmp_path: Path, monkeypatch):
 
 def test_a_dry_run_names_the_missing_parts_and_makes_none(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["--dry-run", "run.seed=7"]) == 0
+    assert main(["--dry-run", "--settings", "run.seed=7"]) == 0
     assert "path: runs/quickstart-policy/seed-7/policy" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_with_a_users_policy_prompts_are_made_but_the_reward_must_be_named(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["--dry-run", "model.path=m", "reward.path=r.py:f"]) == 0
+    Path("r.py").write_text("def f(completions):\n    return [0.0] * len(completions)\n")
+    assert main(["--dry-run", "--settings", f"model.path={tiny_policy(tmp_path)}", "reward.path=r.py:f"]) == 0
     assert "path: runs/quickstart-policy/seed-0/openings.jsonl" in capsys.readouterr().out
+    assert main(["--dry-run", "model.path=nowhere", "reward.path=r.py:f"]) == 2
+    assert "model.path: there is no folder nowhere" in capsys.readouterr().err
     assert main([f"model.path={tmp_path}", "run.dir=run"]) == 2
     assert "reward.path is not set" in capsys.readouterr().err
 
@@ -150,13 +154,13 @@ def test_the_quickstart_learns(tmp_path: Path, seed: int):
 
 
 @pytest.mark.slow
-def test_the_quickstart_command_trains_a_real_checkpoint(tmp_path: Path, stories260k: Path):
+def test_the_quickstart_command_trains_a_real_checkpoint(tmp_path: Path):
     (tmp_path / "rewards.py").write_text(
         "def count_she(prompts, completions, completion_ids, **columns):\n"
         "    return [min(completion.lower().count('she'), 5) / 5 for completion in completions]\n"
     )
     process = quickstart(
-        tmp_path, f"model.path={stories260k}", "reward.path=rewards.py:count_she",
+        tmp_path, f"model.path={STORIES}", "reward.path=rewards.py:count_she",
         "run.dir=run", "run.steps=60",
     )  # fmt: skip
     assert process.wait(timeout=800) == 0
@@ -171,11 +175,17 @@ def test_ctrl_c_ends_the_quickstart_in_order(tmp_path: Path):
         sort_digits.CHARACTERS, lambda random: ("12:", "#12"), seed=0, num_steps=1,
     )  # fmt: skip
     process = quickstart(tmp_path, "run.dir=run", "run.steps=100000")
-    deadline = time.monotonic() + PATIENCE_S
-    while len(metrics(tmp_path / "run")) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    has_trained = lambda: len(metrics(tmp_path / "run")) >= 2
+    wait_for(has_trained, lambda: process.poll() is None, lambda: "see its output", patience_s=PATIENCE_S)
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == 130
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["accounting"]["holds"]) == ("interrupted", True)
+
+
+def test_a_quickstart_that_does_not_exist_names_those_that_do(capsys):
+    assert main(["calculater"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "headrace: error: there is no quickstart 'calculater'; there are `calculator` and `smollm2`, and the one without a name\n"
+    )

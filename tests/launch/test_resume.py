@@ -1,4 +1,4 @@
-"""A run resumes from the newest checkpoint that is whole and in the journal, and says so."""
+"""A run that is resumed continues after its last trained step, says how, and loses nothing in silence."""
 
 from pathlib import Path
 
@@ -6,13 +6,16 @@ import pytest
 from support.emulated_run import EMULATED
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.load import read_recipe
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.load import read_recipe, save_recipe
 from headrace.launch.processes.rank import prepare
-from headrace.launch.resume import choose_checkpoint
+from headrace.launch.resume import choose_point, prepare_folder
+from headrace.launch.run import main
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.journal.events import Checkpointed, Opened, Trained
 from headrace.relay.journal.journal import Journal
+from headrace.trainer.step_log import StepLog
 
 
 @pytest.fixture
@@ -34,43 +37,163 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_newest_whole_checkpoint_of_the_journal_is_taken_and_the_reason_told(run_dir: Path):
-    step, lines = choose_checkpoint(run_dir)
-    assert step == 4
-    assert "step_6 is not in the journal" in lines[0] and "continues after step 4" in lines[1]
+def recipe_of(run_dir: Path, *words: str) -> Recipe:
+    return read_recipe(None, [f"run.dir={run_dir}", "run.resume=auto", *words])
+
+
+def save_rows(run_dir: Path, *steps: int, num_ranks: int = 1) -> None:
+    for step in steps:
+        for rank in range(num_ranks):
+            StepLog(run_dir, rank, num_ranks).write(step)
+
+
+def test_a_run_continues_after_its_last_step_from_the_newest_checkpoint_and_the_rows_after_it(run_dir: Path):
+    save_rows(run_dir, 4, 5)
+    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    assert (step, checkpoint) == (6, 4)
+    assert "step_6 is not in the journal" in lines[0] and "continues after step 6, from" in lines[1]
+    assert "step_4; steps 5 to 6 are trained again from rows/" in lines[1] and len(lines) == 2
+
+
+def test_steps_whose_rows_are_missing_or_of_another_number_of_ranks_are_given_up_for_a_checkpoint(run_dir: Path):
+    save_rows(run_dir, 4)
+    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    assert (step, checkpoint) == (5, 4)
+    assert "step 6 is given up, since rows/step_5.safetensors is missing" in lines[-1]
+    save_rows(run_dir, 4, 5, num_ranks=2)
+    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    assert (step, checkpoint) == (4, 4)
+    assert "steps 5 to 6 are given up, since roles.actor=1: step 5 was trained by 2 actor ranks" in lines[-1]
+    assert choose_point(recipe_of(run_dir, "trainer.engine=mine.py:Mine")).step == 4
+
+
+def test_checkpoints_and_saved_queues_of_steps_that_are_given_up_get_other_names(run_dir: Path):
+    queue = CheckpointFolder(run_dir, "queue")
+    for step in (4, 6):
+        (queue.begin(step) / "rows-1.safetensors").touch()
+    prepare_folder(recipe_of(run_dir))
+    folder = CheckpointFolder(run_dir)
+    assert (folder.latest(), list(folder.whole())) == (4, [2, 4]), "a trainer that starts again takes a whole one"
+    assert (run_dir / "checkpoints.discarded-1/step_6/dcp/data").exists()
+    assert not queue.path(6).exists() and (run_dir / "queue.discarded-1/step_6/rows-1.safetensors").exists()
+    assert queue.path(4).exists()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path):
     (run_dir / "checkpoints/step_4/dcp/data").write_bytes(bytes(99) + b"\1")
-    step, lines = choose_checkpoint(run_dir)
-    assert step == 2
+    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    assert (step, checkpoint) == (2, 2)
     assert any("step_4 holds other bytes in dcp/data" in line for line in lines)
 
 
 def test_a_dangling_or_empty_pointer_does_not_hide_whole_checkpoints(run_dir: Path):
     for content in ("step_99", ""):
         (run_dir / "checkpoints/latest").write_text(content)
-        assert choose_checkpoint(run_dir)[0] == 4
+        assert choose_point(recipe_of(run_dir)).checkpoint == 4
 
 
-def test_no_usable_checkpoint_is_a_mistake_in_the_settings_with_every_reason(run_dir: Path):
+def without_checkpoints(run_dir: Path) -> None:
     (run_dir / "checkpoints/step_2/manifest.json").unlink()
     (run_dir / "checkpoints/step_4/dcp/data").unlink()
-    with pytest.raises(SettingError, match=r"run\.resume.*step_6 is not in.*step_4 lacks dcp/data.*step_2 was not"):
-        choose_checkpoint(run_dir)
+
+
+def test_without_a_checkpoint_all_steps_are_trained_again_from_their_rows(run_dir: Path):
+    without_checkpoints(run_dir)
+    save_rows(run_dir, *range(6))
+    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    assert (step, checkpoint) == (6, None)
+    assert "continues after step 6; it has no checkpoint that can be used; steps 1 to 6 are trained again" in lines[-1]
+    assert prepare_folder(recipe_of(run_dir)) == lines
+    assert CheckpointFolder(run_dir).latest() is None, "the trainer does not load it"
+
+
+def test_without_a_checkpoint_and_with_too_few_rows_a_run_is_not_resumed_and_says_what_there_is_to_do(run_dir: Path):
+    without_checkpoints(run_dir)
+    save_rows(run_dir, 0, 1, 2, 4, 5)
+    files = sorted(run_dir.rglob("*"))
+    with pytest.raises(SettingError) as refused:
+        prepare_folder(recipe_of(run_dir))
+    for part in (
+        "step_6 is not in", "step_4 lacks dcp/data", "step_2 was not", "rows/step_3.safetensors is missing",
+        "run.resume=restart", "another run.dir",
+    ):  # fmt: skip
+        assert part in str(refused.value)
+    assert sorted(run_dir.rglob("*")) == files
     (run_dir / "journal.jsonl").unlink()
     with pytest.raises(SettingError, match=r"run\.resume.*step_4 is not in the journal"):
-        choose_checkpoint(run_dir)
+        prepare_folder(recipe_of(run_dir))
 
 
-def test_a_run_without_checkpoints_says_that_it_starts_at_step_1(tmp_path: Path):
-    step, lines = choose_checkpoint(tmp_path)
-    assert step is None and "no checkpoint; the run starts at step 1" in lines[0]
+def test_steps_are_not_trained_again_from_another_policy_and_other_settings_are_a_warning(run_dir: Path):
+    save_rows(run_dir, *range(6))
+    save_recipe(recipe_of(run_dir, "model.path=first", "optimizer.lr=1e-5"))
+    other = recipe_of(run_dir, "model.path=second", "optimizer.lr=1e-6")
+    _, checkpoint, lines = choose_point(other)
+    assert checkpoint == 4
+    assert "warning: steps are trained again with other settings than in the run before: optimizer.lr" in lines[-1]
+    without_checkpoints(run_dir)
+    with pytest.raises(SettingError, match=r"model\.path had another value in the run before"):
+        choose_point(other)
+
+
+def test_a_run_that_died_before_its_first_step_just_starts(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.append(Opened(epoch=1, samples_per_prompt=2))
+    journal.close()
+    (tmp_path / "metrics.jsonl").touch()
+    (line,) = prepare_folder(recipe_of(tmp_path))
+    assert "has no trained step; the run starts at step 1" in line
+    assert not (tmp_path / "journal.jsonl").exists() and (tmp_path / "journal.jsonl.discarded-1").exists()
+
+
+def test_steps_that_no_journal_knows_are_not_overwritten(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(SettingError, match=r"metrics\.jsonl has steps that journal\.jsonl does not know"):
+        prepare_folder(recipe_of(tmp_path))
+
+
+def test_a_run_that_starts_again_keeps_the_files_of_the_one_before_under_other_names(run_dir: Path):
+    save_rows(run_dir, 0)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    for number in (1, 2):
+        before = {path.name: path.stat().st_ino for path in run_dir.iterdir() if "discarded" not in path.name}
+        (line,) = prepare_folder(recipe_of(run_dir, "run.resume=restart"))
+        assert "starts at step 1" in line and f"metrics.jsonl.discarded-{number}" in line
+        after = {path.name: path.stat().st_ino for path in run_dir.glob(f"*.discarded-{number}")}
+        assert after == {f"{name}.discarded-{number}": inode for name, inode in before.items()}
+        (run_dir / "metrics.jsonl").touch()
+
+
+def test_files_in_the_way_of_a_first_run_are_kept_under_names_that_are_told(tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    (line,) = prepare_folder(recipe_of(tmp_path, "run.resume=never"))
+    assert "now checkpoints.discarded-1" in line and (tmp_path / "checkpoints.discarded-1").is_dir()
+
+
+def test_a_dry_run_says_how_a_run_would_continue_and_refuses_what_a_start_refuses(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    (data := run_dir / "data.jsonl").write_text('{"prompt": "p"}\n')
+    words = [f"{name}={value}" for name, value in EMULATED.items()]
+    words += [f"run.dir={run_dir}", f"data.path={data}", "run.resume=auto", "run.steps=9", "--dry-run"]
+    before = sorted(run_dir.rglob("*"))
+    assert main(words) == 0
+    assert "run.resume=auto: the run continues after step 4, from" in capsys.readouterr().out
+    without_checkpoints(run_dir)
+    kept = sorted(run_dir.rglob("*"))
+    assert main(words) == 2
+    assert "error: run.resume: the 6 steps of the run" in capsys.readouterr().err
+    assert sorted(run_dir.rglob("*")) == kept and set(kept) < set(before)
+
+
+def test_fewer_steps_than_a_run_has_trained_are_a_mistake_in_the_settings(run_dir: Path):
+    with pytest.raises(SettingError, match=r"run\.steps=5: the run in .* has trained 6 steps; raise run\.steps"):
+        choose_point(recipe_of(run_dir, "run.steps=5"))
 
 
 def test_the_reports_of_the_run_before_are_removed_before_the_next_one_starts(tmp_path: Path):
     report_exit(tmp_path, ProcessExit("rollout-7", 7, "rollout-7 was ended by SIGKILL", ends_run=True))
     (data := tmp_path / "data.jsonl").write_text('{"prompt": "p"}\n')
     words = [f"{name}={value}" for name, value in EMULATED.items()]
-    prepare(read_recipe(None, [*words, f"run.dir={tmp_path}", f"data.path={data}"]))
+    prepare(read_recipe(None, [*words, f"run.dir={tmp_path}", f"data.path={data}"])).close()
     assert take_exits(tmp_path) == []

@@ -51,7 +51,7 @@ def test_functions_of_one_name_are_told_apart_by_their_files():
 def test_a_ready_function_without_its_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(
-        SettingError, match=r"reward\.path: math needs the package math_verify: pip install 'headrace\[math\]'"
+        SettingError, match=r"reward\.path: math needs the package math_verify: pip install math-verify"
     ):
         checks.check_rewards(read_recipe(None, ["reward.path=[gsm8k, math]"]).reward)
 

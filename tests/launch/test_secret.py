@@ -74,7 +74,14 @@ def test_only_its_owner_can_read_a_secret(tmp_path):
     first = read_secret(tmp_path)
     create_secret(tmp_path)
     assert (tmp_path / SECRET_FILE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / SECRET_FILE).parent.stat().st_mode & 0o777 == 0o700
     assert len(first) == 64 and read_secret(tmp_path) != first
+
+
+def test_a_run_folder_of_before_with_its_secret_in_the_open_gets_another_one(tmp_path):
+    (tmp_path / "secret").write_text("of before")
+    create_secret(tmp_path)
+    assert len(read_secret(tmp_path)) == 64
 
 
 def test_a_secret_of_the_environment_counts_before_that_of_the_folder(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from support.memory_cgroup import memory_cgroup, own_cgroup
+from support.polling import wait_for
 
 from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
-from headrace.launch.config.load import read_recipe
+from headrace.launch.config.load import known_settings, read_recipe
+from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
 from headrace.launch.processes.spare import Spares, is_ready, is_spare
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
@@ -39,11 +44,13 @@ class RunningSupervisor:
         shutdown_s: float,
         spare_after_s: float,
         settings: tuple[str, ...],
+        conditions: dict[str, object],
     ):
         self.run_dir = run_dir
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
+        environment["HEADRACE_CONDITIONS"] = json.dumps(conditions, default=str)
         words = [name, str(run_dir), "store" if store else "-", str(shutdown_s), str(spare_after_s), *settings]
         command = [sys.executable, str(DRIVER), *words]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -53,7 +60,14 @@ class RunningSupervisor:
         return [line for line in lines if line.startswith(name)]
 
     def wait_for(self, event: str, count: int = 1) -> list[str]:
-        return until(lambda: found if len(found := self.events(event)) >= count else None)
+        def is_running() -> bool:
+            return self.process.poll() is None
+
+        def told() -> str:
+            return f"{self.events()}\n{self.process.stderr.read() if self.process.stderr and not is_running() else ''}"
+
+        wait_for(lambda: len(self.events(event)) >= count, is_running, told, patience_s=DEADLINE_S, interval_s=0.01)
+        return self.events(event)
 
     def end(self) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=DEADLINE_S)
@@ -80,9 +94,12 @@ def supervisor(run_dir: Path) -> Iterator[Callable[..., RunningSupervisor]]:
         shutdown_s: float = 200.0,
         spare_after_s: float = 200.0,
         settings: tuple[str, ...] = (),
+        **conditions: object,
     ) -> RunningSupervisor:
+        """`conditions` are those of `support.supervisor_driver`."""
         times = {"shutdown_s": shutdown_s, "spare_after_s": spare_after_s}
-        started.append(RunningSupervisor(name, script, run_dir, store=store, **times, settings=settings))
+        more = {"settings": settings, "conditions": conditions}
+        started.append(RunningSupervisor(name, script, run_dir, store=store, **times, **more))
         return started[-1]
 
     yield start
@@ -120,6 +137,84 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
     assert exit_.how == f"rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
     assert "the run ends" in errors
     assert not running.events("rollout-0 reported"), "no process is started for the report"
+
+
+def test_a_rollout_that_cannot_be_started_at_one_moment_is_started_a_moment_later(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["die", "end"]}, fail_starts=(2, 3))
+    code, errors = running.end()
+    assert code == 0, errors
+    assert len(running.events("rollout-0 start")) == 2
+    assert (
+        errors.count("rollout-0 cannot be started now: [Errno 11] Resource temporarily unavailable; it is tried") == 2
+    )
+    assert "tried again in 0.5 s" in errors and "tried again in 1 s" in errors and "Traceback" not in errors
+
+
+def test_a_process_that_can_never_be_started_ends_the_run_by_name(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["die"]}, fail_starts=tuple(range(2, 99)), restart_window_s=1.0)
+    code, errors = running.end()
+    assert code == 1
+    (exit_,) = [each for each in take_exits(running.run_dir) if each.ends_run]
+    assert exit_.name == "rollout-0" and "could not be started for" in exit_.how and "temporarily" in exit_.how
+    assert f"{exit_.how}; the run ends" in errors
+
+
+def test_a_supervisor_that_waits_to_start_a_process_ends_with_the_run(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["die"]}, fail_starts=tuple(range(2, 99)))
+    until(lambda: take_exits(running.run_dir) or None)
+    (running.run_dir / "summary.json").touch()
+    assert running.end()[0] == 0
+
+
+@pytest.mark.parametrize("what", ["renamed", "removed", "replaced"])
+def test_a_run_whose_folder_is_not_in_its_place_any_more_ends_with_that(supervisor, what: str):
+    running = supervisor("relay-0", {"relay-0": ["ignore"], "hub": ["ignore"]})
+    for name in ("relay-0", "hub"):
+        running.wait_for(f"{name} start")
+    if what == "removed":
+        shutil.rmtree(running.run_dir)
+    else:
+        running.run_dir.rename(running.run_dir.with_name("moved"))
+    if what == "replaced":
+        running.run_dir.mkdir()
+    code, errors = running.end()
+    assert code == 2
+    assert f"error: run.dir: {running.run_dir} was renamed or removed while its run was under way" in errors
+    assert not running.run_dir.exists() or not list(running.run_dir.iterdir())
+
+
+def test_a_process_that_the_kernel_killed_for_memory_is_reported_as_that(supervisor, tmp_path: Path):
+    """SIGKILL alone does not prove such a kill: the kernel's counter has to rise too."""
+    counter = tmp_path / "counter"
+    counter.write_text("low 0\noom 0\noom_kill 7\n")
+    running = supervisor("actor-0", {"actor-0": ["wait", "wait", "end"]}, counter=counter)
+    pids: list[int] = []
+    for incarnation in (1, 2):
+        pids.append(int(running.wait_for("actor-0 start", count=incarnation)[-1].split()[2]))
+        if incarnation == 2:
+            counter.write_text("low 0\noom 1\noom_kill 8\n")
+        os.kill(pids[-1], signal.SIGKILL)
+    code, errors = running.end()
+    assert code == 0
+    by_hand, by_kernel = errors.splitlines()
+    assert by_hand.startswith("headrace: actor-0 was ended by SIGKILL and is started again")
+    words = r"headrace: actor-0 was killed by the kernel for memory: it held \d+ MB of this host's [\d.]+ GB; set a smaller "
+    assert re.match(words + r"optimizer\.micro_tokens.*; it is started again$", by_kernel), errors
+
+
+def test_what_takes_less_memory_is_named_by_settings_that_exist():
+    names = re.findall(r"\b[a-z]+\.[a-z_]+\b", " ".join(advice(role, on_gpu=True) for role in ADVISED))
+    assert len(names) > 5 and not set(names) - known_settings().keys()
+    assert {"actor", "rollout", "relay"} <= set(ADVISED)
+
+
+@pytest.mark.skipif(not own_cgroup(), reason="no cgroup of a bounded memory can be made here")
+def test_a_true_kill_for_memory_is_found(supervisor, tmp_path: Path):
+    with memory_cgroup(150) as group:
+        running = supervisor("rollout-0", {"rollout-0": ["eat", "end"]}, cgroup=group)
+        code, errors = running.end()
+    assert code == 0
+    assert "rollout-0 was killed by the kernel for memory: it held " in errors and "generator.kv_gb" in errors
 
 
 def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):
@@ -226,6 +321,23 @@ def test_every_rank_of_the_trainer_has_a_spare(supervisor):
     assert running.events("actor-1 start")[1].split()[2] == spare.split()[2]
 
 
+@pytest.mark.parametrize("wanted", ["1", "4"])
+def test_a_process_and_the_next_one_and_a_spare_have_the_chosen_threads_which_sleep(supervisor, monkeypatch, wanted):
+    """Whatever the user's environment says; the hub, which computes nothing, has one."""
+    for name, value in (("OMP_NUM_THREADS", wanted), ("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "infinite")):
+        monkeypatch.setenv(name, value)
+    script = {"relay-0": ["wait", "die", "wait"], "hub": ["wait"]}
+    running = supervisor("relay-0", script, spare_after_s=0.1, num_threads=2)
+    running.wait_for("relay-0 spare")
+    os.kill(int(running.wait_for("relay-0 start")[0].split()[2]), signal.SIGKILL)
+    running.wait_for("relay-0 start", count=3)
+    running.wait_for("hub threads")
+    running.process.terminate()
+    assert running.end()[0] == 0
+    assert set(running.events("relay-0 threads")) == {"relay-0 threads 2 PASSIVE 0"}
+    assert running.events("hub threads") == ["hub threads 1 PASSIVE 0"]
+
+
 def test_a_rollout_has_no_spare(supervisor):
     running = supervisor("rollout-0", {"rollout-0": ["die", "die", "end"]}, spare_after_s=0.0)
     assert running.end()[0] == 0
@@ -233,7 +345,7 @@ def test_a_rollout_has_no_spare(supervisor):
 
 
 def test_a_trainer_that_is_not_started_again_has_no_spare(supervisor):
-    running = supervisor("actor-0", {"actor-0": ["wait"]}, spare_after_s=0.0, settings=("run.save_rows=false",))
+    running = supervisor("actor-0", {"actor-0": ["wait"]}, spare_after_s=0.0, settings=("run.save_rows=none",))
     running.wait_for("actor-0 start")
     running.process.send_signal(signal.SIGUSR1)  # the supervisor takes it first, and looks for spares that are due
     running.process.terminate()
@@ -273,7 +385,7 @@ def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
     assert not running.events("hub reported")
 
 
-@pytest.mark.parametrize("setting", ["run.save_rows=false", "trainer.engine=mine.py:main"])
+@pytest.mark.parametrize("setting", ["run.save_rows=none", "trainer.engine=mine.py:main"])
 def test_a_trainer_that_cannot_train_its_steps_again_is_not_started_again(setting: str):
     assert is_restartable("actor", read_recipe(None, []))
     assert not is_restartable("actor", read_recipe(None, [setting]))
@@ -352,6 +464,11 @@ def test_old_restarts_are_forgotten_and_recent_ones_are_counted():
     state = {"is_restartable": True, "is_ending": False}
     assert classify_exit("rollout", -9, recent, now, **state) is ExitKind.FAILED_UNREPORTED
     assert classify_exit("rollout", -9, recent, now + RESTART_WINDOW_S, **state) is ExitKind.RESTART
+
+
+def test_a_process_with_a_mistake_in_its_settings_is_not_started_again():
+    state = {"is_restartable": True, "is_ending": False}
+    assert classify_exit("rollout", 2, [], 0.0, **state) is ExitKind.FAILED_REPORTED
 
 
 def test_the_death_of_a_process_that_is_not_started_again_ends_the_run():

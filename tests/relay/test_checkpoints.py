@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.power_cut import PowerCuts
 
 from headrace.comm.errors import SettingError
 from headrace.relay.checkpoints import CheckpointFolder
@@ -40,6 +41,17 @@ def test_a_sealed_checkpoint_has_no_problem_and_each_damage_is_named(folder: Che
     assert "lacks dcp/__0_0.distcp" in folder.problem(4)
     (path / "manifest.json").write_bytes(b'{"step": 4')
     assert "not written to its end" in folder.problem(4)
+
+
+def test_of_a_checkpoint_that_latest_names_a_power_cut_takes_neither_a_byte_nor_a_name(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    with PowerCuts(tmp_path / "run", tmp_path / "cuts") as cuts:
+        folder = CheckpointFolder(tmp_path / "run")
+        write(folder, 4)
+        folder.set_latest(4)
+    left = CheckpointFolder(cuts.left[-1])  # without the bytes that are not synced
+    assert (left.problem(4), left.latest()) == ("", 4)
+    assert not cuts.lost_names()
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(folder: CheckpointFolder):

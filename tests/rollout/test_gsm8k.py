@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from support.assets import GSM8K
+from support.policies import STORIES
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings
@@ -14,14 +16,12 @@ from headrace.rollout.rewards.function import RewardFunction
 from headrace.rollout.rewards.ready import gsm8k
 from headrace.trainer.policy.model import load_tokenizer
 
-SHARED = Path(__file__).parents[3] / "shared"
-PUBLISHED = SHARED / "data" / "gsm8k" / "test.jsonl"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if think %}<think>{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(SHARED / "models" / "stories260k")
+    return load_tokenizer(STORIES)
 
 
 @pytest.fixture(params=["published", "verl"])
@@ -33,10 +33,10 @@ def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         "data.chat_template_kwargs={think: true}",
     ]
     if request.param == "published":
-        return read_recipe(None, [f"data.path={PUBLISHED}", "data.prompt_column=question", *words]).data
+        return read_recipe(None, [f"data.path={GSM8K}", "data.prompt_column=question", *words]).data
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [json.loads(line) for line in PUBLISHED.read_text().splitlines()[:8]]
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:8]]
     verl = [
         {
             "data_source": "openai/gsm8k",
@@ -54,7 +54,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_gsm8k_goes_through_data_template_and_reward_as_published_and_in_verls_form(data: DataSettings, tokenizer):
     rows = open_rows(data)
     first = next(iter(checked_prompts(rows, data.paths[0], data.prompt_column)))
-    question = json.loads(PUBLISHED.read_text().splitlines()[0])["question"]
+    question = json.loads(GSM8K.read_text().splitlines()[0])["question"]
     assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
     text = f"system: Be brief.\nuser: {question}\n<think>"
     row = json.loads(rows[0])

@@ -53,6 +53,12 @@ def test_a_grant_of_the_present_request_starts_on_the_weights_that_came_meanwhil
     assert [row.version for row in rows] == [4, 4] and not desk.heard()
 
 
+def test_a_second_answer_to_a_request_that_was_repeated_starts_nothing(desk: Desk):
+    request = desk.request(version=3)
+    assert desk.leases.take(grant(request), version=3)
+    assert not desk.leases.take(grant(request), version=3) and not desk.heard()
+
+
 def test_the_versions_of_a_response_are_those_that_drew_its_tokens():
     random = Random(0)
     for _ in range(200):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.policies import random_prompts
-from support.rollout_play import PARAMS, SAMPLES, EngineGenerator, Play
+from support.rollout_play import FAST_LINK, PARAMS, SAMPLES, EngineGenerator, Play
 
 from headrace.comm.errors import MessageRefused
 from headrace.comm.messages import RowId
@@ -21,6 +21,7 @@ from headrace.comm.messages.migration import (
 from headrace.launch.report.timeline import Timeline
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.sequence import Completion, SequenceState
+from headrace.rollout.environments.base import Episode
 from headrace.rollout.leases import LeasedRow
 from headrace.rollout.migration.calibration import TransferCostModel, batch_bound, calibrate
 from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
@@ -79,6 +80,17 @@ def sent_and_received(state: SequenceState) -> SequenceState:
     (row,) = decode_rows(np.concatenate(encode_rows([MovedRow(held, state)])))
     assert row.held == held
     return row.state
+
+
+def test_a_row_of_any_values_that_json_has_moves_unchanged(llama: Path):
+    engine = Engine(llama)
+    engine.add_group([5, 6, 7], PARAMS, [1])
+    engine.step()
+    row = {"prompt": [{"role": "user", "content": "x", "id": -(10**30)}], "answer": 10**30, "mean": 0.1, "none": None}
+    episode = Episode(row["prompt"], state={"seed": 2**80})
+    held = LeasedRow(RowId(1, 2, 3), 4, 5, row, episode=episode, switches=[(3, 6)])
+    (moved,) = decode_rows(np.concatenate(encode_rows([MovedRow(held, *engine.export_sequences([1]))])))
+    assert moved.held == held
 
 
 def run(engine: Engine) -> list[Completion]:
@@ -267,7 +279,7 @@ def test_the_destinations_claim_wins_over_a_source_that_takes_back_too_early(
 def test_random_moves_end_every_row_once_with_unchanged_tokens(stage: Stage):
     outcomes = []
     for has_moves in (False, True):
-        play = stage(str(has_moves), hosts=("here", "here", "there"), transfer="auto")
+        play = stage(str(has_moves), hosts=("here", "here", "there"), transfer="auto", deadlines=FAST_LINK)
         draw = random.Random(7)
         for rollout in play.rollouts:
             play.lease(rollout, num_groups=2)

@@ -1,7 +1,8 @@
 """A test registers everything that it starts; `tests/conftest.py` closes it after the test, passed or failed."""
 
+import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 _started = ExitStack()
 
@@ -17,3 +18,10 @@ def at_end(close: Callable[[], object]) -> None:
 def close_all() -> None:
     """Close everything, even if a close fails; raises the last failure."""
     _started.close()
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close a connection whose threads may wait in `recv`: a close alone neither wakes them nor tells the other end."""
+    with suppress(OSError):  # it has ended already
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    socket.socket.close(connection)

@@ -1,7 +1,8 @@
 """Hosts on one machine: namespaces of network, processes, names and mounts, and a switch with a cable to each. Needs root.
 
 A host has an address, a name, a process tree, /tmp and /dev/shm of its own. Of the machine's /tmp it sees only the shared
-folder; the rest of the file system is common. Everything ends with `close`, which a test gives to `at_end`.
+folder, the checkout and its environment; the rest of the file system is common. Everything ends with `close`, which a test
+gives to `at_end`.
 """
 
 import itertools
@@ -9,11 +10,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
+
+from support.source_tree import ROOT
 
 from headrace.comm.process_tree import end_with_parent
 
@@ -21,16 +25,22 @@ PATIENCE_S = 60.0
 _serials = itertools.count()
 
 _BOOT = """
-hostname {name}
-mount --bind {shared} /mnt
-mount -t tmpfs tmpfs /tmp
-mount -t tmpfs tmpfs /dev/shm
-mkdir -p {shared}
-mount --bind /mnt {shared}
-umount /mnt
+hostname "$1"
+shift
+for own in /tmp /dev/shm; do
+    mount --rbind $own /mnt
+    mount -t tmpfs tmpfs $own
+    for kept; do
+        case $kept in
+        $own/*) mkdir -p "$kept"; mount --rbind "/mnt${kept#$own}" "$kept" ;;
+        esac
+    done
+    umount --lazy /mnt
+done
 echo up
 exec sleep infinity
 """
+"""Arguments: the host's name, then the folders below /tmp and /dev/shm that it shares with the machine."""
 
 
 @cache
@@ -63,10 +73,10 @@ class Host:
         self._namespace = namespace
         self._port = port
         words = ["--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-e", "-c"]
-        boot = _BOOT.format(name=name, shared=shared)
+        kept = sorted({str(shared), str(ROOT), str(Path.cwd()), sys.prefix, sys.base_prefix})  # the outer of two first
         parent = os.getpid()
         self._outer = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "unshare", *words, boot],
+            ["ip", "netns", "exec", namespace, "unshare", *words, _BOOT, "sh", name, *kept],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

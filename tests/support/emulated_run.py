@@ -4,7 +4,7 @@ EMULATED = {
     "rollout.engine": "emulated",
     "trainer.engine": "emulated",
     "roles.rollout": 2,
-    "run.save_rows": "false",
+    "run.save_rows": "none",
     "batch.prompts_per_step": 4,
     "batch.samples_per_prompt": 4,
     "sampling.max_new_tokens": 2000,

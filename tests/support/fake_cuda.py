@@ -1,7 +1,7 @@
 """CUDA graphs and streams for engines on a CPU: the replay of a graph runs the captured step again."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +41,7 @@ class CapturedGraph:
 
 
 class FakeCuda:
-    """The calls of `torch.cuda` that captures make; `captures` has the options of each."""
+    """The calls of `torch.cuda` that captures make; `captures` has the options of each. As on a GPU, captured work does not run."""
 
     Stream = current_stream = staticmethod(lambda: SimpleNamespace(wait_stream=lambda other: None))
     CUDAGraph = CapturedGraph
@@ -50,24 +50,33 @@ class FakeCuda:
 
     def __init__(self):
         self.captures = []
+        self.is_capturing = False
 
+    @contextmanager
     def graph(self, graph, **options):
         self.captures.append(options)
-        return nullcontext()
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
 
 
 def fake_captures(monkeypatch) -> FakeCuda:
     """Let graphs be captured without a GPU."""
     cuda = FakeCuda()
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
-    capture = DecodeGraphs._capture
+    capture, step = DecodeGraphs._capture, DecodeGraphs._step
 
     def capture_step(self, *key):
         graph: Any = capture(self, *key)
         graph.work = lambda: self._step(*key)
         return graph
 
+    def run_step(self, *key):
+        if not cuda.is_capturing:
+            step(self, *key)
+
     monkeypatch.setattr(DecodeGraphs, "_capture", capture_step)
+    monkeypatch.setattr(DecodeGraphs, "_step", run_step)
     return cuda
 
 

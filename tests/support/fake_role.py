@@ -39,12 +39,18 @@ def main() -> int:
         if not sys.stdin.buffer.read(1):
             return 0
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
+    note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
     actions = json.loads(os.environ["HEADRACE_SCRIPT"]).get(name, ["end"])
     action = actions[min(incarnation, len(actions) - 1)]
     match action:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "eat":
+            held = bytearray()
+            while True:
+                held += bytes([1]) * (8 << 20)
+                time.sleep(0.02)
         case "crash":
             sys.exit(1)
         case "fail":

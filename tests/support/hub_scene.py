@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from support.in_memory import MemoryNetwork
+from support.hub_order import keep_order
+from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
@@ -13,8 +14,9 @@ from headrace.comm.signing import Envelope
 from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
+from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.batch import TRAIN
@@ -25,7 +27,10 @@ from headrace.relay.queue.tasks import open_sampler
 
 
 class Scene:
-    """A hub on a clock that the test advances, and mailboxes for two rollouts, a trainer and a relay."""
+    """A hub on a clock that the test advances, and mailboxes for two rollouts, a trainer and a relay.
+
+    Each decision that the hub tells must be in its journal already.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class Scene:
         rules = replace(SCHEDULES[schedule], max_age=min(max_age, SCHEDULES[schedule].max_age))
         needs = tasks[TRAIN].needs if tasks else frozenset[str]()
         self.hub = Hub(
-            self.mailboxes.open("hub"),
+            keep_order(self.mailboxes.open("hub"), self.path),
             HubState(),
             self.journal,
             PromptPool(JsonLines(data), shuffle=True, seed=3),
@@ -92,3 +97,32 @@ class Scene:
             for sample in lease.samples:
                 row = lease.group.row(sample)
                 self.say(holder, RowDone(row, lease.attempt, grant.version, ["relay-0#1"], 5, reward(sample)))
+
+
+class Restart(Scene):
+    """A hub whose process is killed and started again, and the fleet that it finds then."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for role in ("relay", "rollout"):
+            self.join(role)
+
+    def join(self, role: str, index: int = 0) -> MemoryFleet:
+        return MemoryFleet.join_network(self.network, role, index)
+
+    def restart(self) -> None:
+        """Start the next hub. The messages of the one before have arrived, and are forgotten here."""
+        self.journal.close()
+        for name in self.boxes:
+            self.heard(name)
+        hub, queue, repack = self.hub, self.hub.results.queue, self.hub.repacking.settings
+        self.journal = Journal(self.path)
+        mailbox, state = keep_order(self.mailboxes.open("hub"), self.path), replay(self.path)
+        self.hub = Hub(
+            mailbox, state, self.journal, hub.prompts.pool, hub.leases.admission, queue, repack, lambda: self.now
+        )
+        self.hub.context.commit(ev.HubRestarted())
+        HubLoop(self.hub, self.join("hub")).recover()
+
+    def events(self) -> list[ev.Event]:
+        return [event for _, event in read_events(self.path)]

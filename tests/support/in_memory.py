@@ -57,6 +57,14 @@ class MemoryMailboxes(Mailboxes):
         with self._lock:
             self._unconfirmed.confirm(handled)
 
+    def forget(self, sender: str) -> None:
+        """A process died: what the hub has not confirmed of its messages is lost with it."""
+        with self._lock:
+            kept = [message for message in self._unconfirmed if message.sender != sender]
+            self._unconfirmed = Unconfirmed()
+            for message in kept:
+                self._unconfirmed.add(message)
+
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
         """Nothing to end: no thread collects for an inbox."""
 

@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.policies import tiny_policy
+from support.polling import wait_for
 
 from headrace.comm.process_tree import children_of
 from headrace.launch.processes.spare import is_spare
@@ -97,13 +97,17 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         self.until(lambda: len(self.metrics()) > step)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], interval_s: float = 0.05) -> None:
         """Wait while the run goes on; fails when it ends."""
+        wait_for(condition, self.is_running, self.told, patience_s=DEADLINE_S, interval_s=interval_s)
+
+    def is_running(self) -> bool:
         assert self.process is not None
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
+        return self.process.poll() is None
+
+    def told(self) -> str:
+        """Everything that the run has printed and logged."""
+        return self.console.read_text() + self.logs()
 
 
 @pytest.fixture

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from support.assets import ASSETS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-STORIES = Path(__file__).resolve().parents[3] / "shared/models/stories260k"
-"""A real pre-trained policy of 260K parameters, where it is at hand."""
-
-needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not there")
+STORIES = ASSETS / "stories260k"
+"""A real pre-trained policy of 260K parameters."""
 
 CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIALS = ["<pad>", "<s>", "</s>", "\n"]

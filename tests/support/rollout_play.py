@@ -42,8 +42,9 @@ SETTINGS = (
     f"rollout.stream_tokens={STREAM_TOKENS}",
     "repack.period_s=1e6",
 )
+PATIENT = MoveDeadlines(link_s=20.0)
 FAST_LINK = MoveDeadlines(link_s=2.0)
-"""`link_s` is also the time that a thread waits for a destination that refuses."""
+"""For tests of refusal: a thread waits `link_s` for a destination that refuses."""
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Play:
         policy: Path,
         hosts: tuple[str, ...] = ("here",) * 3,
         transfer: str = "pages",
-        deadlines: MoveDeadlines = FAST_LINK,
+        deadlines: MoveDeadlines = PATIENT,
         settings: tuple[str, ...] = (),
         evaluation: EvaluationPrompts | None = None,
     ) -> None:

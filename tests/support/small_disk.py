@@ -2,18 +2,18 @@
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 
 @contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """`folder` as a tmpfs of this size; skips the test where this user may not mount one."""
+def small_disk(folder: Path, megabytes: int, inodes: int = 0) -> Iterator[Path]:
+    """`folder` as a tmpfs of this size, with so many inodes or without a limit; skips the test where this user may not mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "headrace-test", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,nr_inodes={inodes}", "headrace-test", str(folder)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -22,6 +22,17 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def use_up_inodes(disk: Path) -> list[Path]:
+    """Make empty files until a disk has no inode for another; returns them, to be deleted."""
+    files: list[Path] = []
+    with suppress(OSError):
+        while True:
+            path = disk / f"file-{len(files)}"
+            path.touch(exist_ok=False)
+            files.append(path)
+    return files
 
 
 def fill(disk: Path) -> Path:

@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,12 @@ from typing import Any
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
+from support.polling import wait_for
 
 from headrace.comm.messages import Interrupted, Stop
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
+from headrace.launch.resume import prepare_folder
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.events import Event, Trained
@@ -66,6 +67,8 @@ class System:
         self.recipe: Recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
         self.dir = Path(self.recipe.run.dir)
         self.dir.mkdir(exist_ok=True)
+        if self.recipe.run.resume == "auto":
+            prepare_folder(self.recipe)
         self.network = MemoryNetwork()
         self.threads: dict[str, threading.Thread] = {}
         self.errors: list[BaseException] = []
@@ -110,12 +113,16 @@ class System:
         return [event for _, event in read_events(journal)] if journal.exists() else []
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; fails when a role fails."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            running = [name for name, thread in self.threads.items() if thread.is_alive()]
-            assert time.monotonic() < deadline and not self.errors, (running, self.errors)
-            time.sleep(0.01)
+        """Wait for a condition; fails when a role fails, or when none is left."""
+
+        def is_going_on() -> bool:
+            return not self.errors and any(thread.is_alive() for thread in self.threads.values())
+
+        def told() -> str:
+            alive = [name for name, thread in self.threads.items() if thread.is_alive()]
+            return f"running {alive}, failed {self.errors}"
+
+        wait_for(condition, is_going_on, told, patience_s=PATIENCE_S, interval_s=0.01)
 
     def interrupt(self) -> None:
         """Tell the hub that the run is interrupted, as after Ctrl-C."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.job import DEADLINE_S, MakeJob, assert_account_adds_up, child_of, descendants_of
-from support.policies import needs_stories
+from support.policies import STORIES
 from transformers import AutoModelForCausalLM
 
+from headrace.launch.processes.secret import SECRET_FILE
 from headrace.relay.journal.events import Published, Received
 from headrace.relay.journal.journal import read_events
 from headrace.trainer.policy.model import load_policy
@@ -27,10 +28,19 @@ METRICS = (
 )  # fmt: skip
 
 
+def assert_others_can_read_all_but_the_secret(run_dir: Path) -> None:
+    """As the umask says, which is read by setting it."""
+    os.umask(umask := os.umask(0))
+    entries = [path for path in (run_dir, *run_dir.rglob("*")) if run_dir / "private" not in (path, *path.parents)]
+    modes = {str(path): path.stat().st_mode & 0o666 for path in entries}
+    assert {name: oct(mode) for name, mode in modes.items() if mode & 0o044 != 0o044 & ~umask} == {}
+    assert (run_dir / "private").stat().st_mode & 0o777 == 0o700
+    assert list((run_dir / "private").iterdir()) == [run_dir / SECRET_FILE]
+
+
 def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJob):
     run = job()
     output = run.run()
-    assert run.dir.stat().st_mode & 0o777 == 0o700
     summary = run.summary()
     assert summary["status"] == "finished" and summary["steps"] == 4
     account = assert_account_adds_up(run)
@@ -43,6 +53,12 @@ def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJ
     assert not [name for name in METRICS if name not in metrics[-1]]
     assert sum(line.startswith("step ") for line in output.splitlines()) == 4
     assert list((run.dir / "tensorboard").iterdir()) and (run.dir / "config.yaml").exists()
+    assert_others_can_read_all_but_the_secret(run.dir)
+    files = {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()}
+    for _ in range(2):
+        output = run.run(**{"run.resume": "auto"})
+        assert output.splitlines() == ["headrace: run.resume=auto: finished after step 4; raise run.steps to go on"]
+    assert {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()} == files
     exported = AutoModelForCausalLM.from_pretrained(summary["export"])
     trained = load_policy(summary["export"])
     tokens = torch.arange(4, 60)
@@ -106,7 +122,10 @@ def test_the_only_relay_starts_again_with_its_weights_and_its_rows_are_generated
 
 
 def test_an_interrupted_run_is_resumed_from_its_newest_whole_checkpoint(job: MakeJob):
-    """SIGUSR1 writes a checkpoint and the run continues, Ctrl-C writes one and ends it; then that one is damaged."""
+    """SIGUSR1 writes a checkpoint and the run continues, Ctrl-C writes one and ends it; then that one is damaged.
+
+    The steps between the two are trained again from their rows.
+    """
     run = job(run__steps=1000).start()
     run.wait_for_step(1)
     run.signal(signal.SIGUSR1)
@@ -124,13 +143,16 @@ def test_an_interrupted_run_is_resumed_from_its_newest_whole_checkpoint(job: Mak
     assert (run.dir / "checkpoints" / "latest").read_text() == f"step_{newest}"
     damaged = max((run.dir / f"checkpoints/step_{newest}/dcp").glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    code, output = run.start(**{"run.steps": earlier + 2}).end()
+    before = (run.dir / "metrics.jsonl").read_bytes()
+    code, output = run.start(**{"run.steps": newest + 2}).end()
     assert code == 2 and "run.resume" in output
     output = run.run(**{"run.resume": "auto"})
-    assert f"step_{newest} has" in output and "passed over" in output and f"continues after step {earlier}" in output
-    assert [m["step"] for m in run.metrics()] == list(range(earlier + 2))
-    assert assert_account_adds_up(run)["trained"] == (earlier + 2) * 16
-    assert run.summary()["export"].endswith(f"step_{earlier + 2}/hf")
+    assert f"step_{newest} has" in output and "passed over" in output and f"continues after step {newest}" in output
+    assert f"training {newest - earlier} steps again from rows/, after the checkpoint of step {earlier}" in output
+    assert (run.dir / "metrics.jsonl").read_bytes().startswith(before)
+    assert [m["step"] for m in run.metrics()] == list(range(newest + 2))
+    assert assert_account_adds_up(run)["trained"] == (newest + 2) * 16
+    assert run.summary()["export"].endswith(f"step_{newest + 2}/hf")
     seconds = [m["time_s"] for m in run.metrics()]
     assert seconds == sorted(seconds), "the clock of the metrics goes on"
 
@@ -175,7 +197,7 @@ def test_an_asynchronous_run_gives_all_the_same_weights_and_is_replayed_bit_for_
 @pytest.mark.slow
 def test_several_actor_ranks_train_like_one_and_are_replayed_with_as_many(job: MakeJob):
     """With the same data on policy, the first steps are equal up to the order of additions."""
-    exact = {"queue__max_staleness": 0, "checkpoint__every": 2}
+    exact = {"queue__max_staleness": 0, "checkpoint__every": 2, "run__save_rows": "all"}
     alone, sharded = job(**exact, run__dir="alone"), job(**exact, run__dir="sharded", roles__actor=2)
     for run in (alone, sharded):
         run.dir = run.folder / str(run.settings["run.dir"])
@@ -194,7 +216,7 @@ def test_several_actor_ranks_train_like_one_and_are_replayed_with_as_many(job: M
 
 @pytest.mark.slow
 def test_several_actor_ranks_continue_from_their_checkpoint(job: MakeJob):
-    run = job(checkpoint__every=2, roles__actor=2)
+    run = job(run__save_rows="all", checkpoint__every=2, roles__actor=2)
     run.run()
     run.run(**{"run.resume": "auto", "run.steps": 6})
     assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
@@ -224,8 +246,7 @@ def test_torchrun_runs_the_same_program(job: MakeJob):
 
 
 @pytest.mark.slow
-@needs_stories
-def test_a_real_checkpoint_learns_a_users_reward(job: MakeJob, stories260k: Path):
+def test_a_real_checkpoint_learns_a_users_reward(job: MakeJob):
     run = job()
     (run.folder / "rewards.py").write_text(
         "def reward(prompts, completions, completion_ids, **columns):\n"
@@ -237,7 +258,7 @@ def test_a_real_checkpoint_learns_a_users_reward(job: MakeJob, stories260k: Path
     )
     run.run(
         **{
-            "model.path": stories260k,
+            "model.path": STORIES,
             "run.steps": 60,
             "batch.prompts_per_step": 8,
             "batch.samples_per_prompt": 8,

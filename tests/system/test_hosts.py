@@ -15,6 +15,7 @@ from support.closing import at_end
 from support.cluster import Cluster, interrupt, obstacle, wait_for_exits
 from support.job import DEADLINE_S, LONG_TAILS, RATIO_OF_As
 from support.policies import tiny_policy
+from support.polling import wait_for
 
 from headrace.launch import quickstart
 from headrace.launch.audit import main as audit
@@ -84,18 +85,17 @@ class HostsJob:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step has been trained."""
-        deadline = time.monotonic() + DEADLINE_S
-        while len(self.metrics()) <= step:
-            ended = [launcher.poll() for launcher in self.launchers[:1]]
-            assert ended == [None] and time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
+        self.until(lambda: len(self.metrics()) > step)
 
     def wait_for_event(self, number: int) -> None:
         """Wait until the journal has so many events."""
-        deadline = time.monotonic() + DEADLINE_S
-        while (self.dir / "journal.jsonl").read_bytes().count(b"\n") < number:
-            assert self.launchers[0].poll() is None and time.monotonic() < deadline, self.logs()
-            time.sleep(0.001)
+        journal = self.dir / "journal.jsonl"
+        self.until(lambda: journal.read_bytes().count(b"\n") >= number, interval_s=0.001)
+
+    def until(self, condition: Callable[[], bool], interval_s: float = 0.05) -> None:
+        """Wait while the first host's launcher runs; fails when it ends."""
+        first = self.launchers[0]
+        wait_for(condition, lambda: first.poll() is None, self.logs, patience_s=DEADLINE_S, interval_s=interval_s)
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.dir / "metrics.jsonl"
@@ -125,7 +125,8 @@ def hosts_job(tmp_path: Path) -> Callable[..., HostsJob]:
 
 @pytest.mark.slow
 def test_hosts_with_actors_train_together_end_together_and_are_replayed_bit_for_bit(hosts_job):
-    job = hosts_job(2, roles__actor=3, roles__rollout=2, checkpoint__every=2, comm__tls=True).start(ranks="3,4")
+    settings = {"run__save_rows": "all", "checkpoint__every": 2, "comm__tls": True}
+    job = hosts_job(2, roles__actor=3, roles__rollout=2, **settings).start(ranks="3,4")
     assert job.end() == [0, 0], job.logs()
     job.assert_account(4 * 16)
     assert job.summary()["hosts"] == {
@@ -183,7 +184,7 @@ def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(host
     job = hosts_job(2, run__dir="/tmp/private/run", roles__rollout=1, roles__relay=2).start()
     assert job.end() == [1, 1], job.logs()
     for rank in (0, 1):
-        assert "run.dir: the run's secret /tmp/private/run/secret is not here" in job.output(rank)
+        assert "run.dir: the run's secret /tmp/private/run/private/secret is not here" in job.output(rank)
         assert "HEADRACE_SECRET" in job.output(rank) and "(on host host1)" in job.output(rank)
         assert "Traceback" not in job.output(rank)
 
@@ -255,10 +256,7 @@ def test_trajectories_move_with_their_pages_to_another_host(hosts_job):
         return any({move.source, move.holder} & here and {move.source, move.holder} & there for move in moves)
 
     job.wait_for_step(0)
-    deadline = time.monotonic() + DEADLINE_S
-    while not has_crossed():
-        assert job.launchers[0].poll() is None and time.monotonic() < deadline, job.logs()
-        time.sleep(0.2)
+    job.until(has_crossed, interval_s=0.2)
     interrupt(job.launchers[0])
     assert job.end() == [130, 130], job.logs()
     assert job.summary()["accounting"]["holds"] is True and audit([str(job.dir)]) == 0
@@ -268,7 +266,7 @@ def test_trajectories_move_with_their_pages_to_another_host(hosts_job):
 @pytest.mark.parametrize("seconds", [2, 60])
 def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
     """The end of the run is far away; the rollout of the host is in the journal again after the cut."""
-    job = hosts_job(2, roles__relay=2, roles__rollout=1, roles__actor=1, run__steps=100_000, run__save_rows=False)
+    job = hosts_job(2, roles__relay=2, roles__rollout=1, roles__actor=1, run__steps=100_000, run__save_rows="none")
     job.start().wait_for_step(2)
     cut_at = len(job.metrics())
     job.hosts[1].cut()

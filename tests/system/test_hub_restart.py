@@ -45,7 +45,7 @@ def test_a_hub_that_is_killed_continues_in_place(job: MakeJob):
 
 @pytest.mark.slow
 def test_a_run_whose_hub_was_killed_at_many_moments_is_replayed(job: MakeJob):
-    run = job(run__steps=100, checkpoint__every=20).start()
+    run = job(run__steps=100, run__save_rows="all", checkpoint__every=20).start()
     run.wait_for_step(0)
     moments = (Leased, Published, Checkpointed, Ending)
     for kind in moments:

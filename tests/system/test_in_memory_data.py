@@ -31,6 +31,7 @@ def data_system(folder: Path, kind: str, **settings: object) -> System:
             "generator.exact": True,
             "run.steps": STEPS,
             "checkpoint.every": 2,
+            "run.save_rows": "all",
             "data.too_long": "drop",
             **chosen,
             **settings,

@@ -68,6 +68,23 @@ def rows_of(system: System) -> dict[str, np.ndarray]:
     return rows
 
 
+def test_rows_with_integers_of_any_size_move(tmp_path: Path):
+    """Prompts come back whole after each move: here nothing else could give the reward its number."""
+    system = System(tmp_path, **LONG, **{"data.path": tmp_path / "numbers.jsonl"})
+    rows = [{"prompt": f"say {i}", "answer": 10**30 + i} for i in range(20)]
+    (tmp_path / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def reward(prompts, completions, answer, **rest):\n"
+        "    return [float(n - 10**30 == int(p.split()[1])) for p, n in zip(prompts, answer)]\n"
+    )
+    system.start_all(num_rollouts=3)
+    RandomMoves(system)
+    summary = system.wait()
+    assert summary["moved"] > 0 and summary["accounting"]["holds"]
+    rewards = [value for name, value in rows_of(system).items() if name.endswith("/reward")]
+    assert rewards and all(reward == 1 for reward in rewards)
+
+
 @pytest.mark.parametrize(("has_turns", "max_age"), [(False, None), (True, None), (False, 1)])
 def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns: bool, max_age: int | None):
     outcomes = []

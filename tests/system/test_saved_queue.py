@@ -1,15 +1,19 @@
 """A run that is interrupted or killed is resumed with its queue: no finished row and few tokens are generated again."""
 
 import json
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.job import MakeJob, assert_account_adds_up
 from support.system import System
 
 from headrace.comm.fleet import Fleet
@@ -18,8 +22,9 @@ from headrace.comm.recipe import Recipe
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.events import GroupRestored, Leased, Opened
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.journal import account_dict, read_events, replay
 from headrace.relay.journal.state import RowStatus
+from headrace.relay.queue.saved_queue import SavedList
 from headrace.rollout.generators.base import open_generator
 from headrace.rollout.loop import Rollout
 from headrace.rollout.rewards.base import open_rewards
@@ -34,6 +39,7 @@ SETTINGS: dict[str, object] = {
     "generator.exact": True,
     "run.steps": 4,
     "checkpoint.every": 2,
+    "run.save_rows": "all",
     "generator.max_running": 1,
     "rollout.stream_tokens": 64,
     "sampling.max_new_tokens": 24,
@@ -125,3 +131,34 @@ def test_rows_of_a_queue_file_that_is_lost_or_damaged_are_generated_again(tmp_pa
     system = resumed(tmp_path)
     assert not any(isinstance(event, GroupRestored) for event in system.events())
     assert "rows of the queue are generated again" in capsys.readouterr().out
+
+
+def finished_rows(run_dir: Path) -> set[RowId]:
+    """The finished rows in the queue that was saved with the newest checkpoint."""
+    newest = (run_dir / "checkpoints" / "latest").read_text().strip()
+    (path,) = (run_dir / "queue" / newest).glob("rows-*.safetensors")
+    with safe_open(path, framework="numpy") as file:
+        listed = msgspec.json.decode(file.metadata()["list"], type=SavedList)
+    return {row.row for row in listed.rows if row.reward is not None}
+
+
+@pytest.mark.slow
+def test_after_each_of_ten_interrupts_at_random_steps_every_saved_row_is_back(job: MakeJob):
+    """Also a measurement: with `-s` it prints a line for each resume."""
+    run = job(run__steps=100_000, run__resume="auto", sampling__max_new_tokens=24)
+    random, saved = Random(5), set[RowId]()
+    for number in range(11):
+        num_steps = len(run.metrics())
+        run.start().wait_for_step(num_steps + random.randrange(12))
+        run.signal(signal.SIGINT)
+        code, output = run.end()
+        assert code == 130, output + run.logs()
+        events = [event for _, event in read_events(run.dir / "journal.jsonl")]
+        events = events[max(at for at, event in enumerate(events) if isinstance(event, Opened)) :]
+        restored = {event.group.row(n) for event in events if isinstance(event, GroupRestored) for n in event.samples}
+        leased = {event.group.row(n) for event in events if isinstance(event, Leased) for n in event.samples}
+        account = assert_account_adds_up(run)
+        print(f"resume {number}: {len(saved)} rows saved, {run.summary()['restored']} restored; {account}")
+        assert restored == saved and run.summary()["restored"] == len(saved), output
+        assert not restored & leased
+        saved = finished_rows(run.dir)

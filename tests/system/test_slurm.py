@@ -1,13 +1,13 @@
 """The batch scripts of launch/slurm, run by a Slurm of this machine."""
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.job import DEADLINE_S, Job
 from support.policies import tiny_policy
+from support.polling import wait_for
 from support.slurm import ClusterRefused, SlurmCluster, free_ports, obstacle
 
 from headrace.launch import ctl
@@ -39,18 +39,35 @@ class SlurmJob(Job):
         self.number = self.cluster.submit(SCRIPTS / script, *words, SETTINGS=settings, **own, **environment)
         return self
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.2)
+    def until(self, condition: Callable[[], bool], interval_s: float = 0.2) -> None:
+        """Wait while the job is queued or runs; fails when it has ended."""
+        wait_for(condition, self.is_running, self.told, patience_s=DEADLINE_S, interval_s=interval_s)
+
+    def is_running(self) -> bool:
+        return self.state() in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+    def told(self) -> str:
+        return f"the job is {self.state()}\n{self.output()}"
+
+    def state(self) -> str:
+        return self.cluster.state_of(self.number)
 
     def wait_for_state(self, state: str) -> None:
-        self.until(lambda: self.cluster.state_of(self.number) == state)
+        self.until(lambda: self.state() == state)
 
-    def run_now(self) -> None:
-        """Start a job that was queued again: Slurm would hold it back for two minutes."""
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+    def wait_for_second_run(self) -> None:
+        """Wait until a job that was queued again is complete. Slurm would hold it back for two minutes, from its last word on it."""
+
+        def has_ended() -> bool:
+            if (state := self.state()) == "PENDING":
+                self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            return state == "COMPLETED"
+
+        self.until(has_ended)
+
+    def wait_for_last_process(self) -> None:
+        """Wait until no process of the cluster's jobs is left."""
+        wait_for(self.has_no_process, lambda: True, self.told, patience_s=DEADLINE_S)
 
     def output(self) -> str:
         log = self.folder / "job.log"
@@ -84,7 +101,7 @@ def test_a_run_on_one_node_ends_with_its_jobs_success(cluster, tmp_path):
     job.wait_for_state("COMPLETED")
     assert job.summary()["status"] == "finished"
     assert audit([str(job.dir)]) == 0
-    job.until(job.has_no_process)
+    job.wait_for_last_process()
 
 
 @pytest.mark.slow
@@ -97,7 +114,7 @@ def test_a_job_writes_a_checkpoint_on_sigusr1_and_leaves_another_and_no_process_
     first = latest.read_text()
     job.until(lambda: len(job.metrics()) > int(first.removeprefix("step_")) + 2)
     cluster.run("scancel", job.number)
-    job.until(job.has_no_process)
+    job.wait_for_last_process()
     job.wait_for_state("CANCELLED")
     assert job.summary()["status"] == "interrupted"
     assert latest.read_text() not in ("", first)
@@ -105,15 +122,14 @@ def test_a_job_writes_a_checkpoint_on_sigusr1_and_leaves_another_and_no_process_
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_up_is_queued_again_and_resumes(cluster, tmp_path):
-    job = SlurmJob(cluster, tmp_path, **{"run.steps": 30}).submit("single_node.sbatch")
+    job = SlurmJob(cluster, tmp_path, **{"run.steps": 60}).submit("single_node.sbatch")
     job.until(lambda: len(job.metrics()) > 2)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1 does before the time limit
     job.wait_for_state("PENDING")
     steps = len(job.metrics())
-    job.run_now()
-    job.wait_for_state("COMPLETED")
-    assert job.summary()["status"] == "finished" and len(job.metrics()) == 30
-    assert 2 < steps < 30 and f"step {steps}" in job.output()
+    job.wait_for_second_run()
+    assert job.summary()["status"] == "finished" and len(job.metrics()) == 60
+    assert 2 < steps < 60 and f"step {steps}" in job.output()
     assert audit([str(job.dir)]) == 0
 
 
@@ -126,8 +142,7 @@ def test_a_preempted_job_resumes_when_the_node_is_free_again(cluster, tmp_path):
     job.until(lambda: cluster.state_of(other) == "COMPLETED")
     job.wait_for_state("PENDING")
     assert job.summary()["status"] == "interrupted" and len(job.metrics()) < 60
-    job.run_now()
-    job.wait_for_state("COMPLETED")
+    job.wait_for_second_run()
     assert job.summary()["status"] == "finished" and len(job.metrics()) == 60
     assert audit([str(job.dir)]) == 0
 
@@ -155,7 +170,7 @@ def test_a_node_that_is_killed_does_not_stop_the_run(cluster, tmp_path):
     job = SlurmJob(cluster, tmp_path, **settings).submit("multi_node.sbatch", "--nodes=3", **job_network())
     job.until(lambda: len(job.metrics()) > 2)
     cluster.kill_node("n3")
-    job.until(lambda: job.cluster.state_of(job.number) != "RUNNING")
+    job.until(lambda: not job.is_running())
     assert job.summary()["status"] == "finished" and len(job.metrics()) == 60, job.output()
     assert audit([str(job.dir)]) == 0
 
@@ -167,7 +182,7 @@ def test_jobs_of_an_array_join_the_trainers_job_and_end_with_it(cluster, tmp_pat
     job.submit("elastic.sbatch", JOINING_JOBS="2", JOINING_OPTIONS=options, JOINING_ROLES="roles.rollout=1")
     job.until(lambda: all(f'"holder":"rollout-{number}"' in job.journal() for number in (2, 3)))
     assert ctl.main([str(job.dir), "stop"]) == 0
-    job.until(job.has_no_process)
+    job.wait_for_last_process()
     assert job.summary()["status"] == "interrupted"
     assert audit([str(job.dir)]) == 0
     assert not cluster.run("squeue", "--noheader", "--states=RUNNING")

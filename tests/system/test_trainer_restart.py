@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from support.system import System
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import Recipe
+from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
 from headrace.relay.journal.events import Event, Handed, Published, Trained, TrainerRestarted
 from headrace.relay.journal.journal import account_dict, read_events, replay
@@ -62,10 +62,25 @@ def dying(method: str, version: int) -> Callable[[Fleet, Recipe], None]:
     return main
 
 
-def start(folder: Path, actor: Callable[[Fleet, Recipe], None]) -> System:
+def catching_up_slowly(fleet: Fleet, recipe: Recipe) -> None:
+    """A trainer whose clock says that each step which is trained again takes 1,000 s."""
+    trainer = trainer_loop.Trainer(fleet, recipe)
+    now, train_again, num = trainer.clock.now, trainer.train_step_again, 0
+
+    def count(step: int) -> None:
+        nonlocal num
+        train_again(step)
+        num += 1
+
+    trainer.clock.now = lambda: now() + 1000.0 * num
+    trainer.train_step_again = count
+    trainer.run()
+
+
+def start(folder: Path, actor: Callable[[Fleet, Recipe], None], **settings: object) -> System:
     folder.mkdir(exist_ok=True)
     (folder / "sums.py").write_text(REWARD)
-    system = System(folder, **EXACT | {"reward.path": f"{folder / 'sums.py'}:reward"})
+    system = System(folder, **EXACT | {"reward.path": f"{folder / 'sums.py'}:reward"} | settings)
     system.start_all(actor=actor)
     return system
 
@@ -111,6 +126,15 @@ def test_a_trainer_that_dies_ends_with_the_weights_of_an_undisturbed_run(
     assert published == sorted(set(published)) == list(range(5)), "each version comes out once, in order"
 
 
+def test_the_time_of_steps_that_are_trained_again_is_not_taken_for_that_of_the_next_step(tmp_path: Path):
+    system = start(tmp_path, dying("step_trained", STEP))  # its rows are written, the hub does not know of it
+    system.until(lambda: not system.threads["actor-0"].is_alive())
+    system.start("actor", catching_up_slowly)
+    end(system)
+    trained = {event.step: event.busy_s for event in system.events() if isinstance(event, Trained)}
+    assert list(trained) == [0, 1, 2, 3] and max(trained.values()) < 500
+
+
 def test_a_trainer_whose_checkpoint_is_damaged_trains_more_steps_again_and_counts_the_whole_run(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ):
@@ -127,6 +151,19 @@ def test_a_trainer_whose_checkpoint_is_damaged_trains_more_steps_again_and_count
     assert summary["time_s"] >= last["time_s"] - 0.01
     num_tokens = replay(system.dir / "journal.jsonl").tokens_trained
     assert summary["tokens_per_s"] * summary["time_s"] == pytest.approx(num_tokens, rel=0.02)
+
+
+def test_rows_stay_since_the_second_newest_checkpoint_so_a_damaged_one_costs_steps_alone(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+):
+    system = start(tmp_path, dying("train_step", 3), **{"checkpoint.every": 1})
+    folder = CheckpointFolder(system.dir)
+    system.until(lambda: not system.threads["actor-0"].is_alive() and folder.latest() == 3)
+    damaged = next((folder.path(3) / "dcp").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    system.start("actor", trainer_loop.run)
+    weights = end(system)
+    assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
 
 
 def test_a_trainer_that_dies_in_the_same_step_again_and_again_ends_the_run(tmp_path: Path):
@@ -173,9 +210,8 @@ def is_checkpointing(run: Job) -> bool:
 def test_a_killed_trainer_starts_again_alone_and_its_run_is_replayed_bit_for_bit(
     job: MakeJob, is_due: Callable[[Job], bool], num_ranks: int, victim: str
 ):
-    run = job(run__steps=8, roles__actor=num_ranks, checkpoint__every=3).start()
-    while not is_due(run):
-        time.sleep(0.002)
+    run = job(run__steps=8, run__save_rows="all", roles__actor=num_ranks, checkpoint__every=3).start()
+    run.until(lambda: is_due(run), interval_s=0.002)
     os.kill(child_of(run, victim), signal.SIGKILL)
     code, output = run.end()
     assert code == 0, output + run.logs()

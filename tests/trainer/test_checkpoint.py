@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,45 @@ def test_a_damaged_state_is_a_mistake_in_the_settings(policy_dir: Path, tmp_path
     data.write_bytes(data.read_bytes()[:5000])
     with pytest.raises(SettingError, match=r"run\.resume"):
         load_state(actor.state, tmp_path, is_alone=True)
+
+
+class Touch:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_that_would_run_code_is_refused_and_runs_nothing(policy_dir: Path, tmp_path: Path):
+    actor = actor_of(policy_dir)
+    metadata = save(actor, tmp_path / "step_0") / "dcp" / ".metadata"
+    metadata.write_bytes(pickle.dumps([Touch(tmp_path / "ran"), pickle.loads(metadata.read_bytes())]))
+    with pytest.raises(SettingError, match=r"step_0 does not fit this run: its metadata names posix\.mkdir, which"):
+        load_state(actor.state, tmp_path / "step_0", is_alone=True)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("metadata", [b"", b"no pickle", pickle.dumps({"a": "dictionary"}), pickle.dumps(1)[:-1]])
+def test_damaged_metadata_is_a_mistake_in_the_settings(policy_dir: Path, tmp_path: Path, metadata: bytes):
+    actor = actor_of(policy_dir)
+    (save(actor, tmp_path / "step_0") / "dcp" / ".metadata").write_bytes(metadata)
+    with pytest.raises(SettingError, match=r"step_0 does not fit this run: its metadata"):
+        load_state(actor.state, tmp_path / "step_0", is_alone=True)
+
+
+def test_an_optimizers_setting_that_would_run_code_is_refused_and_runs_nothing(policy_dir: Path, tmp_path: Path):
+    actor = actor_of(policy_dir)
+    state = actor.state.state_dict()
+    state["optimizer"]["param_groups"][0]["lr"] = Touch(tmp_path / "ran")
+    save_state(state, tmp_path / "step_0", team=None)
+    with pytest.raises(
+        SettingError, match=r"step_0 does not fit this run: its trainer\.optimizer\S*lr names posix\.mkdir"
+    ):
+        load_state(actor.state, tmp_path / "step_0", is_alone=True)
+    assert not (tmp_path / "ran").exists()
 
 
 class Disk:

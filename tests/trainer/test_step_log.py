@@ -10,6 +10,7 @@ from headrace.comm import disk as disk_module
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
+from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.step_log import StepLog, StepReplay
 
@@ -60,8 +61,27 @@ def test_rows_of_groups_that_were_left_out_are_not_saved(tmp_path: Path):
 
 
 def test_a_run_without_saved_rows_is_refused_with_the_setting_that_saves_them(tmp_path: Path):
-    with pytest.raises(SettingError, match=r"run\.save_rows"):
+    with pytest.raises(SettingError, match=r"run\.save_rows=all"):
         StepReplay(tmp_path, 0)
+
+
+@pytest.mark.parametrize(("num_checkpoints", "left"), [(2, [3, 4, 5, 6]), (1, [5, 6]), (0, [0, 1, 2, 3, 4, 5, 6])])
+def test_rows_of_steps_before_the_last_checkpoints_are_removed(tmp_path: Path, num_checkpoints: int, left: list[int]):
+    """A checkpoint that `latest` does not name yet may not be in the journal, so it does not count."""
+    checkpoints = CheckpointFolder(tmp_path)
+    logs = [StepLog(tmp_path, rank, num_ranks=2, num_checkpoints=num_checkpoints) for rank in range(2)]
+    for step in range(7):
+        for log in logs:
+            log.write(step)
+        if step in (2, 4, 5):
+            checkpoints.begin(step + 1)
+            checkpoints.seal(step + 1)
+            if step < 5:
+                checkpoints.set_latest(step + 1)
+        assert num_checkpoints < 2 or step > 4 or (tmp_path / "rows/step_0.safetensors").exists(), "one may be damaged"
+    assert sorted(path.name for path in (tmp_path / "rows").iterdir()) == sorted(
+        f"step_{step}{rank}.safetensors" for step in left for rank in ("", ".1")
+    )
 
 
 def test_the_rows_of_a_step_wait_for_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import policy_loss
 from ..algorithms.router_loss import load_balancing_loss
-from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, pack, trainable
+from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, check_tokens, pack, trainable
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.routers import recorded_routers
@@ -70,6 +70,7 @@ class Actor:
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
         """Train a batch of the step in progress; a collective of all ranks."""
         started = time.monotonic()
+        check_tokens(batch, self.policy.vocab_size)
         stats.add(batch)
         batch, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
         stats.add_non_finite(num_non_finite)
@@ -183,9 +184,11 @@ class Actor:
             self.start.keep()
         loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
-        update = self.updater.update(self.group.size / max(weight, 1.0), self.lr(), is_finite=math.isfinite(loss))
+        scale, is_sound = self.group.size / max(weight, 1.0), math.isfinite(loss) and weight > 0
+        update = self.updater.update(scale, self.lr(), is_sound=is_sound)
         if not update.is_applied and self.group.is_lead:
             cause = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {update.grad_norm}"
+            cause = cause if weight else "no token has a loss"
             say(f"step {self.version + 1}: an update of the weights is skipped: {cause}")
         self.updates.append(update)
 

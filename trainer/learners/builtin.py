@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from ...comm.disk import raise_if_full, when_there_is_room
+from ...comm.disk import make_folders, raise_if_full, when_there_is_room
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
@@ -73,7 +73,9 @@ class ActorLearner(Actor):
 
     def stage(self) -> Callable[[Path], None]:
         self._staged_version = self.version
-        state, weights = staged(self.state.state_dict()), self._whole_weights()
+        copies: dict[int, torch.Tensor] = {}
+        state = staged(self.state.state_dict(), copies)
+        weights = self._whole_weights(copies)
 
         def write(folder: Path) -> None:
             save_state(state, folder, self._checkpoint_team)
@@ -90,15 +92,21 @@ class ActorLearner(Actor):
         """The weights that make a version: those of the adapter, or all."""
         return adapter_weights(self.policy.model) if self.recipe.lora.rank else self.policy.weights()
 
-    def _whole_weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the policy's weights in rank 0's host memory, one at a time, merged with the adapter, and that; a collective."""
+    def _whole_weights(self, copies: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """A copy of the policy's weights in rank 0's host memory, one at a time, merged with the adapter, and that; a collective.
+
+        copies: of weights that are in host memory already, by the address of their bytes.
+        """
         weights: dict[str, torch.Tensor] = {}
         adapter = {name: gather_full(matrix.detach()) for name, matrix in adapter_weights(self.policy.model).items()}
         scaling = self.recipe.lora.alpha / max(self.recipe.lora.rank, 1)
         for name, tensor in self.policy.weights().items():
             whole = adapter[name] if name in adapter else gather_full(tensor.detach())
             if self.group.is_lead:
-                weights[name] = merged_weight(name, whole, adapter, scaling).to("cpu", copy=True)
+                merged = merged_weight(name, whole, adapter, scaling)
+                copy = (copies or {}).get(merged.data_ptr())
+                is_same = copy is not None and (copy.shape, copy.dtype) == (merged.shape, merged.dtype)
+                weights[name] = copy if copy is not None and is_same else merged.to("cpu", copy=True)
         return weights
 
     def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
@@ -106,7 +114,7 @@ class ActorLearner(Actor):
             return
         policy = {name: weight for name, weight in weights.items() if not is_adapter(name)}
         adapter = {name: weight for name, weight in weights.items() if is_adapter(name)}
-        (folder / "hf").mkdir(parents=True, exist_ok=True)
+        make_folders(folder.parent.parent, folder.parent.name, folder.name, "hf")
         try:
             if adapter:
                 write_adapter(folder / "adapter", adapter, self.recipe.lora, self.adapter_base)

@@ -78,7 +78,8 @@ class Critic:
         sums = dict(zip(_SUMS, self._group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._lr = learning_rate(self._settings, step, self._recipe.run.steps)
         scale = self._group.size / max(sums["tokens"], 1.0)
-        self._updates.append(self.updater.update(scale, self._lr, is_finite=math.isfinite(sums["loss"])))
+        is_sound = math.isfinite(sums["loss"]) and sums["tokens"] > 0
+        self._updates.append(self.updater.update(scale, self._lr, is_sound=is_sound))
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._step_sums = {name: value + sums[name] for name, value in self._step_sums.items()}
 

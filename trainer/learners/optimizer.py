@@ -1,4 +1,4 @@
-"""The optimizer of one model: AdamW on two groups of parameters, its learning rate, and updates that are finite or skipped."""
+"""The optimizer of one model: AdamW on two groups of parameters, its learning rate, and updates that are sound or skipped."""
 
 import math
 from collections.abc import Callable
@@ -32,17 +32,18 @@ class Updater:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = settings.max_grad_norm
 
-    def update(self, scale: float, lr: float, *, is_finite: bool = True) -> Update:
+    def update(self, scale: float, lr: float, *, is_sound: bool = True) -> Update:
         """Scale the gradients, clip their norm, step, and clear them; a collective.
 
-        When the norm is not finite, or the caller's loss, weights and moments stay as they are, on all ranks alike.
+        When the norm is not finite, or the caller's loss is not sound (not finite, or a mean over no token), weights and moments stay as
+        they are, on all ranks alike: an update without data would still follow its momentum and the weight decay.
         """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         for gradient in gradients:
             gradient *= scale
         total = get_total_norm(gradients)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        is_applied = is_finite and math.isfinite(norm)
+        is_applied = is_sound and math.isfinite(norm)
         if is_applied:
             if self._max_grad_norm > 0:
                 clip_grads_with_norm_(self._parameters, self._max_grad_norm, total)
@@ -109,6 +110,4 @@ def optimizer_class(name: str) -> Callable[..., Optimizer]:
     try:
         return import_module("torchao.optim").AdamW8bit  # of the 8-bit optimizers the one for FSDP2 shards
     except ImportError as error:
-        raise SettingError(
-            "optimizer.name: adamw8bit needs torchao; install the extra: pip install 'headrace[adamw8bit]'"
-        ) from error
+        raise SettingError("optimizer.name: adamw8bit needs the package torchao: pip install torchao") from error

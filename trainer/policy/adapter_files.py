@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...comm.errors import SettingError
 from ...comm.recipe import LoraSettings, Recipe
-from ...relay.checkpoints import write_durably
+from ...relay.checkpoints import share_by_umask, write_durably
 from .checkpoint_files import weights_digest
 from .lora import ALL_LINEAR, A, B, merged
 
@@ -70,6 +70,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], settings: LoraSet
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE_DIGEST: base.digest})
+    share_by_umask(folder / _WEIGHTS)
 
 
 def _identity(names: Iterable[str], settings: LoraSettings) -> dict[str, object]:

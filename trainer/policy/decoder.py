@@ -71,7 +71,7 @@ class LeanDecoder:
         self._num_heads = policy.num_heads // self.tensor_parallel.size
         self._num_kv_heads = policy.num_kv_heads // self.tensor_parallel.size
         self._eps: float = policy.config.rms_norm_eps
-        self._cos, self._sin = rope_table(self._model, policy.rope.count, policy.dtype, policy.device)
+        self._cos, self._sin = rope_table(self._model, policy.rope.count, torch.float32, policy.device)
         self._has_kernels = policy.device.type == "cuda" and find_spec("triton") is not None
         self.bind()
 
@@ -219,7 +219,13 @@ class Head:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first dimensions of every head [T, heads, d] in place; the first half of `sin` is negated."""
+    """Rotate the first dimensions of every head [T, heads, d] in place; the first half of `sin` is negated.
+
+    The products are in fp32, as in the trainer: cos and sin [T, 1, rotary d] rounded to bfloat16 would be another rotation.
+    """
     rotated = heads[..., : cos.shape[-1]]
-    swapped = rotated.roll(rotated.shape[-1] // 2, -1)
-    rotated.mul_(cos).addcmul_(swapped, sin)
+    wide = rotated.float()
+    swapped = wide.roll(wide.shape[-1] // 2, -1)
+    wide.mul_(cos).addcmul_(swapped, sin)
+    if wide.dtype != rotated.dtype:
+        rotated.copy_(wide)

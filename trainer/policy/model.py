@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
+from ...relay.checkpoints import share_by_umask
 from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact.decoder import ExactDecoder
@@ -244,6 +245,8 @@ def save_policy(
     `weights` are whole tensors by name, for a policy that holds only shards.
     """
     policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights), safe_serialization=True)
+    for path in Path(folder).glob("*.safetensors"):
+        share_by_umask(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

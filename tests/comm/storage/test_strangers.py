@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.closing import hang_up
 
 from headrace.comm.errors import PeerGone
 from headrace.comm.storage.client import StorageClient
@@ -48,12 +49,12 @@ class Proxy:
         except OSError:
             pass
         for each in (source, to):
-            each.close()
+            hang_up(each)
 
     def close(self):
         self.listener.close()
         for each in (self.server, self.client):
-            each.close()
+            hang_up(each)
         for thread in self.threads:
             thread.join(60)
 

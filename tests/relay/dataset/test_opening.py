@@ -17,7 +17,7 @@ from headrace.comm.recipe import DataSettings, Recipe, RunSettings
 from headrace.launch.config.data_checks import check_data
 from headrace.relay.dataset.opening import CHECKED_ROWS, checked_prompts, open_rows
 from headrace.relay.dataset.order import PromptSource
-from headrace.relay.dataset.rows import MAX_ROW_BYTES, as_json, row_problem
+from headrace.relay.dataset.rows import MAX_NESTED, MAX_ROW_BYTES, as_json, row_problem
 from headrace.relay.dataset.tables import TableRows
 from headrace.relay.hub.prompts import open_prompts
 from headrace.rollout.rewards.ready import reasoning_gym
@@ -111,10 +111,19 @@ def test_a_deeply_nested_row_and_a_file_that_cannot_be_read_are_told(tmp_path: P
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     rows = open_rows(DataSettings(path=str(path), prompt_column="question"))
-    assert row_problem(rows[0]) == "has too many lists or objects one inside the other"
+    assert row_problem(rows[0]) == f"has more than {MAX_NESTED} lists or objects one inside the other"
     monkeypatch.setattr(os, "pread", lambda *_: os.read(-1, 1))
     with pytest.raises(SettingError, match=r"data\.path: cannot read .*data\.jsonl: Bad file descriptor"):
         rows[0]
+
+
+def test_a_row_may_nest_as_deep_as_its_readers_and_writers_can_go_and_no_deeper():
+    def nested(depth: int) -> bytes:
+        return b'{"prompt": "x", "answer": ' + b"[" * depth + b"]" * depth + b"}"
+
+    assert row_problem(nested(MAX_NESTED - 1)) == ""
+    assert row_problem(nested(MAX_NESTED)) == row_problem(nested(990)) != ""
+    assert row_problem(b'{"prompt": "x", "answer": [' + b"[]," * 2 * MAX_NESTED + b"1]}") == "", "many, but flat"
 
 
 @pytest.mark.parametrize("change", ["in place", "longer", "shorter"])
@@ -153,7 +162,7 @@ def test_a_file_that_takes_the_name_of_the_one_in_use_does_not_change_its_rows(t
 def test_of_a_large_set_the_first_rows_are_checked_before_the_run(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "x"}\n' * CHECKED_ROWS + "not JSON\n")
-    assert len(check_data(DataSettings(path=str(path)))) == CHECKED_ROWS
+    assert len(check_data(DataSettings(path=str(path))).prompts) == CHECKED_ROWS
 
 
 @pytest.mark.extra
@@ -210,7 +219,7 @@ def test_a_task_that_is_read_again_is_not_made_again(monkeypatch: pytest.MonkeyP
 
 def test_the_error_for_tasks_without_their_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(SettingError, match=r"data\.path: .* pip install 'headrace\[reasoning-gym\]'"):
+    with pytest.raises(SettingError, match=r"data\.path: .* pip install reasoning-gym"):
         open_rows(DataSettings(path="reasoning-gym/leg_counting"))
 
 
@@ -291,6 +300,18 @@ def test_weights_are_the_shares_of_the_files_whose_epochs_are_their_own(tmp_path
     assert len(of_first) == 750
     assert all(len(set(of_first[i : i + 4])) == 4 for i in range(0, 748, 4))
     assert len({prompt for prompt in prompts if prompt.startswith("1-")}) == 96
+
+
+def test_a_small_weight_keeps_its_share_however_few_the_rows_are(tmp_path: Path):
+    prompts = prompts_of(mixed(tmp_path, (5, 5), weights=(99.0, 1.0)), range(2000))
+    assert len([prompt for prompt in prompts if prompt.startswith("1-")]) == 20
+
+
+def test_a_weight_that_is_nearly_nothing_is_refused(tmp_path: Path):
+    mixed(tmp_path, (1, 1))
+    settings = DataSettings(path=(str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")), weights=(1.0, 1e-9))
+    with pytest.raises(SettingError, match=r"data\.weights: 1e-09 is less than a millionth of their sum"):
+        check_data(settings)
 
 
 def test_the_cursor_and_the_seed_alone_decide_what_comes_next(tmp_path: Path):

@@ -206,7 +206,7 @@ def test_a_run_continues_only_with_the_settings_of_its_stream(
 
 
 def test_a_stream_is_checked_before_the_run(folder: str, tmp_path: Path):
-    assert len(check_data(DataSettings(path=folder, streaming=True))) == FILES * ROWS
+    assert len(check_data(DataSettings(path=folder, streaming=True)).prompts) == FILES * ROWS
     with pytest.raises(SettingError, match=r"data\.path: .*:1 has no `question` column"):
         check_data(DataSettings(path=folder, streaming=True, prompt_column="question"))
     with pytest.raises(SettingError, match=r"data\.path: cannot load .*nothing\.parquet"):

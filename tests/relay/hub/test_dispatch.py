@@ -102,6 +102,38 @@ def test_two_consumers_share_the_rows_and_no_row_goes_to_both(scene: MakeScene):
     assert len(answers) == 2 and not rows_of(answers[0]) & rows_of(answers[1])
 
 
+def test_a_task_gets_no_row_again_that_it_has_finished(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    ready(s)
+    batch = take(s, "reference-0")
+    assert batch is not None and len(rows_of(batch)) == 4
+    s.say("reference-0", done(batch))
+    assert take(s, "reference-0", request_id=2) is None
+
+
+def test_of_a_rows_copies_those_with_the_new_columns_stay_and_the_others_are_dropped(scene: MakeScene):
+    s = scene(tasks=TASKS, samples=1)
+    (lease,) = s.lease().leases
+    row = lease.group.row(0)
+    s.say("rollout-0", RowDone(row, lease.attempt, 0, ["relay-0#1", "relay-1#1"], 5, 1.0))
+    batch = take(s, "reference-0")
+    assert batch is not None
+    s.say("reference-0", ColumnsAdded("reference", batch.batch_id, ["ref_logprobs"], [row], [["relay-1#1"]]))
+    assert s.hub.state.groups[lease.group].rows[0].storage_ids == ["relay-1#1"]
+    assert s.heard("relay-0") == [DropRows([row.key(lease.attempt)])]
+
+
+def test_only_the_consumer_of_a_batch_ends_it(scene: MakeScene):
+    s = scene(tasks=TASKS)
+    ready(s)
+    batch = take(s, "reference-0")
+    assert batch is not None
+    s.say("reference-1", done(batch))
+    assert s.hub.state.tasks["reference"].consumed == 0
+    s.say("reference-0", done(batch))
+    assert s.hub.state.tasks["reference"].consumed == len(rows_of(batch))
+
+
 def test_the_rows_of_a_dead_consumer_go_to_another_and_its_later_reports_are_ignored(scene: MakeScene):
     s = scene(tasks=TASKS)
     ready(s)
@@ -257,6 +289,18 @@ def test_a_trainer_that_dies_again_and_again_in_one_step_ends_the_run_with_the_f
     assert s.hub.context.failure == (
         "the trainer died 4 times before step 1 was trained: actor-1: RuntimeError: fault 5"
     )
+
+
+def test_a_trainer_hears_how_often_it_died_of_a_full_gpu_whichever_rank_met_it(scene: MakeScene):
+    s = scene()
+    s.say("actor-1/worker", ActorFailed("CUDA out of memory", is_memory_full=True))
+    s.say("actor-0/worker", ActorFailed("PeerGone: actor-1 is gone"))
+    s.say("actor-0", TrainerStarted(2))
+    assert s.heard("actor-0") == [RestartPoint(2, 0, num_memory_deaths=1)]
+    s.say("actor-0/worker", ActorFailed("RuntimeError: another fault"))
+    s.say("actor-0", TrainerStarted(3))
+    assert s.heard("actor-0") == [RestartPoint(3, 0, num_memory_deaths=1)]
+    assert replay(s.path) == s.hub.state
 
 
 def test_restarts_of_the_trainer_in_different_steps_do_not_end_the_run(scene: MakeScene):

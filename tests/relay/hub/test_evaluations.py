@@ -1,5 +1,6 @@
 """Evaluations at the hub: prompts go to rollouts on the version that is due, each sample is scored once, on that version."""
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -269,3 +270,21 @@ def test_a_row_of_an_evaluation_that_cannot_be_used_has_no_score(scene: MakeScen
         s.score(grant)
     assert (s.hub.state.evaluations.evaluated, s.hub.state.evaluations.failed) == (2 * (PROMPTS - 1), 2)
     s.check()
+
+
+def test_each_response_is_a_line_of_the_file_with_its_place_and_its_reward(scene: MakeScene):
+    found = scene()
+    grant = found.ask()
+    assert grant is not None
+    lease = grant.leases[1]
+    said = {"attempt": lease.attempt, "versions": [0], "num_tokens": 2, "is_truncated": True, "text": "fünf\n5"}
+    for sample, rest in ((0, {"reward": 0.5}), (1, {"reward": None, "failure": "late"})):
+        scored = SampleScored(row=lease.group.row(sample), **said, **rest)  # pyright: ignore[reportArgumentType]
+        found.say("rollout-0", scored)
+        found.say("rollout-0", scored)  # a report that is repeated
+    lines = [json.loads(line) for line in (found.path.parent / "evaluations.jsonl").read_text().splitlines()]
+    common = {"version": 0, "name": "e", "row": 1, "tokens": 2, "truncated": True, "text": "fünf\n5"}
+    assert lines == [
+        common | {"sample": 0, "reward": 0.5, "failure": ""},
+        common | {"sample": 1, "reward": None, "failure": "late"},
+    ]

@@ -43,7 +43,7 @@ from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, checkpoints_in, cut_at_checkpoint, read_events, replay
+from headrace.relay.journal.journal import JournalError, cut_after, read_events, replay, steps_in
 from headrace.relay.journal.records import RowStatus
 
 
@@ -69,6 +69,16 @@ def test_a_request_sent_twice_is_answered_the_same(scene: MakeScene):
     again = s.lease(num_groups=2)
     assert encode(first) == encode(again)
     assert s.hub.state.account.leased == 4
+
+
+def test_a_repeated_grant_lacks_the_rows_that_have_come_back_as_another_attempt(scene: MakeScene):
+    s = scene()
+    (lease,) = s.lease().leases
+    row = lease.group.row(0)
+    for attempt, source, holder in ((2, "rollout-0", "rollout-1"), (3, "rollout-1", "rollout-0")):
+        s.hub.context.commit(ev.Moved(rows=[row], attempts=[attempt], source=source, holder=holder))
+    (again,) = s.lease().leases
+    assert (again.attempt, again.samples) == (1, [1])
 
 
 def test_a_grant_of_large_rows_fits_into_a_message(scene: MakeScene):
@@ -481,6 +491,12 @@ def test_groups_of_equal_rewards_leave_the_queue_where_the_settings_say_so(scene
     assert isinstance(drop, DropRows) and len(drop.keys) == 2
 
 
+def test_groups_of_different_rewards_stay_in_the_queue(scene: MakeScene):
+    s = scene(filter_zero_std=True)
+    s.finish(s.lease(), reward=float)
+    assert s.hub.state.account.filtered == 0 and len(s.hub.state.queued()) == 1
+
+
 def test_the_fold_of_the_journal_is_the_state_of_the_hub(scene: MakeScene):
     s = scene()
     s.finish(s.lease(num_groups=2))
@@ -512,21 +528,23 @@ def test_resuming_cuts_the_events_after_the_steps_of_the_checkpoint_and_keeps_th
     s.lease()
     s.say("actor-0", CheckpointWritten(1, "run/checkpoints/step_1"))
     assert (s.path.parent / "checkpoints" / "latest").read_text() == "step_1", "once the journal has it"
-    new = s.path.with_name("new")
-    cut_at_checkpoint(s.path, 1, new)
-    assert [type(event).__name__ for _, event in read_events(new)] == ["Opened", "Trained"]
-    assert len(list(s.path.parent.glob("journal.jsonl.discarded-*"))) == 1
+    s.journal.close()
+    cut_after(s.path, 1, 1, rest := s.path.with_name("rest"))
+    assert [type(event).__name__ for _, event in read_events(s.path)] == ["Opened", "Trained", "Checkpointed"]
+    assert b'"Leased"' in rest.read_bytes()
 
 
 def test_a_requested_checkpoint_is_asked_of_the_trainer_with_its_next_rows(scene: MakeScene):
     s = scene(per_step=1)
     s.finish(s.lease())
     s.say("actor-0", RequestRows(1, ["train"], step=0))
-    s.say("hub", CheckpointRequested())
+    for process in ("hub", "relay-0"):  # a signal reaches each of them
+        s.say(process, CheckpointRequested())
     s.say("actor-0", RequestRows(2, ["train"], step=0))
     before, after = s.heard("actor-0")
     assert isinstance(before, TrainBatch) and isinstance(after, TrainBatch)
     assert (before.checkpoint_after, after.checkpoint_after) == (-1, 0)
+    assert [event.after for _, event in read_events(s.path) if isinstance(event, ev.CheckpointDue)] == [0]
 
 
 def test_each_epoch_leases_every_prompt_once_in_a_seeded_order(tmp_path: Path):
@@ -556,7 +574,7 @@ def test_a_full_disk_leaves_the_pointer_behind_and_the_journal_has_the_checkpoin
         s.hub.context.commit(ev.Trained(step=0))
         fill(disk)
         s.say("actor-0", CheckpointWritten(1, "run/checkpoints/step_1"))
-        assert checkpoints_in(s.path) == {1: 2}
+        assert steps_in(s.path).checkpoints == {1}
         assert not (disk / "checkpoints" / "latest").exists()
         s.close()
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.hub_scene import Scene
-from support.in_memory import MemoryFleet
+from support.hub_scene import Restart
 
 from headrace.comm.messages import (
     CheckpointRequested,
@@ -21,44 +20,14 @@ from headrace.comm.messages import (
     TrainBatch,
     TrainingDone,
 )
-from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, last_opened, read_events, replay
+from headrace.relay.journal.journal import last_opened
 from headrace.relay.journal.records import RowStatus
 
 FIRST = 1 << 32
 """The number before the first request of a process's first incarnation."""
-
-
-class Restart(Scene):
-    """A hub whose process is killed and started again, and the fleet that it finds then."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        for role in ("relay", "rollout"):
-            self.join(role)
-
-    def join(self, role: str, index: int = 0) -> MemoryFleet:
-        return MemoryFleet.join_network(self.network, role, index)
-
-    def restart(self) -> None:
-        """Start the next hub. The messages of the one before have arrived, and are forgotten here."""
-        self.journal.close()
-        for name in self.boxes:
-            self.heard(name)
-        hub, queue, repack = self.hub, self.hub.results.queue, self.hub.repacking.settings
-        self.journal = Journal(self.path)
-        mailbox, state = self.mailboxes.open("hub"), replay(self.path)
-        self.hub = Hub(
-            mailbox, state, self.journal, hub.prompts.pool, hub.leases.admission, queue, repack, lambda: self.now
-        )
-        self.hub.context.commit(ev.HubRestarted())
-        HubLoop(self.hub, self.join("hub")).recover()
-
-    def events(self) -> list[ev.Event]:
-        return [event for _, event in read_events(self.path)]
 
 
 @pytest.fixture

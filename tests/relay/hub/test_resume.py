@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.power_cut import PowerCuts
 
@@ -9,11 +10,11 @@ from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, DataSettings, Recipe, RunSettings
-from headrace.launch.resume import choose_checkpoint
+from headrace.launch.resume import choose_point, prepare_folder
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.relay.hub.loop import open_journal
+from headrace.relay.hub.loop import check_journal_is_there, open_journal
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, JournalError, read_events
+from headrace.relay.journal.journal import Journal, JournalError, last_opened, read_events, replay
 from headrace.relay.journal.state import HubState
 
 
@@ -35,14 +36,24 @@ def interrupted_run(run_dir: Path) -> Path:
         journal.append(ev.Handed(step=step, groups=[group]))
         journal.append(ev.Trained(step=step))
     journal.close()
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(4)))
+    (run_dir / "rows").mkdir()
+    (run_dir / "rows/step_3.safetensors").write_bytes(b"those of the step before are missing")
     return run_dir
+
+
+def recipe_of(run_dir: Path, mode: str = "auto") -> Recipe:
+    settings = RunSettings(dir=str(run_dir), resume=mode)  # pyright: ignore[reportArgumentType]
+    return Recipe(run=settings, batch=BatchSettings(samples_per_prompt=1), data=DataSettings(path=("a", "b")))
 
 
 def resume(
     run_dir: Path, run_id: str = "second", mode: str = "auto", num_rows: tuple[int, ...] = ()
 ) -> tuple[HubState, Journal]:
-    settings = RunSettings(dir=str(run_dir), resume=mode)  # pyright: ignore[reportArgumentType]
-    recipe = Recipe(run=settings, batch=BatchSettings(samples_per_prompt=1), data=DataSettings(path=("a", "b")))
+    """The work of the launcher, unless the hub is started again within the run; then the work of the hub."""
+    recipe, opened = recipe_of(run_dir, mode), last_opened(run_dir / "journal.jsonl")
+    if opened is None or opened.run_id != run_id:
+        prepare_folder(recipe)
     return open_journal(run_dir, recipe, (), run_id, Clock(), num_rows)
 
 
@@ -59,7 +70,7 @@ def test_a_power_cut_while_a_run_is_resumed_leaves_a_run_that_can_be_resumed_fro
         assert resumed_at(run_dir) == (2, 2, 2)
     assert len(cuts.left) > 10
     for left in cuts.left:
-        assert choose_checkpoint(left)[0] == 2, left
+        assert choose_point(recipe_of(left))[:2] == (2, 2), left
         assert resumed_at(left, "third") == (2, 2, 2), left
 
 
@@ -70,6 +81,9 @@ def test_the_lines_that_a_resumed_run_gives_up_are_kept_beside_its_journal(tmp_p
     (rest,) = run_dir.glob("journal.jsonl.discarded-*")
     after = (run_dir / "journal.jsonl").read_bytes()
     assert before.endswith(rest.read_bytes()) and after.startswith(before[: -len(rest.read_bytes())])
+    (metrics,) = run_dir.glob("metrics.jsonl.discarded-*")
+    assert metrics.read_text() == '{"step": 2}\n{"step": 3}\n'
+    assert {path.name for path in run_dir.glob("rows.discarded-1/*")} == {"step_3.safetensors"}
     assert not (run_dir / "journal.jsonl.new").exists()
 
 
@@ -78,24 +92,21 @@ def test_a_run_without_a_checkpoint_to_continue_takes_no_row_that_an_earlier_run
     (run_dir / "stream.jsonl").write_text("old rows")
     resume(run_dir)[1].close()
     assert (run_dir / "stream.jsonl").exists(), "a run that continues needs them"
-    (run_dir / "checkpoints/latest").unlink()
-    for path in (run_dir / "checkpoints").glob("step_*"):
-        path.rename(tmp_path / path.name)
-    resume(run_dir, "third")[1].close()
+    assert not list(run_dir.glob("stream.jsonl.discarded-*"))
+    resume(run_dir, "third", mode="restart")[1].close()
     (kept,) = run_dir.glob("stream.jsonl.discarded-*")
     assert not (run_dir / "stream.jsonl").exists() and kept.read_text() == "old rows"
 
 
-@pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_the_journal_of_a_run_that_still_runs_is_not_touched(tmp_path: Path, has_checkpoint: bool):
+def test_the_journal_of_a_run_that_still_runs_is_not_touched(tmp_path: Path):
     run_dir = interrupted_run(tmp_path / "run")
-    if not has_checkpoint:
-        (run_dir / "checkpoints/latest").unlink()
     running = Journal(run_dir / "journal.jsonl")
-    files = sorted(run_dir.iterdir())
+    before = (run_dir / "journal.jsonl").read_bytes()
+    with pytest.raises(SettingError, match="in use by another process"):
+        prepare_folder(recipe_of(run_dir))
     with pytest.raises(JournalError, match="in use by another process"):
-        resume(run_dir)
-    assert sorted(run_dir.iterdir()) == files
+        open_journal(run_dir, recipe_of(run_dir), (), "second", Clock())
+    assert (run_dir / "journal.jsonl").read_bytes() == before
     running.close()
 
 
@@ -104,12 +115,13 @@ def test_the_next_process_of_a_resumed_runs_hub_continues_at_the_end_of_its_jour
     resumed_at(run_dir)
     assert resumed_at(run_dir) == (2, 2, 2)
     kinds = [type(event).__name__ for _, event in read_events(run_dir / "journal.jsonl")][-3:]
-    assert kinds == ["Opened", "Checkpointed", "HubRestarted"]
+    assert kinds == ["Checkpointed", "Opened", "HubRestarted"]
 
 
 def test_a_folder_with_a_run_is_only_used_to_resume_it(tmp_path: Path):
+    run_dir = interrupted_run(tmp_path / "run")
     with pytest.raises(SettingError, match="holds a run; set run.resume=auto"):
-        resume(interrupted_run(tmp_path / "run"), mode="never")
+        open_journal(run_dir, recipe_of(run_dir, "never"), (), "second", Clock())
 
 
 @pytest.mark.parametrize("num_rows", [(5, 8), (5,)])
@@ -119,7 +131,7 @@ def test_a_run_is_not_continued_with_another_number_of_rows(tmp_path: Path, num_
     files = sorted(run_dir.iterdir())
     for run_id in ("second", "third"):  # started again within the run, and resumed
         with pytest.raises(SettingError, match=r"data\.path: (b has 8 rows, and .* began with 7|.* began with 2 sets)"):
-            resume(run_dir, run_id, num_rows=num_rows)
+            open_journal(run_dir, recipe_of(run_dir), (), run_id, Clock(), num_rows)
     assert sorted(run_dir.iterdir()) == files
     resume(run_dir, "third", num_rows=(5, 7))[1].close()
 
@@ -129,3 +141,27 @@ def test_a_run_with_a_stream_is_not_continued_without_it(tmp_path: Path):
     resume(run_dir, num_rows=(0,))[1].close()
     with pytest.raises(SettingError, match=r"data\.streaming: the run in .*run began with it"):
         resume(run_dir, "third", num_rows=(7,))
+
+
+def test_a_hub_that_is_started_again_opens_no_empty_journal_in_place_of_one_that_is_gone(tmp_path: Path):
+    check_journal_is_there(tmp_path, incarnation=2)  # the first one died before it had one
+    _, journal = resume(tmp_path)
+    check_journal_is_there(tmp_path, incarnation=2)
+    (tmp_path / "journal.jsonl").unlink()
+    with pytest.raises(SettingError, match=r"run\.dir: .*journal\.jsonl was removed while the run was under way"):
+        check_journal_is_there(tmp_path, incarnation=2)
+    check_journal_is_there(tmp_path, incarnation=1)
+    journal.close()
+
+
+def test_a_storage_unit_that_was_lost_before_the_checkpoint_may_have_its_name_again_after_a_resume(tmp_path: Path):
+    """Relays of the next run count their incarnations from 1 again."""
+    run_dir = interrupted_run(tmp_path / "run")
+    journal = run_dir / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lost = msgspec.json.encode(ev.UnitLost(unit="relay-0#1", reason="killed")) + b"\n"
+    journal.write_bytes(b"".join([lines[0], lost, *lines[1:]]))
+    assert replay(journal).lost_storage_ids == {"relay-0#1"}
+    state, resumed = resume(run_dir)
+    resumed.close()
+    assert not state.lost_storage_ids and not replay(journal).lost_storage_ids

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.hub_scene import Scene
+from support.hub_scene import Restart, Scene
 
 from headrace.comm.messages import (
     CheckpointWritten,
@@ -22,6 +22,7 @@ from headrace.comm.messages import (
 from headrace.comm.messages.base import GroupId
 from headrace.relay.hub import saved_queue
 from headrace.relay.hub.saved_queue import PATIENCE_S
+from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.journal.records import RowStatus
 
@@ -102,6 +103,43 @@ def test_a_repeated_report_and_rows_that_nothing_needs_change_nothing(scene: Sce
     dropped = [key for message in scene.heard("relay-0") if isinstance(message, DropRows) for key in message.keys]
     assert sorted(dropped) == sorted([other.key, group.row(1).key(3)])
     assert len(scene.path.read_bytes().splitlines()) == num_lines
+
+
+@pytest.mark.parametrize("how", ["answer", "death", "damage"])
+def test_a_file_whose_rows_were_not_all_read_is_not_written_over(
+    scene: Scene, how: str, capsys: pytest.CaptureFixture[str]
+):
+    scene.hub.context.commit(ev.Checkpointed(step=0, path=""))
+    scene.hub.saved_queue.restore()
+    if how == "death":
+        scene.hub.on_process_death("relay-0", "incarnation 1 is gone")
+    else:
+        answer = QueueRestored(0, 1, [], "not all of it", is_left=how == "answer")
+        scene.say("relay-0", answer)
+    scene.finish(scene.lease(request=1))
+    scene.heard("relay-0")
+    number = scene.hub.saved_queue.save()
+    assert (
+        bool(number) == any(isinstance(message, SaveQueue) for message in scene.heard("relay-0")) == (how == "damage")
+    )
+    assert ("stays on the disk" in capsys.readouterr().out) == (how != "damage")
+
+
+def test_a_hub_that_died_before_the_queue_was_read_has_it_read_by_the_next_one(tmp_path: Path):
+    scene = Restart(tmp_path)
+    scene.hub.context.commit(ev.Checkpointed(step=0, path=""))
+    scene.restart()
+    assert [message for message in scene.heard("relay-0") if isinstance(message, RestoreQueue)] == [RestoreQueue(0)]
+    row = finished(group_at(scene, 0), 0)
+    scene.say("rollout-0", LeaseRequest(1 << 32, 0, 1))
+    scene.hub.results.drop_needless("relay-0", [row.key])
+    assert not scene.heard("relay-0") and not scene.heard("rollout-0"), "its rows are in the units already, and awaited"
+    scene.say("relay-0", QueueRestored(0, 1, [row]))
+    [grant] = scene.heard("rollout-0")
+    assert isinstance(grant, LeaseGrant) and [lease.samples for lease in grant.leases] == [[1]]
+    scene.restart()
+    assert not any(isinstance(message, RestoreQueue) for message in scene.heard("relay-0")), "it was read"
+    scene.close()
 
 
 @pytest.mark.parametrize("how", ["answer", "death", "deadline"])

@@ -8,7 +8,7 @@ import pytest
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.evaluations import evaluation_metrics, pass_at_k, pass_sizes
-from headrace.relay.journal.journal import Journal, cut_at_checkpoint, replay
+from headrace.relay.journal.journal import Journal, cut_after, read_events, replay
 from headrace.relay.journal.state import HubState, apply
 
 
@@ -115,12 +115,12 @@ def test_a_resumed_run_opens_the_samples_again_that_were_being_generated():
 
 def test_the_window_knows_when_rollouts_work_on_an_evaluation():
     both = [ev.Evaluated(row=sample(0, sample=s), t=2.0) for s in range(2)]
-    assert not folded(begun(), leased(0)).window.is_shared
+    assert not folded(begun(), leased(0)).window.is_unusual
     state = folded(begun(), leased(0), *both)
-    assert state.window.is_shared
+    assert state.window.is_unusual
     apply(ev.Trained(step=0, t=3.0), state)
     apply(ev.Published(version=1, digest="", relay="relay-0", t=4.0), state)
-    assert not state.window.is_shared
+    assert not state.window.is_unusual
 
 
 def test_a_journal_that_is_cut_at_a_checkpoint_keeps_the_scores_of_its_version(tmp_path: Path):
@@ -132,10 +132,10 @@ def test_a_journal_that_is_cut_at_a_checkpoint_keeps_the_scores_of_its_version(t
     for event in (ev.Opened(epoch=1, samples_per_prompt=2), *zeroth, ev.Trained(step=0), *tail, *later):
         journal.append(event)
     journal.close()
-    checkpointed, *kept = cut_at_checkpoint(path, 1, into := tmp_path / "new")
-    assert isinstance(checkpointed, ev.Checkpointed) and kept == [begun(1, version=1), *scored]
-    state = replay(into)
-    for event in (ev.Opened(epoch=2, samples_per_prompt=2), *kept):
-        apply(event, state)
+    cut_after(path, 1, 1, tmp_path / "rest")
+    opened, *kept = [event for _, event in read_events(path)][-len(scored) - 2 :]
+    assert isinstance(opened, ev.Opened) and kept == [begun(1, version=1), *scored]
+    state = replay(path)
+    apply(ev.Opened(epoch=3, samples_per_prompt=2), state)
     assert [result["eval/version"] for result in state.evaluations.results] == [0, 1]
     assert state.evaluations.num_begun == 2 and state.is_balanced

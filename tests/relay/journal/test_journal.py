@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.power_cut import PowerCuts
 from support.small_disk import fill, small_disk
 
 from headrace.comm.disk import DiskReserve
@@ -19,9 +20,10 @@ from headrace.relay.journal.journal import (
     Journal,
     JournalError,
     account_dict,
-    checkpoints_in,
-    cut_at_checkpoint,
+    cut_after,
+    read_events,
     replay,
+    steps_in,
 )
 from headrace.relay.journal.state import HubState, apply
 
@@ -89,9 +91,13 @@ def test_resuming_at_a_checkpoint_ends_in_the_state_of_its_steps_however_late_it
     recorder.commit(ev.Checkpointed(step=1, path="step_1"))
     recorder.train_step()
     recorder.journal.close()
-    (checkpoint,) = cut_at_checkpoint(recorder.path, 1, new := recorder.path.with_name("new"))
-    assert isinstance(checkpoint, ev.Checkpointed) and checkpoint.step == 1
-    assert msgspec.msgpack.encode(replay(new)) == expected
+    cut_after(recorder.path, 1, 1, recorder.path.with_name("rest"))
+    *_, (_, last) = read_events(recorder.path)
+    assert isinstance(last, ev.Checkpointed) and last.step == 1
+    state = replay(recorder.path)
+    assert state.checkpointed == 1
+    state.checkpointed = -1
+    assert msgspec.msgpack.encode(state) == expected
 
 
 def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
@@ -101,11 +107,13 @@ def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
     expected = recorder.path.read_bytes().count(b"\n") - 1
     with recorder.path.open("ab") as file:
         file.write(bytes(100) + b"\n" + b'{"event":"Trained","step":1}\n')
-    assert checkpoints_in(recorder.path) == {1: expected}
-    with pytest.raises(JournalError, match="no checkpoint of step 2"):
-        cut_at_checkpoint(recorder.path, 2, recorder.path)
-    cut_at_checkpoint(recorder.path, 1, new := recorder.path.with_name("new"))
-    assert replay(new).step == 1
+    recorder.journal.close()
+    known, rest = steps_in(recorder.path), recorder.path.with_name("rest")
+    assert (known.lines, known.checkpoints, known.num_trained) == ({1: expected}, {1}, 1)
+    with pytest.raises(JournalError, match="has no step 2"):
+        cut_after(recorder.path, 2, 1, rest)
+    cut_after(recorder.path, 1, 1, rest)
+    assert replay(recorder.path).step == 1
 
 
 def test_a_second_writer_is_refused_until_the_first_has_closed_the_journal(recorder: Recorder):
@@ -115,6 +123,16 @@ def test_a_second_writer_is_refused_until_the_first_has_closed_the_journal(recor
     recorder.journal.close()
     Journal(recorder.path).close()
     assert replay(recorder.path) == recorder.state
+
+
+def test_a_power_cut_leaves_a_checkpoint_that_the_journal_has_and_all_events_before(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    with PowerCuts(tmp_path / "run", tmp_path / "cuts") as cuts:
+        recorder = Recorder(tmp_path / "run")
+        recorder.train_step()
+        recorder.commit(ev.Checkpointed(step=1, path="step_1"))
+    recorder.journal.close()
+    assert replay(cuts.left[-1] / "journal.jsonl") == recorder.state
 
 
 def test_an_unfinished_last_line_is_cut_off_before_others_follow(recorder: Recorder):
@@ -216,9 +234,10 @@ def test_a_full_disk_stops_the_resumption_by_name_and_leaves_no_part_of_a_copy(r
     recorder.train_step()
     recorder.commit(ev.Checkpointed(step=1, path="checkpoints/step_1"))
     recorder.train_step()
+    recorder.journal.close()
     folder, before = recorder.path.parent, recorder.path.read_bytes()
-    new, rest = folder / "journal.jsonl.new", folder / "journal.jsonl.discarded-2"  # one is counted
+    new, rest = folder / "journal.jsonl.new", folder / "journal.jsonl.discarded-1"
     (rest if is_rest else new).symlink_to("/dev/full")
     with pytest.raises(DiskFull, match=r"run\.dir is full"):
-        cut_at_checkpoint(recorder.path, 1, new)
+        cut_after(recorder.path, 1, 1, rest)
     assert sorted(folder.iterdir()) == [recorder.path] and recorder.path.read_bytes() == before

@@ -35,6 +35,14 @@ def failed(sample: int) -> ev.RowFailed:
     return ev.RowFailed(row=GROUP.row(sample), reason="no reward")
 
 
+def moved(source: str) -> ev.Moved:
+    return ev.Moved(rows=[GROUP.row(0)], attempts=[2], source=source, holder="rollout-2")
+
+
+GIVEN_BACK = ev.Returned(group=GROUP, attempt=1, reason="dead")
+LOST = ev.UnitLost(unit="relay-0#1", reason="dead")
+
+
 def test_a_journal_of_an_older_release_with_the_step_of_a_version_still_verifies(tmp_path: Path):
     journal = tmp_path / "journal.jsonl"
     journal.write_text(
@@ -48,7 +56,7 @@ def test_a_journal_of_an_older_release_with_the_step_of_a_version_still_verifies
 
 
 def test_a_trajectory_that_is_leased_twice_counts_as_leased_once():
-    state = fold(leased(), ev.Returned(group=GROUP, attempt=1, reason="dead"), leased(attempt=2))
+    state = fold(leased(), GIVEN_BACK, leased(attempt=2))
     assert state.account.leased == 2
     assert state.in_flight == 2
     assert state.cursor == 1
@@ -60,6 +68,11 @@ def test_a_trained_group_leaves_and_counts_its_staleness():
     assert state.staleness == {0: 2}
     assert state.groups == {}
     assert state.step == 1
+
+
+def test_a_group_is_as_old_as_its_oldest_row():
+    state = fold(leased(), ready(0), GIVEN_BACK, leased(attempt=2, samples=(1,), version=3))
+    assert state.groups[GROUP].version == 0 and state.queue.begun == {0: 1}
 
 
 def test_a_failed_row_leaves_the_others_of_its_group_usable():
@@ -77,7 +90,7 @@ def test_a_group_whose_rows_all_fail_leaves_the_queue():
 
 
 def test_only_the_unfinished_rows_of_a_dead_holder_come_back():
-    state = fold(leased(), ready(0), ev.Returned(group=GROUP, attempt=1, reason="dead"))
+    state = fold(leased(), ready(0), GIVEN_BACK)
     assert state.groups[GROUP].samples(RowStatus.WANTED) == [1]
     assert state.groups[GROUP].samples(RowStatus.READY) == [0]
 
@@ -90,8 +103,7 @@ def test_after_a_restart_of_the_hub_all_untrained_rows_are_wanted_again():
 
 
 def test_a_resumed_run_may_use_a_storage_unit_with_the_name_of_a_lost_one():
-    lost = ev.UnitLost(unit="relay-0#1", reason="dead")
-    state = fold(lost, ev.Opened(epoch=2, samples_per_prompt=2), leased(), ready(0))
+    state = fold(LOST, ev.Opened(epoch=2, samples_per_prompt=2), leased(), ready(0))
     assert state.groups[GROUP].samples(RowStatus.READY) == [0]
 
 
@@ -103,11 +115,20 @@ def test_a_resumed_run_may_use_a_storage_unit_with_the_name_of_a_lost_one():
         pytest.param([leased(), leased(attempt=2)], id="a lease of what is leased"),
         pytest.param([leased(), ev.Handed(step=0, groups=[GROUP])], id="a hand-out of an unfinished group"),
         pytest.param([ev.Trained(step=3)], id="a step out of turn"),
+        pytest.param([leased(), GIVEN_BACK, leased(attempt=1)], id="an attempt that a row has had"),
+        pytest.param([leased(), moved("rollout-1")], id="a move from a rollout that does not hold the row"),
+        pytest.param([leased(), LOST, ready(0)], id="a row in a unit that is lost"),
+        pytest.param(
+            [leased(), ready(0), ready(1), ev.Handed(step=1, groups=[GROUP])], id="a hand-out for a step to come"
+        ),
+        pytest.param([leased(), ready(0), ev.GroupFiltered(group=GROUP)], id="a filter of an unfinished group"),
+        pytest.param([ev.Checkpointed(step=1, path="")], id="a checkpoint of a step to come"),
     ],
 )
 def test_an_illegal_event_is_refused(events: list[ev.Event]):
+    state = fold(*events[:-1])
     with pytest.raises(AssertionError):
-        fold(*events)
+        apply(events[-1], state)
 
 
 class AnyLegalHistory(RuleBasedStateMachine):

@@ -73,7 +73,7 @@ def test_a_step_that_starved_adds_the_groups_that_were_missing_and_is_remembered
     assert window.limit == pytest.approx(max(window.in_generation + missing, 1.08 * before))
     for _ in range(5):
         pass_step(window, 10, 30)
-    assert window.limit >= 1.08 * before * 0.99**5 - 1e-9
+    assert window.limit == pytest.approx(1.08 * before * 0.99**5), "the floor fades"
 
 
 def test_a_trainer_that_waits_beside_ready_groups_does_not_starve():
@@ -103,6 +103,106 @@ def test_the_step_in_which_a_run_starts_again_is_not_measured():
     window.open()
     pass_step(window, 0, 0, waited_s=9.0)
     assert (window.in_generation, window.margin, window.floor) == before
+
+
+def usual(window: Window) -> tuple[float, float, float, float]:
+    return window.in_generation, window.margin, window.floor, window.step_s
+
+
+def rows(window: Window, seconds: float, every_s: float = 0.5, queued: int = 60, ready: int = 20) -> None:
+    """So many seconds during which a row becomes ready at each interval."""
+    for _ in range(round(seconds / every_s)):
+        window.pass_time(window.now + every_s, queued, ready, 50)
+        window.row_ready()
+
+
+@pytest.mark.parametrize("stall_s", [60.0, 6000.0])
+def test_a_step_in_which_generation_stalled_is_not_measured(stall_s: float):
+    window = started(40, 20)
+    rows(window, STEP_S)
+    window.end_step(100, STEP_S, 0.0)
+    before = usual(window)
+    rows(window, 4.0)
+    window.pass_time(window.now + stall_s, 60, 0, 50)
+    rows(window, 6.0)
+    window.end_step(100, STEP_S, stall_s)
+    assert usual(window) == before
+    rows(window, STEP_S, queued=70)
+    window.end_step(100, STEP_S, 0.0)
+    assert usual(window) != before, "the next step is measured again"
+
+
+def test_a_stall_that_began_before_the_end_of_a_step_keeps_the_next_one_from_being_measured():
+    window = started(40, 20)
+    rows(window, 4.0)
+    window.pass_time(window.now + 6.0, 60, 10, 50)
+    window.end_step(100, STEP_S, 0.0)
+    before = usual(window)
+    window.pass_time(window.now + 60.0, 60, 0, 50)
+    rows(window, 4.0)
+    window.end_step(100, STEP_S, 54.0)
+    assert usual(window) == before
+
+
+def test_a_time_in_which_no_group_is_generated_is_no_stall():
+    window = started(40, 20)
+    before = usual(window)
+    rows(window, 4.0)
+    window.pass_time(window.now + 600.0, 60, 60, 50)
+    rows(window, 6.0)
+    window.end_step(100, 610.0, 0.0)
+    assert usual(window) != before
+
+
+def test_stalls_in_every_step_are_the_usual_load_in_the_end():
+    window = started(40, 20)
+    before = usual(window)
+    for step in range(5):
+        assert (usual(window) == before) == (step < 5)
+        window.row_ready()
+        window.pass_time(window.now + 100.0, 60, 0, 50)
+        window.end_step(100, STEP_S, 90.0)
+    assert usual(window) != before
+
+
+def test_one_step_that_starved_adds_about_a_step_of_groups_at_most():
+    window = started(40, 20)
+    for _ in range(3):
+        before = window.limit
+        window.row_ready()
+        window.pass_time(window.now + 50.0, math.ceil(window.limit), 0, 50)
+        window.end_step(100, 1.0, 49.0)
+        assert before < window.limit <= before + max(100, before / 2)
+
+
+def test_a_wide_window_may_grow_by_half_of_itself():
+    window = started(900, 100)
+    window.pass_time(window.now + 20.0, 1000, 0, 50)
+    window.end_step(100, 4.0, 16.0)
+    assert window.limit == pytest.approx(1500)
+
+
+def leased(state: HubState, t: float) -> GroupId:
+    group = GroupId(0, 0)
+    apply(ev.Opened(t=1.0, epoch=1, samples_per_prompt=1), state)
+    apply(ev.Leased(t=t, group=group, samples=[0], attempt=1, version=0, holder="r"), state)
+    return group
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_the_step_in_which_a_dead_rollouts_leases_come_back_is_not_measured(died: bool):
+    state = HubState()
+    group = leased(state, 2.0)
+    apply(ev.Returned(t=3.0, group=group, attempt=1, reason="", died=died), state)
+    assert state.window.is_unusual == died, "a rollout that switches to another version returns leases too"
+
+
+def test_the_step_in_which_rows_are_lost_is_not_measured():
+    state = HubState()
+    group = leased(state, 2.0)
+    apply(ev.RowReady(t=3.0, row=group.row(0), units=["u#1"], version=0, num_tokens=1, reward=0.0), state)
+    apply(ev.UnitLost(t=4.0, unit="u#1", reason="dead"), state)
+    assert state.window.is_unusual
 
 
 def test_the_clock_of_the_host_may_be_set_back():

@@ -27,16 +27,18 @@ class SmallRun:
         lead: Literal["auto"] | int = "auto",
         sampler: Sampler | None = None,
         micro_tokens: int = 0,
+        samples: int = 1,
+        on_stale: Literal["wait", "evict"] = "wait",
     ) -> None:
         self.admission = Admission(
-            BatchSettings(prompts_per_step=per_step, samples_per_prompt=1),
-            QueueSettings(capacity=capacity, max_staleness=bound, lead=lead),
+            BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples),
+            QueueSettings(capacity=capacity, max_staleness=bound, lead=lead, on_stale=on_stale),
             steps,
             sampler=sampler,
             micro_tokens=micro_tokens,
         )
         self.state = HubState()
-        apply(ev.Opened(epoch=1, samples_per_prompt=1), self.state)
+        apply(ev.Opened(epoch=1, samples_per_prompt=samples), self.state)
 
     def lease(self, version: int) -> bool:
         if not self.admission.may_lease(self.state, version):
@@ -130,6 +132,7 @@ def test_a_queue_that_a_sampler_chooses_from_has_a_step_at_least():
 
 def test_new_groups_wait_for_the_version_of_the_last_step_while_the_trainer_has_work():
     run = SmallRun(bound=None, per_step=1, capacity=4)
+    apply(ev.Published(version=0, digest="", relay="relay-0"), run.state)
     run.train_whole_step()
     assert run.lease(0)
     run.finish(run.unfinished()[0])
@@ -175,8 +178,33 @@ def test_a_selection_ends_with_the_group_that_reaches_the_tokens():
 
 
 def test_no_more_groups_are_leased_than_the_last_steps_need():
-    run = SmallRun(bound=None, per_step=2, steps=1)
-    assert [run.lease(0) for _ in range(3)] == [True, True, False]
+    run = SmallRun(bound=None, per_step=2, steps=2, lead=8)
+    assert [run.lease(0) for _ in range(5)] == [True, True, True, True, False]
+    for group in run.unfinished():
+        run.finish(group)
+    assert run.train_if_ready() and not run.lease(0)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "evict"])
+def test_the_rest_of_a_group_is_leased_only_while_its_ready_rows_are_within_the_bound(
+    on_stale: Literal["wait", "evict"],
+):
+    run = SmallRun(bound=1, per_step=1, samples=2, on_stale=on_stale)
+    group, state = GroupId(0, 0), run.state
+    apply(ev.Leased(group=group, samples=[0, 1], attempt=1, version=0, holder="r"), state)
+    run.finish(group)
+    apply(ev.Returned(group=group, attempt=1, reason="dead"), state)
+    for step, is_within in ((1, True), (2, False)):
+        state.step = state.version = step
+        assert run.admission.may_lease(state, step, state.groups[group]) is is_within
+
+
+def test_groups_are_evicted_once_they_are_older_than_the_bound_and_no_others():
+    run = SmallRun(bound=1, per_step=2, capacity=4, on_stale="evict")
+    for version in (0, 1, 2):
+        run.state.step = run.state.version = version
+        assert run.lease(version)
+    assert [group.version for group in run.admission.stale(run.state)] == [0]
 
 
 def test_a_step_waits_for_an_unfinished_group_that_is_due():

@@ -11,6 +11,7 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.messages.base import process_of, storage_id_of
 from headrace.comm.storage.client import StorageClient
+from headrace.comm.storage.protocol import Locate, Located
 from headrace.comm.storage.server import StorageServer
 from headrace.relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 
@@ -45,6 +46,13 @@ class Cluster:
 
     def client(self, name: str) -> StorageClient:
         return self.relays[0].open_rows(self.hosted[name].address)
+
+    def spoil(self, name: str, key: str) -> None:
+        """Change a byte of a row in one unit's memory."""
+        client = self.client(name)
+        (block,) = client._ask(Locate([key], None, False), Located).rows[0]
+        self.hosted[name].arena.write(block.offset, [np.full(1, 255, np.uint8)])
+        client.close()
 
     def drop(self, name: str, key: str) -> None:
         client = self.client(name)
@@ -110,6 +118,20 @@ def test_a_row_that_one_copy_lacks_is_read_from_the_other(cluster: type[Cluster]
     held = p.storage.put_row("0.0.0@1", ROW)
     p.drop(held[0], "0.0.0@1")
     assert p.storage.get_row("0.0.0@1", held)["response_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_row_whose_first_copy_is_damaged_is_read_from_the_other(
+    cluster: type[Cluster], caplog: pytest.LogCaptureFixture
+):
+    p = cluster(2)
+    held = p.storage.put_row("0.0.0@1", ROW)
+    p.spoil(held[0], "0.0.0@1")
+    with caplog.at_level(logging.WARNING):
+        assert p.storage.get_row("0.0.0@1", held)["response_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert f"{held[0]} failed" in caplog.text
+    p.spoil(held[1], "0.0.0@1")
+    with pytest.raises(RowNotFound, match=r"relay-1#1: WrongDigest .*relay-0#1: WrongDigest"):
+        p.storage.get_row("0.0.0@1", held)
 
 
 def test_the_error_for_a_row_without_a_copy_gives_each_units_reason(cluster: type[Cluster]):

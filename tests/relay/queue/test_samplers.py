@@ -44,3 +44,8 @@ def test_consumers_that_ask_in_turn_get_equal_shares():
     items = [item(order, num_tokens=tokens) for order, tokens in enumerate([6, 5, 4, 3])]
     first = TokenBalanced(2).sample(items, EVERYTHING)
     assert sum(i.num_tokens for i in first) == 9
+
+
+def test_of_parts_that_cannot_be_equal_the_heaviest_goes_out_first():
+    items = [item(order, num_tokens=tokens) for order, tokens in enumerate([2, 9, 1])]
+    assert [i.num_tokens for i in TokenBalanced(2).sample(items, EVERYTHING)] == [9]

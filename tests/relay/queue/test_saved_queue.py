@@ -9,6 +9,8 @@ import pytest
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.power_cut import PowerCuts
 
+from headrace.comm.errors import StorageFull
+from headrace.comm.fleet import Member
 from headrace.comm.messages import RowId, SavedRow, SaveQueue
 from headrace.relay import checkpoints
 from headrace.relay.checkpoints import CheckpointFolder
@@ -77,6 +79,45 @@ def test_rows_of_a_later_version_and_those_trained_meanwhile_are_left_out(run: R
     assert [row.key for row in restore_queue(tmp_path, STEP, later.storage).rows] == [kept.key]
 
 
+def test_rows_are_read_back_once_the_first_unit_is_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = run.put(0)
+    save(run, tmp_path, row)
+    relay = MemoryFleet.join_network(MemoryNetwork(), "relay", 0)
+    storage, unit, members = ReplicatedRows(relay), relay.host_rows(), relay.members
+
+    def announced_late(role: str | None = None) -> list[Member]:
+        """The unit is announced after the first look at the fleet."""
+        found = members(role)
+        relay.announce(unit=unit.address)
+        return found
+
+    monkeypatch.setattr(relay, "members", announced_late)
+    found = restore_queue(tmp_path, STEP, storage)
+    storage.close()
+    unit.close()
+    assert (found.problem, [each.key for each in found.rows]) == ("", [row.key])
+
+
+@pytest.mark.parametrize(("trouble", "problem"), [("full", "no room for more"), ("gone", "there was no storage unit")])
+def test_rows_that_no_unit_takes_stay_in_the_file_for_a_later_run(
+    run: Run, later: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, problem: str
+):
+    row = run.put(0)
+    save(run, tmp_path, row)
+    monkeypatch.setattr(saved_queue, "UNIT_WAIT_S", 0.2)
+
+    def put_rows(rows: object) -> list[str]:
+        if trouble == "full":
+            raise StorageFull("no room")
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(later.storage, "put_rows", put_rows)
+        restored = restore_queue(tmp_path, STEP, later.storage)
+    assert problem in restored.problem and restored.is_left and not restored.rows
+    assert [each.key for each in restore_queue(tmp_path, STEP, later.storage).rows] == [row.key]
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -91,7 +132,7 @@ def test_a_damaged_file_gives_no_row_and_says_why(run: Run, later: Run, tmp_path
     (file,) = tmp_path.glob(f"queue/step_{STEP}/rows-*.safetensors")
     damage(file)
     restored = restore_queue(tmp_path, STEP, later.storage)
-    assert not restored.rows and problem in restored.problem
+    assert not restored.rows and problem in restored.problem and not restored.is_left
     assert not later.unit.listing()
 
 
@@ -115,6 +156,7 @@ def test_a_power_cut_while_the_queue_is_written_again_leaves_the_old_rows_or_the
     run: Run, later: Run, tmp_path: Path
 ):
     old, new = run.put(0), run.put(1)
+    (tmp_path / "run").mkdir()
     save(run, tmp_path / "run", old)
     with PowerCuts(tmp_path / "run", tmp_path / "cuts") as cuts:
         save(run, tmp_path / "run", old, new)

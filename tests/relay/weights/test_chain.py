@@ -217,6 +217,14 @@ def test_the_last_relay_has_a_part_of_a_version_before_the_first_has_it_whole():
     relays.wait_until_all_have(2, range(4))
 
 
+def test_a_relay_that_lives_but_takes_nothing_is_passed_over_and_those_after_it_have_the_version(monkeypatch):
+    monkeypatch.setattr(server, "SILENCE_S", 1.0)
+    relays = Relays(3)
+    relays.servers[1].close()  # its process still beats
+    relays.publish(1)
+    relays.wait_until_all_have(1, (0, 2))
+
+
 @pytest.mark.parametrize("kill", [0, 1, 3])
 def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_bytes_nor_a_timeout(kill, monkeypatch):
     for module in (transfer, server, push):

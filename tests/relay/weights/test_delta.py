@@ -36,6 +36,16 @@ def test_a_delta_turns_the_base_into_the_new_version_bit_for_bit(seed, share, wi
     assert changes.nbytes <= (touched.sum() + num_elements // 65_535 + 1) * (2 + width)
 
 
+@pytest.mark.parametrize("gap", [65_535, 65_536, 65_537, 131_070, 131_071])
+def test_a_delta_crosses_gaps_of_about_as_many_elements_as_16_bits_count(gap):
+    base = np.zeros(2 * (gap + 1), np.uint8)
+    new = base.copy()
+    new.view("u2")[[0, gap]] = 7
+    places, values = decode(encode(base, new, 2), 2, gap + 1)
+    base.view("u2")[places] = values
+    assert np.array_equal(base, new)
+
+
 def test_equal_versions_have_an_empty_delta():
     base = np.zeros(1000, np.uint8)
     assert encode(base, base.copy(), 2).nbytes == 0

@@ -2,16 +2,21 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support import sharded_model
 from support.closing import at_end
 from support.sharded_model import CUTS, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
@@ -54,12 +59,54 @@ def test_rank_0_alone_publishes_tensors_that_are_not_sharded():
     assert WeightShard.of(layout, tensors, 1, 2).num_bytes == 0
 
 
+def ranks_with_two_copies() -> Iterator[dict[str, torch.Tensor]]:
+    """The weights as each of four ranks holds them that keep two copies of the model (HSDP).
+
+    No rank talks to another one, so a group in name alone will do.
+    """
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            mesh = init_device_mesh("cpu", (2, 2))
+            yield {
+                name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+                for name, tensor in build().state_dict().items()
+            }
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_of_ranks_that_hold_two_copies_the_first_copy_is_published_each_byte_once(tp: int):
+    whole = build().state_dict()
+    layout = Layout.of(whole, "float32", tp, CUTS)
+    alone, found = np.zeros(layout.num_bytes, np.uint8), np.zeros(layout.num_bytes, np.uint8)
+    layout.write(whole, alone)
+    times, num_bytes = np.zeros(layout.num_bytes, np.uint8), list[int]()
+    for rank, tensors in enumerate(ranks_with_two_copies()):
+        part = WeightShard.of(layout, tensors, rank, 4)
+        written = np.zeros(part.num_bytes, np.uint8)
+        part.write(tensors, written)
+        for at, start, end in part.ranges.chunks(0, layout.num_bytes):
+            found[start:end] = written[at : at + end - start]
+            times[start:end] += 1
+        num_bytes.append(part.num_bytes)
+    is_padding = np.ones(layout.num_bytes, bool)
+    for entry in layout.entries:
+        is_padding[entry.offset : entry.offset + entry.num_bytes] = False
+    assert np.array_equal(times, np.where(is_padding, 0, 1)) and np.array_equal(found, alone)
+    assert min(num_bytes[:2]) > 0 and num_bytes[2:] == [0, 0]
+
+
 ACTOR = """
 import sys, torch
 sys.path.insert(0, sys.argv[6])
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from support.sharded_model import CUTS, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import connect_store

@@ -40,6 +40,19 @@ def test_captured_steps_draw_what_single_steps_draw_over_rows_and_widths_that_ch
     engine.check()
 
 
+def test_a_step_that_is_captured_at_the_start_of_a_page_leaves_the_pages_before_it_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_NARROWEST", 32)
+    monkeypatch.setattr(cuda_graphs, "_WIDER", 2)
+    path, params = tiny_policy(tmp_path), SamplingParams(max_new_tokens=20, temperature=0)
+    prompts = [random_prompts(1, 1)[0] * length for length in (30, 31, 32)]
+    expected = Engine(path, page_size=16).generate(prompts, params)
+    engine = Engine(path, page_size=16)
+    use_graphs(engine, monkeypatch)
+    for done, plain in zip(engine.generate(prompts, params), expected, strict=True):
+        assert done.token_ids == plain.token_ids
+        assert done.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+
+
 def test_a_launch_is_as_wide_as_the_rows_and_not_as_the_context(tmp_path, monkeypatch):
     path = tiny_policy(tmp_path, max_position_embeddings=100_000)
     engine = Engine(path, max_running=4, kv_gb=0.2)

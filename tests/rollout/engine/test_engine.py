@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.policies import STORIES, needs_stories, plain_logprobs, random_prompts, tiny_policy
+from support.policies import STORIES, plain_logprobs, random_prompts, tiny_policy
 from transformers import AddedToken, AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.memory import AvailableMemory, plan_cache
 from headrace.rollout.engine.text import Text
+from headrace.rollout.engine.to_device import check_device
 from headrace.trainer.policy.model import load_policy, load_tokenizer
 
 
@@ -43,7 +44,6 @@ def test_greedy_responses_equal_those_of_transformers_generate(tmp_path, family)
         assert engine.idle and engine.pool.num_free == engine.pool.num_pages - 1
 
 
-@needs_stories
 def test_logprobs_are_as_near_to_float64_as_those_of_a_plain_forward():
     engine = Engine(STORIES, max_running=16)
     plain = AutoModelForCausalLM.from_pretrained(STORIES).eval()
@@ -134,8 +134,8 @@ def test_stop_tokens_and_strings_end_a_response(llama):
     assert by_text.text == free.text[: free.text.index(wanted)] and by_text.finish_reason == "stop"
 
 
-def test_a_stop_string_of_characters_that_are_several_tokens_each_ends_a_response(stories260k):
-    engine = Engine(stories260k)
+def test_a_stop_string_of_characters_that_are_several_tokens_each_ends_a_response():
+    engine = Engine(STORIES)
     smiles = engine.text.encode("\U0001f642" * 3)
     assert len(smiles) >= 12, "this tokenizer writes the character in bytes"
     sequence = engine._sequence([1], SamplingParams(max_new_tokens=100, stop="\U0001f642" * 3), 0, 0)
@@ -172,6 +172,34 @@ def test_a_policy_with_logits_that_are_not_finite_ends_its_responses_as_errors(t
         done = engine.generate([[5, 6, 7], [8]], SamplingParams(max_new_tokens=9, temperature=temperature))
         assert [(c.finish_reason, c.token_ids) for c in done] == [("error", [])] * 2
     engine.check()
+
+
+@pytest.mark.parametrize("attention", ["pool", "gather"])
+def test_pages_of_a_trajectory_that_ended_in_nan_spoil_no_later_one(tmp_path, attention):
+    policy = load_policy(tiny_policy(tmp_path))
+    engine, params = Engine(policy, attention=attention), SamplingParams(max_new_tokens=9, temperature=0)
+    prompts = [[5, 6, 7], [8]]
+    expected = [c.token_ids for c in engine.generate(prompts, params)]
+    weight = policy.weights()["model.layers.0.self_attn.v_proj.weight"]
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight[3] = float("nan")
+    engine.weights_changed()
+    bad = engine.generate([random_prompts(1, 1)[0] * n for n in (61, 125)], params)
+    assert [c.finish_reason for c in bad] == ["error"] * 2
+    with torch.no_grad():
+        weight.copy_(good)
+    engine.weights_changed()
+    assert [c.token_ids for c in engine.generate(prompts, params)] == expected
+    engine.check()
+
+
+def test_an_engine_on_another_gpu_than_the_current_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(SettingError, match=r"device=cuda:1: the current device of this process is cuda:0"):
+        check_device(torch.device("cuda:1"))
+    for device in ("cuda:0", "cuda", "cpu"):
+        check_device(torch.device(device))
 
 
 def test_prompts_of_the_wrong_kind_are_refused(llama):
@@ -363,7 +391,7 @@ def test_ten_thousand_requests_leave_no_page_and_no_object_behind(llama):
 
 def test_the_engine_describes_its_choices(llama):
     assert Engine(llama).description.startswith(
-        "lean forward in float32 on cpu, attention 'pool', 130 pages of 64 tokens, 0.0"
+        "lean forward in float32 on cpu, attention 'pool', 130 pages of 64 tokens, at most 0.0"
     )
     assert "attention 'gather'" in Engine(llama, attention="gather").description
     with pytest.raises(SettingError, match=r"generator\.attention: 'triton' cannot serve this policy here"):
@@ -380,7 +408,9 @@ def test_the_cache_has_the_pages_of_all_sequences_as_far_as_the_memory_allows(ll
     assert large.num_pages == 80_002 and large.max_kept == 2**30 // page, "on a CPU an untouched page takes no memory"
     assert plan_cache(policy, 64, 8, 9.0, AvailableMemory(10**10, 0, gpu)).max_kept == 9 * 10**9 // page
     scarce = plan_cache(policy, 64, 8, None, AvailableMemory(40 * page, 20 * page, gpu))
-    assert scarce.num_pages == 20 and str(scarce) == f"20 pages of 64 tokens, {20 * page / 1e9:.3g} GB of KV cache"
+    assert (
+        scarce.num_pages == 20 and str(scarce) == f"20 pages of 64 tokens, at most {20 * page / 1e9:.3g} GB of KV cache"
+    )
     assert plan_cache(policy, 64, 8, 50 * page / 1e9, AvailableMemory(60 * page, 9 * page, gpu)).num_pages == 50
     with pytest.raises(
         SettingError, match=r"kv_gb: generator\.gpu_share=0\.5 of the GPU does not hold one sequence of 256"

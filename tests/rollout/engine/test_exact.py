@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.exact import packed_logprobs, run
-from support.policies import STORIES, needs_stories, random_prompts, tiny_policy
+from support.policies import STORIES, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
@@ -47,7 +47,6 @@ def test_an_element_of_a_gate_has_the_same_bits_under_any_number_of_threads(own_
             assert torch.equal(operators.gate(gate, up), expected)
 
 
-@needs_stories
 @torch.no_grad()
 def test_in_normal_mode_they_differ_by_the_rounding_of_fp32_alone():
     """Each is as far from the same policy in fp64 as from the other: only equal bits would allow a tighter bound."""
@@ -65,7 +64,6 @@ def test_in_normal_mode_they_differ_by_the_rounding_of_fp32_alone():
     assert (found - trained).abs().mean() < sum(of_each) < 5e-6
 
 
-@needs_stories
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_agreement_survives_preemption_pauses_and_forks_of_a_real_policy(dtype):
     page_bytes = 2 * 5 * 64 * 4 * 8 * getattr(torch, dtype).itemsize

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.policies import STORIES, needs_stories, random_prompts, tiny_policy
+from support.policies import STORIES, random_prompts, tiny_policy
 
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.attention.cpu import _runs
@@ -33,7 +33,6 @@ def trained_logprobs(policy, completion):
         return policy.token_logprobs(hidden, tokens[1:])[0][len(completion.prompt_ids) - 1 :]
 
 
-@needs_stories
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_that_are_found_again_have_the_bits_of_a_prefill_in_exact_mode(dtype):
     engine, policy = Engine(STORIES, dtype, exact=True, max_running=3), load_policy(STORIES, dtype, exact=True)
@@ -52,6 +51,15 @@ def test_trajectories_are_those_of_an_engine_without_the_cache(llama, attention)
         assert ours.token_ids == theirs.token_ids
         assert torch.tensor(ours.logprobs).allclose(torch.tensor(theirs.logprobs), atol=1e-5)
     assert engine.scheduler.prefixes.num_found > 0 == plain.scheduler.prefixes.num_found
+
+
+def test_a_page_is_found_only_behind_the_tokens_that_it_was_computed_behind(llama):
+    engine = Engine(llama, max_running=2)
+    size = engine.scheduler.pool.page_size
+    first, second, third, fourth = ([start + i % 20 for i in range(size)] for start in (5, 25, 45, 65))
+    for prompt in ([*first, *second, 9], [*third, *fourth, 9], [*first, *fourth, 9]):
+        engine.generate([prompt], SamplingParams(max_new_tokens=1))
+    assert engine.scheduler.prefixes.num_found == size, "of the last prompt, its first page"
 
 
 def test_equal_prompts_of_a_list_are_prefilled_once(llama):

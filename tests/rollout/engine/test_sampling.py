@@ -65,6 +65,28 @@ def test_top_k_top_p_and_min_p_drop_the_unlikely_and_renormalise():
         assert torch.allclose(logprobs, logits.log_softmax(0)[tokens], atol=1e-6)
 
 
+def test_top_p_keeps_no_token_beyond_those_that_reach_it_exactly():
+    for top_p, count in ((0.25, 1), (0.5, 2), (0.75, 3)):
+        frequencies, _, _ = drawn(torch.zeros(4), SamplingParams(top_p=top_p), 500)
+        assert int((frequencies > 0).sum()) == count, top_p
+
+
+def test_a_repetition_penalty_makes_seen_tokens_of_either_sign_less_likely():
+    logits, count = torch.tensor([-2.0, 2.0, 0.5]), 5_000
+    rows = batch_of([SamplingParams(repetition_penalty=2)] * count, [stream_key(3, i) for i in range(count)])
+    rows.record_tokens([range(3)] * count, vocab_size=3)
+    tokens, _ = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
+    expected = torch.tensor([-4.0, 1.0, 0.25]).softmax(0)
+    assert (torch.bincount(tokens, minlength=3) / count - expected).abs().max() < 0.02
+
+
+def test_a_drawn_token_is_penalized_from_the_next_step_on():
+    rows = batch_of([SamplingParams(temperature=0, repetition_penalty=4)], [1])
+    rows.record_tokens([[2]], vocab_size=3)
+    logits = torch.tensor([[2.0, 1.0, -1.0]])
+    assert [int(sample(logits.clone(), rows, torch.tensor([step])).tokens) for step in range(3)] == [0, 1, 0]
+
+
 def test_the_log_probability_is_the_policys_at_the_temperature_whatever_changes_the_draw():
     """A greedy row counts as temperature 1, as in the trainer."""
     logits = torch.randn(5, 50)

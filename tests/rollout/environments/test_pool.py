@@ -29,6 +29,8 @@ class Counter:
             time.sleep(1000)
         if completion == "die":
             os._exit(3)
+        if completion == "environment":
+            return " ".join(name for name in os.environ if name.startswith("HEADRACE_")), 0.0, True
         if completion == "raise":
             raise ValueError("no such turn: \\ud83d")
         return "+".join(self.turns), 0.5, completion == "end"
@@ -126,6 +128,15 @@ def test_an_environment_answers_its_reset_and_its_turns(pool: MakePool):
     assert ask(counter, [])[0].step == (" go", 0.0, False)
     assert ask(counter, ["a"])[0].step == ("a", 0.5, False)
     assert ask(counter, ["a", "end"])[0].step == ("a+end", 0.5, True)
+
+
+def test_an_environment_inherits_neither_the_runs_secret_nor_its_store(pool: MakePool, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HEADRACE_SECRET", "HEADRACE_STORE", "HEADRACE_OTHER"):
+        monkeypatch.setenv(name, "x")
+    found = ask(pool(), ["environment"])[0].step
+    assert found is not None and {"HEADRACE_OTHER"} == {
+        name for name in str(found[0]).split() if name != "HEADRACE_TEST"
+    }
 
 
 def test_hundreds_of_environments_wait_at_the_same_time_in_one_process(pool: MakePool):

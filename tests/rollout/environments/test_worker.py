@@ -47,3 +47,32 @@ def test_an_environment_whose_constructor_ends_after_its_deadline_is_closed():
 
     answer = asyncio.run(asyncio.wait_for(ask(), 60))
     assert answer == {"error": "no answer within environment.timeout_s=0.01"} and Slow.begins.is_set()
+
+
+class Seeded:
+    """An environment whose state is what the test gives it."""
+
+    value: Any = None
+
+    def reset(self, **row: Any) -> str:
+        return "go"
+
+    def state(self) -> Any:
+        return self.value
+
+    def restore(self, state: Any) -> None: ...
+
+
+def test_an_environments_state_may_have_large_integers_and_bounded_nesting():
+    question: dict[str, Any] = {"key": 1, "row": {"prompt": "p"}, "completions": []}
+
+    def answer(value: Any) -> dict[str, Any]:
+        Seeded.value = value
+        return asyncio.run(Worker(Seeded, timeout_s=60).answer(question))
+
+    assert answer({"seed": 2**100})["state"] == {"seed": 2**100}
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    assert "lists or objects one inside the other" in answer(deep)["error"]
+    assert "surrogates" in answer("\ud800")["error"]

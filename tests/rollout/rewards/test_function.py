@@ -4,16 +4,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.assets import GSM8K
 
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
 from headrace.rollout.rewards.ready import format, gsm8k, length, math, reasoning_gym
+from headrace.rollout.rewards.worker import explain
 
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 BATCH = {
     "prompts": ["p", "q"],
     "completions": ["a", [{"role": "assistant", "content": "bb"}]],
@@ -45,6 +45,12 @@ def test_trl_functions_get_every_argument_of_trl():
     assert scores.rewards == [7, 9]
     assert scores.metrics == [{"accuracy": 0.5}] * 2
     assert scores.extra == [{"source": "d"}, {"source": "e"}]
+
+
+def test_a_wrong_number_of_rewards_is_an_error_that_names_the_function():
+    for rewards in ([], [1], [1, 2, 3]):
+        with pytest.raises(WrongLength, match=f"f returned {len(rewards)} rewards for 2"):
+            scores_of(lambda completions, rewards=rewards: rewards)
 
 
 def test_a_wrong_number_of_extra_values_is_an_error_that_names_them():
@@ -103,7 +109,7 @@ def test_the_sum_leaves_out_functions_without_a_reward():
 
 
 def test_gsm8k_accepts_each_published_solution_and_no_other_number():
-    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:400]]
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
     for row in rows:
         gold = re.findall(r"#### (\-?[0-9\.\,]+)", row["answer"])[-1].replace(",", "")  # verl's strict extraction
         assert gsm8k(row["answer"], row["answer"]) == gsm8k(f"So it is ${gold}.", row["answer"]) == 1.0
@@ -197,3 +203,20 @@ def test_format_asks_for_one_thought_and_an_answer(text: str, reward: float):
 
 def test_length_is_minus_thousands_of_tokens():
     assert length([[1] * 500, []]) == [-0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda solution_str: "right", "f returned 'right', which is no number"),
+        (lambda solution_str: {"score": [1]}, r"f returned {'score': \[1\]}, which is no number"),
+        (lambda completions: [object()] * 2, "f returned <object .*, which is no number"),
+        (lambda completions: 1.0, "f returned 1.0 for 2 completions, not a list"),
+        (lambda completions: None, "f returned None in place of a list of rewards"),
+        (lambda completions: "x" * 200, r"f returned 'x+\.\.\. for 2 completions, not a list"),
+    ],
+)
+def test_a_value_that_is_no_reward_names_the_function_and_itself(function, message):
+    with pytest.raises(TypeError, match=message) as told:
+        scores_of(function)
+    assert "(function.py" not in explain(told.value)

@@ -1,5 +1,6 @@
 """Rewards run in processes of their own: no fault of the user's function ends the run."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.polling import wait_for
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RewardSettings
@@ -59,6 +61,16 @@ TRL = "def reward(prompts, completions, completion_ids, answer, **columns):\n"
 MakePool = Callable[..., RewardPool]
 
 
+def test_a_reward_inherits_neither_the_runs_secret_nor_its_store(pool: MakePool, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HEADRACE_SECRET", "HEADRACE_STORE", "HEADRACE_OTHER"):
+        monkeypatch.setenv(name, "x")
+    names = ["HEADRACE_OTHER", "HEADRACE_SECRET", "HEADRACE_STORE"]
+    source = (
+        f"import os\ndef reward(solution_str):\n    return float([name in os.environ for name in {names}] == [1, 0, 0])"
+    )
+    assert score(pool(source), {})[0].reward == 1.0
+
+
 def test_trl_functions_get_the_columns_of_the_data(pool: MakePool):
     source = TRL + "    return [float(a == c) for a, c in zip(answer, completions)]\n"
     done = score(pool(source), {"answer": "x"}, {"answer": "y"}, completions=["x", "x"])
@@ -94,6 +106,53 @@ def test_printed_output_does_not_reach_the_answers(pool: MakePool):
     assert score(pool(source), {"answer": 1})[0].reward == 1.0
 
 
+@pytest.mark.parametrize("stray", ["7", "[1]", '{"id": "x"}', '{"rewards": [1]}', '{"id": 2}', "[" * 5000, "text"])
+def test_output_on_the_descriptor_of_the_answers_costs_one_reward(pool: MakePool, stray: str):
+    """The user's code shares its process with that descriptor."""
+    source = (
+        "import os, stat\n"
+        "def reward(solution_str, answer):\n"
+        "    for number in range(3, 20):\n"
+        "        try:\n"
+        "            if answer and stat.S_ISFIFO(os.fstat(number).st_mode): os.write(number, (answer + chr(10)).encode())\n"
+        "        except OSError: pass\n"
+        "    return 1.0\n"
+    )
+    running = pool(source)
+    assert score(running, {"answer": ""})[0].reward == 1.0
+    assert score(running, {"answer": stray})[0].failure
+    assert score(running, {"answer": ""})[0].reward == 1.0
+
+
+@pytest.mark.parametrize("note", ["deep(900)", "Bad()", "[float('nan')]"])
+def test_a_note_that_is_no_json_costs_at_most_one_reward(pool: MakePool, note: str):
+    source = (
+        "def deep(n): return [deep(n - 1)] if n else []\n"
+        "class Bad:\n    def __str__(self): raise OSError('no text')\n"
+        f"def reward(solution_str, answer): return 1.0, {{'found': {note} if answer else 0}}\n"
+    )
+    running = pool(source)
+    noted, plain = score(running, {"answer": 1}, {"answer": 0})
+    assert plain.reward == 1.0 and (noted.reward == 1.0 or "rewards.py" in noted.failure or "Error" in noted.failure)
+
+
+def test_a_process_that_cannot_be_started_at_one_moment_costs_one_reward(pool: MakePool, monkeypatch):
+    source = "import os\ndef reward(solution_str, answer):\n    return 1.0 if answer else os._exit(3)\n"
+    running = pool(source)
+    assert score(running, {"answer": 1})[0].reward == 1.0
+    assert score(running, {"answer": 0})[0].failure
+    start, failures = subprocess.Popen, [1]
+
+    def starts_later(*words: Any, **settings: Any) -> subprocess.Popen:
+        if failures.pop() if failures else 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start(*words, **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", starts_later)
+    assert "cannot be started now" in score(running, {"answer": 1})[0].failure
+    assert score(running, {"answer": 1})[0].reward == 1.0
+
+
 def test_one_bad_trajectory_costs_only_itself(pool: MakePool):
     source = TRL + "    return [1.0 / a for a in answer]\n"
     done = score(pool(source), {"answer": 2}, {"answer": 0}, {"answer": 4})
@@ -121,6 +180,35 @@ def test_none_for_the_first_trajectories_is_no_broken_function(pool: MakePool):
     rewards = pool(TRL + "    return [None if a is None else float(a) for a in answer]\n")
     done = [score(rewards, {"answer": answer})[0] for answer in (*[None] * 8, "1")]
     assert [item.reward for item in done] == [None] * 8 + [1.0]
+
+
+def test_none_for_all_of_the_first_samples_is_a_function_without_a_return(pool: MakePool):
+    rewards = pool(TRL + "    [float(a) for a in answer]\n    return [None for _ in answer]\n")
+    score(rewards, *[{"answer": 1}] * 63)
+    with pytest.raises(SettingError, match=r"returned None for all of the first 64 samples; does it lack a `return`\?"):
+        score(rewards, {"answer": 1})
+
+
+def test_none_in_place_of_a_list_is_named(pool: MakePool):
+    done = score(pool(TRL + "    [float(a) for a in answer]\n"), {"answer": 1})
+    assert "reward returned None in place of a list of rewards; does it lack a `return`?" in done[0].failure
+
+
+def test_samples_of_few_prompts_without_a_reward_are_no_broken_function(pool: MakePool):
+    rewards = pool(TRL + "    return [None if a is None else float(a) for a in answer]\n")
+    prompts = [{"prompt": "p", "answer": None} for _ in range(3)]
+    for number in range(99):
+        rewards.submit(ScoreRequest(number, prompts[number % 3], "text", [1, 2]))
+    deadline, done = time.monotonic() + 60, 0
+    while done < 99 and time.monotonic() < deadline:
+        done += len(rewards.finished())
+    assert score(rewards, {"answer": 1})[0].reward == 1.0
+
+
+def test_none_after_the_first_reward_never_counts_as_a_broken_function(pool: MakePool):
+    rewards = pool(TRL + "    return [None if a is None else float(a) for a in answer]\n")
+    done = score(rewards, {"answer": 1}, *[{"answer": None}] * 200)
+    assert [item.reward for item in done] == [1.0] + [None] * 200
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300"])
@@ -179,8 +267,8 @@ def test_a_stopped_process_does_not_hold_up_a_large_question(pool: MakePool, tmp
     rewards = pool(source, timeout_s=3.0)
     assert score(rewards, {"answer": "stop"})[0].reward == 1.0
     stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    while stat.read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.01)
+    is_stopped = lambda: stat.read_text().rpartition(")")[2].split()[0] == "T"
+    wait_for(is_stopped, stat.exists, lambda: "", patience_s=60, interval_s=0.01)
     assert "reward.timeout_s" in score(rewards, {"answer": "x" * 1_000_000})[0].failure
     assert score(rewards, {"answer": "go"})[0].reward == 1.0
 

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors import safe_open
 from support.actors import recipe_of
 from support.closing import at_end
@@ -15,7 +17,7 @@ from headrace.trainer.policy.checkpoint_files import weights_digest
 
 
 def learner_of(base: Path, folder: Path, **settings: object) -> ActorLearner:
-    recipe = recipe_of(base, lora__rank=2, run__dir=folder, **settings)
+    recipe = recipe_of(base, **{"lora__rank": 2, "run__dir": folder} | settings)
     learner = ActorLearner(MemoryFleet.join_network(MemoryNetwork(), "actor", 0, settings=recipe.comm), recipe)
     at_end(learner.close)
     return learner
@@ -52,3 +54,19 @@ def test_an_actor_starts_again_without_the_adapter_that_its_run_began_with(tmp_p
     (run / "journal.jsonl").touch()
     shutil.rmtree(folder)
     learner_of(base, run, **settings)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_export_of_a_checkpoint_has_the_weights_of_its_step_while_training_goes_on(tmp_path: Path, rank: int):
+    learner, folder = learner_of(tiny_policy(tmp_path), tmp_path, lora__rank=rank), tmp_path / "step_0"
+    expected = {name: tensor.detach().float().clone() for name, tensor in learner.policy.weights().items()}
+    write = learner.stage()
+    with torch.no_grad():
+        for parameter in learner.policy.model.parameters():
+            parameter.add_(1)
+    write(folder)
+    with safe_open(folder / "hf" / "model.safetensors", framework="pt") as file:
+        names = [*file.keys()]
+        assert len(names) > 5
+        for name in names:
+            torch.testing.assert_close(file.get_tensor(name).float(), expected[name])

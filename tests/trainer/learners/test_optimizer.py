@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from support.actors import actor_of, batch_of, explode, on_two_ranks, recipe_of, train
+from support.actors import ALONE, actor_of, batch_of, explode, on_two_ranks, recipe_of, train
 from support.policies import FAMILIES, tiny_policy
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
@@ -18,6 +18,7 @@ from headrace.comm.recipe import OptimizerSettings
 from headrace.trainer.checkpoint import load_state, save_state, staged
 from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.learners.optimizer import decays, learning_rate, open_optimizer, optimizer_class
+from headrace.trainer.logprobs import response_logprobs
 from headrace.trainer.replay import replay_steps
 from headrace.trainer.step_log import StepLog
 
@@ -107,6 +108,43 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_and_the_versio
     assert all(tensor.isfinite().all() for tensor in contents(actor))
 
 
+def test_an_update_in_which_no_token_has_a_loss_is_skipped_and_momentum_moves_nothing(policy_dir, capsys):
+    actor = actor_of(recipe_of(policy_dir, optimizer__weight_decay=0.1, algorithm__advantage="gae"))
+    assert actor.critic is not None
+    train(actor, [batch_of(0)])
+    before, values = contents(actor), [parameter.detach().clone() for parameter in actor.critic.model.parameters()]
+    batch = batch_of(1)
+    for columns in batch.columns.values():
+        columns["loss_mask"][:] = 0
+    metrics = train(actor, [batch])
+    assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 1
+    assert "step 2: an update of the weights is skipped: no token has a loss" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(actor), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(values, actor.critic.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("column", "ids", "message"),
+    [
+        ("prompt_ids", [], "has an empty prompt"),
+        ("prompt_ids", [1, -1], "has the token id -1, outside of the policy's vocabulary of "),
+        ("response_ids", None, "has the token id 100000, outside of the policy's vocabulary of "),
+    ],
+)
+def test_a_row_that_no_policy_can_have_drawn_names_the_engine_and_the_row(policy_dir, column, ids, message):
+    recipe, batch = recipe_of(policy_dir), batch_of(0)
+    row = batch.rows[0]
+    columns = batch.columns[row.key]
+    if ids is None:
+        columns[column][-1] = 100_000
+    else:
+        columns[column] = np.array(ids, np.int32)
+    actor = actor_of(recipe)
+    for use in (lambda: train(actor, [batch]), lambda: response_logprobs(actor.policy, batch, ALONE.device, recipe)):
+        with pytest.raises(SettingError, match=f"rollout.engine: row {row.key} {message}"):
+            use()
+
+
 SKIP_ON_ONE_RANK = """
 actor = actor_of(recipe_of(args[0]), group)
 train(actor, [batch_of(0, group=group)])
@@ -175,9 +213,11 @@ def test_advantages_of_a_wrong_length_name_their_setting(policy_dir):
         train(actor_of(recipe_of(policy_dir)), [batch])
 
 
-def test_an_8_bit_optimizer_without_its_package_names_the_extra(monkeypatch):
+def test_an_8_bit_optimizer_without_its_package_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(SettingError, match=r"optimizer\.name: adamw8bit needs torchao.*headrace\["):
+    with pytest.raises(
+        SettingError, match=r"optimizer\.name: adamw8bit needs the package torchao: pip install torchao"
+    ):
         optimizer_class("adamw8bit")
 
 

@@ -1,0 +1,63 @@
+"""The filter of system calls (seccomp) around a program in the sandbox: what would pass its bounds is refused with EPERM.
+
+Memory that no limit of a process counts (memfd, System V segments, a file system of its own) and sockets by a path: a network namespace does
+not hold those, and a host's daemons listen on them. A filter stays for good, in all processes of the program.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+from typing import NamedTuple
+
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
+"""Where the filter finds the number of a call, its architecture, and the lower halves of its arguments."""
+_AF_UNIX, _SOCK_STREAM = 1, 1
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+
+
+class _Calls(NamedTuple):
+    architecture: int
+    socket: int
+    socketpair: int
+    refused: tuple[int, ...]
+    """memfd_create, shmget, unshare, mount."""
+
+
+_ON_EVERY_MACHINE = (425, 430, 447)
+"""io_uring_setup, which makes calls past the filter, fsopen, memfd_secret."""
+_FOREIGN = 0x40000000
+"""The first number of x32, a second set of numbers of x86-64."""
+_MACHINES = {
+    "x86_64": _Calls(0xC000003E, 41, 53, (319, 29, 272, 165)),
+    "aarch64": _Calls(0xC00000B7, 198, 199, (279, 194, 97, 40)),
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def filter_calls() -> None:
+    """Refuse these calls from now on; the process has given up new privileges before. Raises `OSError` where the host cannot."""
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        raise OSError(f"no filter of system calls for {platform.machine()}")
+    rules = _rules(machine)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+    program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
+    if _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(program), 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"seccomp: {os.strerror(number)}")
+
+
+def _rules(calls: _Calls) -> list[tuple[int, int, int, int]]:
+    """Instructions of classic BPF: operation, how many to skip if it holds and if not, operand."""
+    rules = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, calls.architecture), (_RETURN, 0, 0, _KILL)]
+    rules += [(_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _FOREIGN), (_RETURN, 0, 0, _REFUSE)]
+    for number in (*calls.refused, *_ON_EVERY_MACHINE):
+        rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    # A pair of streams, which `asyncio` needs, is connected for good; one of datagrams could still send to a path.
+    rules += [(_EQUAL, 0, 4, calls.socketpair), (_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xF)]
+    rules += [(_EQUAL, 4, 0, _SOCK_STREAM), (_RETURN, 0, 0, _REFUSE)]
+    rules += [(_EQUAL, 0, 2, calls.socket), (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, _AF_UNIX)]
+    return [*rules, (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]

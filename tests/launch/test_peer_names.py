@@ -1,0 +1,40 @@
+"""For a setting of another trainer, the message gives its name here."""
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.launch.config.load import known_settings, read_recipe
+from headrace.launch.config.peer_names import PEERS
+
+NAMES = [(peer, name, target) for peer, names in PEERS.items() for name, target in names.items()]
+
+
+@pytest.mark.parametrize(("peer", "name", "target"), NAMES)
+def test_the_name_of_another_trainer_is_answered_with_the_one_here(peer: str, name: str, target: str):
+    assert target in known_settings() and name not in known_settings()
+    with pytest.raises(SettingError) as told:
+        read_recipe(None, [f"{name}=1"])
+    assert f"; {peer}'s {name} is {target}" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("actor_rollout_ref.rollout.n=8", "unknown setting 'actor_rollout_ref.rollout.n'; verl's rollout.n is batch.samples_per_prompt"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "; verl's optim.lr is optimizer.lr"),
+        ("data.train_files=x", "; verl's train_files is data.path"),
+        ("trainer.total_epochs=3", "; verl's total_epochs is run.steps"),
+        ("num_generations=8", "unknown setting 'num_generations'; TRL's num_generations is batch.samples_per_prompt"),
+        ("orchestrator.rollouts_per_example=8", "; prime-rl's rollouts_per_example is batch.samples_per_prompt"),
+    ],
+)  # fmt: skip
+def test_names_are_recognised_at_any_depth(word: str, hint: str):
+    with pytest.raises(SettingError) as told:
+        read_recipe(None, [word])
+    assert hint in str(told.value)
+
+
+def test_names_of_a_file_are_recognised_too(tmp_path):
+    (tmp_path / "verl.yaml").write_text("actor_rollout_ref:\n  rollout:\n    n: 8\n    temperature: 1\n")
+    with pytest.raises(SettingError, match="rollout.n'; verl's rollout.n is batch.samples_per_prompt"):
+        read_recipe(tmp_path / "verl.yaml")

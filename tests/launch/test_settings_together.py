@@ -1,0 +1,114 @@
+"""Settings that exclude each other are refused, each pair by a row of one table."""
+
+import ast
+import inspect
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from headrace.comm.errors import SettingError
+from headrace.launch.config import algorithm_checks, checks, comm_checks
+from headrace.launch.config.checks import check_run_folder, check_settings
+from headrace.launch.config.evaluation_checks import check_evaluation
+from headrace.launch.config.load import read_recipe
+
+EMULATED = "rollout.engine=emulated trainer.engine=emulated"
+TASK = 'queue.tasks=[{"name":"a","function":"f.py:f","yields":["x"]}]'
+EXCLUDED = [
+    ("sampling.temperature=1e-9", "sampling.temperature: take 0"),
+    ("sampling.stop=['']", "sampling.stop: an empty string"),
+    ("sampling.stop=", "sampling.stop: an empty string"),
+    ("rollout.tp=2 roles.rollout=2 generator.exact=true", "rollout.tp: not with generator.exact"),
+    ("rollout.tp=2 roles.rollout=2 rollout.engine=transformers", "rollout.tp: rollout.engine=transformers has one rank"),
+    ("generator.exact=true roles.actor=2", "generator.exact: not with several actor ranks"),
+    ("queue.on_stale=evict", "queue.on_stale=evict: nothing is stale without a bound"),
+    ("roles.task=1", "roles.task=1 ranks for 0 queue.tasks"),
+    (TASK, "roles.task=0 ranks for 1 queue.tasks"),
+    ("batch.updates_per_version=99", "batch.updates_per_version: more than batch.prompts_per_step"),
+    ("roles.reference=1", "roles.reference: nothing needs the initial policy"),
+    ("environment.tools=t.py:f rollout.engine=transformers", "environment: rollout.engine=transformers cannot pause"),
+    ("run.schedule=sync queue.max_staleness=1", "queue.max_staleness: run.schedule=sync has its own bound"),
+    ("run.schedule=sync rollout.batch_groups=2", "rollout.batch_groups: run.schedule=sync gives each rollout"),
+    ("run.schedule=one_step rollout.max_age=2", "rollout.max_age: run.schedule=one_step has its own rule"),
+    ("run.schedule=sync queue.capacity=15", "queue.capacity: run.schedule=sync needs room for batch.prompts_per_step=16"),
+    ("run.schedule=sync queue.lead=15", "queue.lead: run.schedule=sync needs room for batch.prompts_per_step=16"),
+    ("roles.actor=3 trainer.shard_ranks=2", "trainer.shard_ranks: roles.actor=3 is not a multiple of 2"),
+    ("roles.actor=2 trainer.shard_ranks=4", "trainer.shard_ranks: roles.actor=2 is not a multiple of 4"),
+    ("generator.exact=true trainer.activation_checkpointing=true", "trainer.activation_checkpointing: not with generator.exact"),
+    ("generator.exact=true trainer.offload=true", "trainer.offload: not with generator.exact"),
+    ("rollout.engine=emulated", "rollout.engine and trainer.engine: emulate both"),
+    ("trainer.engine=emulated", "rollout.engine and trainer.engine: emulate both"),
+    ("emulated.speed=2", "emulated.speed: only emulated devices"),
+    (f"{EMULATED} batch.passes=2", "batch.passes: emulated devices"),
+    (f"{EMULATED} lora.rank=2", "lora.rank: emulated devices"),
+    (f"{EMULATED} data.streaming=true", "data.streaming: emulated devices"),
+    (f"{EMULATED} roles.actor=2", "roles.actor: one process emulates"),
+    (f"{EMULATED} emulated.colocated=true", "emulated.colocated: only run.schedule=sync"),
+    ("optimizer.min_lr_ratio=.1", "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
+    ("optimizer.lr_schedule=polynomial optimizer.lr=1e-7", "optimizer.lr: lr_schedule=polynomial ends at 1e-7"),
+    ("optimizer.lr_schedule=linear optimizer.warmup_steps=100", "optimizer.warmup_steps: 100 of run.steps=100"),
+    ("comm.heartbeat_s=6", "comm.expiry_s=10: at least twice comm.heartbeat_s=6"),
+    ("comm.link=nccl", "comm.link: nccl needs a GPU for each relay"),
+    ("comm.link=nccl relay.staging_device=cuda:1 comm.tls=true", "comm.tls: NCCL encrypts nothing"),
+    ("comm.cuda_ipc=true lora.rank=8", "comm.cuda_ipc: not with lora.rank"),
+    ("comm.cuda_ipc=true trainer.offload=true", "comm.cuda_ipc: not with trainer.offload"),
+    ("comm.cuda_ipc=true rollout.engine=mine.py:Engine", "comm.cuda_ipc: rollout.engine=mine.py:Engine takes"),
+    ("algorithm.kl_in=reward", "algorithm.kl_in=reward: there is no KL term"),
+    ("algorithm.overlong_buffer=9 sampling.max_new_tokens=8", "algorithm.overlong_buffer=9 is longer"),
+    ("queue.filter_zero_std=true batch.samples_per_prompt=1", "queue.filter_zero_std=true: with batch.samples_per_prompt=1"),
+]  # fmt: skip
+
+
+def refusal(words: str) -> SettingError:
+    with pytest.raises(SettingError) as told:
+        check_settings(read_recipe(None, words.split(" ")))
+    return told.value
+
+
+@pytest.mark.parametrize(("words", "message"), EXCLUDED)
+def test_settings_that_exclude_each_other_are_refused_by_name(words: str, message: str):
+    assert str(refusal(words)).startswith(message)
+    assert "\n" not in str(refusal(words))
+
+
+def raises(module: ModuleType) -> dict[str, range]:
+    """The places of a module that refuse settings alone, by their words: of `checks`, those that `check_settings` reaches."""
+    tree = ast.parse(inspect.getsource(module))
+    nodes = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names, found = ([*nodes] if module is not checks else ["check_settings"]), dict[str, range]()
+    for name in names:  # grows by the functions that are called
+        for node in ast.walk(nodes[name]):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in nodes:
+                names += [node.func.id] if node.func.id not in names else []
+            if isinstance(node, ast.Raise):
+                found[ast.unparse(node)] = range(node.lineno, (node.end_lineno or 0) + 1)
+    return found
+
+
+@pytest.mark.parametrize("module", [checks, comm_checks, algorithm_checks])
+def test_every_refusal_of_settings_has_a_row(module: ModuleType):
+    reached: set[int] = set()
+    for words, _ in EXCLUDED:
+        trace = refusal(words).__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == module.__file__:
+                reached.add(trace.tb_lineno)
+            trace = trace.tb_next
+    assert not [text for text, lines in raises(module).items() if not reached & {*lines}]
+
+
+def test_an_evaluation_needs_a_deadline_that_outlasts_its_silence(tmp_path: Path):
+    (tmp_path / "test.jsonl").write_text('{"prompt": "x"}\n')
+    words = [f"eval.path={tmp_path}/test.jsonl", "comm.deadline_s=59"]
+    with pytest.raises(SettingError, match=re.escape("comm.deadline_s: with eval.path at least 60")):
+        check_evaluation(read_recipe(None, words))
+    check_evaluation(read_recipe(None, [words[0], "comm.deadline_s=60"]))
+
+
+def test_a_run_folder_without_permission_to_write_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root has every permission
+    with pytest.raises(SettingError, match=f"run.dir: no permission to write in {tmp_path}"):
+        check_run_folder(read_recipe(None, [f"run.dir={tmp_path}"]))

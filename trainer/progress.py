@@ -1,0 +1,60 @@
+"""The console's lines while a trainer trains steps again from their saved rows (`recovery.py`)."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ..comm.disk import say
+from ..comm.waits import join_thread
+from .step_log import ROWS
+
+TELL_S = 10.0
+"""Seconds between two lines about the steps that are trained again; one step may take longer."""
+_MANY_S = 120.0
+
+
+@contextmanager
+def progress(first: int, end: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Say at once, and every `TELL_S`, how many of the steps from `first` up to `end` are done; the body calls the result after each.
+
+    A thread prints the lines, since one step may take long.
+    """
+    started, done_s, is_over = time.monotonic(), list[float](), threading.Event()
+
+    def tell() -> None:
+        """Waits for the end of the body."""
+        while not is_over.wait(TELL_S):
+            say(progress_line(done_s, end - first))
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    if is_shown:
+        say(f"training {end - first} step{'s' * (end - first > 1)} again from {ROWS}/, after {_start(first)}")
+        thread.start()
+    try:
+        yield lambda: done_s.append(time.monotonic() - started)
+    finally:
+        is_over.set()
+        join_thread(thread, TELL_S)
+
+
+def progress_line(done_s: Sequence[float], num_steps: int) -> str:
+    """The number of steps that are done again, and the time left for the others; `done_s` are the seconds until each was done."""
+    num = len(done_s)
+    line = f"training steps again: {num} of {num_steps}"
+    if not num:
+        return line
+    left_s = done_s[-1] / num * (num_steps - num)
+    return f"{line}, about {left_s:.0f} s left" if left_s < _MANY_S else f"{line}, about {left_s / 60:.0f} min left"
+
+
+def behind_line(version: int, checkpoint: int, num_trained: int) -> str:
+    """The line for a run that ends while steps are trained again, of which `version` are done."""
+    return (
+        f"the run ends after {version} of its {num_trained} steps were trained again; nothing is lost: run.resume=auto"
+        f" continues after step {num_trained}, from {_start(checkpoint)} and {ROWS}/"
+    )
+
+
+def _start(checkpoint: int) -> str:
+    return f"the checkpoint of step {checkpoint}" if checkpoint else "the initial weights"
