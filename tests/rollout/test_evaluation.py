@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from support.rollout_play import ManualRollout, Play
 
-from headrace.comm.messages import RowId, VersionReady
+from headrace.comm.messages import RowId
 from headrace.comm.recipe import EvalSettings
-from headrace.comm.signing import Envelope
 from headrace.relay.journal.journal import replay
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 
@@ -22,7 +21,6 @@ class EvaluatedPlay(Play):
         rows = [f'{{"prompt": "p{i}"}}'.encode() for i in range(NUM_PROMPTS)]
         prompts = EvaluationPrompts({"e": rows}, EvalSettings(path="e.jsonl", samples=3, temperature=1.0), num_steps=10)
         super().__init__(folder, policy, evaluation=prompts)
-        self.hub.handle(Envelope("relay-0/weights", VersionReady(0, "digest")))
 
     def begin(self) -> ManualRollout:
         """Rollout 0, after some tokens of each sample."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.messages import RowId
+from headrace.comm.messages import RowId, VersionReady
 from headrace.comm.messages.migration import MigrateOrder, MigrateResult
 from headrace.comm.recipe import Recipe
 from headrace.comm.signing import Envelope
@@ -163,6 +163,7 @@ class Play:
             evaluation=evaluation,
         )  # fmt: skip
         self.hub.context.commit(ev.Opened(epoch=1, samples_per_prompt=SAMPLES))
+        self.hub.handle(Envelope("relay-0/weights", VersionReady(0, "digest")))
         relay = MemoryFleet.join_network(self.network, "relay")
         self.unit = relay.host_rows()
         relay.announce(unit=self.unit.address)
