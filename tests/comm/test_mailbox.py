@@ -9,6 +9,7 @@ import pytest
 from support.closing import at_end
 from support.in_memory import MemoryMailboxes
 
+from headrace.comm import mailbox
 from headrace.comm.errors import StoreGone
 from headrace.comm.mailbox import StoreMailboxes
 from headrace.comm.messages import Interrupted, ListStoredRows, Stop
@@ -102,7 +103,8 @@ def test_a_name_that_is_opened_again_is_accepted_and_its_earlier_messages_arrive
     assert hub.refused == 0
 
 
-def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster):
+def test_forged_malformed_and_foreign_messages_are_counted_and_dropped(cluster, monkeypatch):
+    monkeypatch.setattr(mailbox, "UNCONFIRMED_S", 0.5)  # the hub never confirms what it refuses
     hub, relay = cluster.open_mailboxes().open("hub"), cluster.open_mailboxes().open("relay-0")
     cluster.open_mailboxes(b"another secret").open("rollout-7").send("hub", Stop(reason="forged"))
     raw = connect_store(cluster.hosted.address, PATIENCE_S)

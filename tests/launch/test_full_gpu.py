@@ -41,7 +41,11 @@ def test_a_micro_batch_is_halved_for_each_such_death_and_never_empty():
 
 
 @pytest.mark.parametrize(
-    "advantage", ["grpo", "reinforce_plus_plus"], ids=["as rows come", "after the step's last row"]
+    "advantage",
+    [
+        pytest.param("grpo", id="as rows come"),
+        pytest.param("reinforce_plus_plus", id="after the step's last row", marks=pytest.mark.slow),
+    ],
 )
 def test_a_trainer_that_died_of_a_full_gpu_starts_again_with_half_the_micro_batch_and_ends_its_run(
     job: MakeJob, advantage: str

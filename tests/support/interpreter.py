@@ -6,6 +6,7 @@ In fp32 and fp16 alone there: the interpreter computes with bfloat16 as if it we
 import os
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,12 @@ CAN_RUN = find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.ge
 needs_triton = pytest.mark.skipif(not CAN_RUN, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
 
 
-def let_loops_take_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's loops take bounds that NumPy 2.4 and later do not make numbers of."""
+def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Triton's interpreter do what a device does.
+
+    Its loops take bounds that NumPy 2.4 and later do not make numbers of. Its products are those of NumPy's BLAS, where the bits of a
+    row depend on its place in the block, by the kind of CPU; here each element is the same sum wherever it stands.
+    """
     if DEVICE == "cuda":
         return
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
@@ -26,4 +31,10 @@ def let_loops_take_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def dot(_self, a, b, d, _input_precision, _max_num_imprecise_acc):
+        left, right = (each.data.astype(d.data.dtype) for each in (a, b))
+        product = np.einsum("...ik,...kj->...ij", left, right, optimize=False)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_bounds)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from headrace.comm import mailbox
 from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Stop
 from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, Recipe, RepackSettings, RunSettings
@@ -95,7 +96,8 @@ class Processes:
 
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mailbox, "UNCONFIRMED_S", 0.5)  # nobody confirms what is sent at the end of the test
     run = Processes(tmp_path)
     yield run
     run.close()

@@ -67,9 +67,8 @@ def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJ
         assert (exported(tokens[None]).logits[0] - trained.logits(hidden)).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize(
-    ("child", "num_relays"), [("rollout-1", 1), pytest.param("relay-1", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("child", "num_relays"), [("rollout-1", 1), ("relay-1", 2)])
 def test_a_rollout_or_one_of_two_relays_that_is_killed_loses_no_trajectory(job: MakeJob, child: str, num_relays: int):
     run = job(run__steps=40, roles__relay=num_relays).start()
     run.wait_for_step(1)
@@ -103,7 +102,8 @@ def test_a_reference_rank_beside_a_users_task_is_restarted_when_it_dies(job: Mak
     assert run.metrics()[-1]["actor/kl_loss"] > 0
 
 
-@pytest.mark.parametrize("frozen_s", [0.0, pytest.param(4.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen_s", [0.0, 4.0])
 def test_the_only_relay_starts_again_with_its_weights_and_its_rows_are_generated_again(job: MakeJob, frozen_s: float):
     run = job(run__steps=40, comm__expiry_s=2.0).start()
     run.wait_for_step(1)

@@ -3,9 +3,11 @@
 import signal
 from pathlib import Path
 
+import pytest
 from support.job import MakeJob, descendants_of
 
 
+@pytest.mark.slow
 def test_after_a_second_interrupt_no_process_is_left(job: MakeJob):
     """Nothing has to end in order any more, and the terminal's next command may start the run again."""
     run = job(run__steps=10_000, rollout__engine="builtin").start()

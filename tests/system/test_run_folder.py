@@ -14,6 +14,7 @@ from headrace.launch.config.run_folder import FolderWatch, lock_run_folder
 from headrace.launch.processes.secret import SECRET_FILE
 
 
+@pytest.mark.slow
 def test_a_second_launcher_is_refused_and_a_folder_that_is_renamed_ends_the_run(job: MakeJob):
     run = job(run__steps=10_000).start()
     run.until(lambda: (run.dir / SECRET_FILE).exists())

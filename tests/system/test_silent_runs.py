@@ -32,6 +32,7 @@ def test_a_reward_that_always_returns_none_ends_the_run_with_its_cause(job: Make
     ends_with(job, NO_RETURN, 2, "samples; does it lack a `return`?")
 
 
+@pytest.mark.slow
 def test_filtered_groups_of_equal_rewards_end_the_run_with_their_cause(job: MakeJob):
     cause = "were filtered out (all rewards of a group are equal); queue.max_lost_batches allows more"
     ends_with(job, EQUAL, 1, cause, queue__filter_zero_std=True)

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.exact import packed_logprobs, run, use_kernels
 from support.fake_cuda import fake_captures
-from support.interpreter import DEVICE, let_loops_take_tensors, needs_triton
+from support.interpreter import DEVICE, mend_interpreter, needs_triton
 from support.policies import tiny_policy
 
 from headrace.comm.errors import SettingError
@@ -32,7 +32,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    let_loops_take_tensors(monkeypatch)
+    mend_interpreter(monkeypatch)
     monkeypatch.setattr(exact_check, "NUM_NEW_TOKENS", 2)
     monkeypatch.setattr(exact_check, "LENGTHS", (3,))
     if DEVICE == "cpu":

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.interpreter import DEVICE, let_loops_take_tensors, needs_triton
+from support.interpreter import DEVICE, mend_interpreter, needs_triton
 
 from headrace.trainer.policy.attention import AttentionSpec, masked_attention
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.extra, needs_triton]
 def paged_decode(monkeypatch):
     from headrace.rollout.engine.attention.triton_decode import paged_decode
 
-    let_loops_take_tensors(monkeypatch)
+    mend_interpreter(monkeypatch)
     return paged_decode
 
 

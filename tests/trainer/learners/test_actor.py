@@ -313,8 +313,8 @@ if group.is_lead:
     "settings",
     [
         GAE,
-        GAE | {"critic__warmup_steps": 1},
-        DECOUPLED | {"batch__updates_per_version": 4},
+        pytest.param(GAE | {"critic__warmup_steps": 1}, marks=pytest.mark.slow),
+        pytest.param(DECOUPLED | {"batch__updates_per_version": 4}, marks=pytest.mark.slow),
         pytest.param(GAE | {"lora__rank": 3, "batch__updates_per_version": 2}, marks=pytest.mark.slow),
     ],
     ids=["gae", "warmup", "updates", "lora"],

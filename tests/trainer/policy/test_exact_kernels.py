@@ -5,7 +5,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.exact import use_kernels
-from support.interpreter import DEVICE, let_loops_take_tensors, needs_triton
+from support.interpreter import DEVICE, mend_interpreter, needs_triton
 from support.policies import random_prompts, tiny_policy
 
 from headrace.trainer.policy.attention import AttentionSpec, band, masked_attention
@@ -21,7 +21,7 @@ KINDS = [(torch.float32, 2e-6), (torch.float16, 2e-3)] + ([(torch.bfloat16, 2e-2
 
 @pytest.fixture(autouse=True)
 def loops(monkeypatch):
-    let_loops_take_tensors(monkeypatch)
+    mend_interpreter(monkeypatch)
 
 
 def numbers(*shape: int, kind: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
