@@ -12,8 +12,8 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 ruff format --check .
 ruff check .
 pyright
-# Two workers more than cores: tests of whole runs wait for their processes for a part of their time.
-python -m pytest -m "not slow" --numprocesses $((cores + 2)) --maxprocesses 16 --dist worksteal --durations 30 --durations-min 3 "$@"
+# One worker more than cores: tests of whole runs wait for their processes for a part of their time.
+python -m pytest -m "not slow" --numprocesses $((cores + 1)) --maxprocesses 16 --dist worksteal --durations 30 --durations-min 3 "$@"
 if [ -n "${CI:-}${NIGHTLY:-}" ]; then
     CORES=$cores bash tests/extras.sh
 fi

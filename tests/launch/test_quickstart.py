@@ -168,6 +168,7 @@ def test_the_quickstart_command_trains_a_real_checkpoint(tmp_path: Path):
     assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.3
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_quickstart_in_order(tmp_path: Path):
     (tmp_path / "runs/quickstart-policy/seed-0").mkdir(parents=True)
     build_policy(

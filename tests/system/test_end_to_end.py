@@ -175,7 +175,8 @@ def test_a_scheduler_may_send_sigterm_to_every_process_of_a_run_that_is_queued_a
     assert [m["step"] for m in run.metrics()] == list(range(steps + 1))
 
 
-@pytest.mark.parametrize("link", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["auto", "tcp"])
 def test_an_asynchronous_run_gives_all_the_same_weights_and_is_replayed_bit_for_bit(job: MakeJob, link: str):
     run = job(run__steps=8, roles__relay=2, comm__link=link)
     run.run()

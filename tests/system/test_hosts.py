@@ -208,7 +208,8 @@ def test_a_host_that_lacks_a_file_ends_the_run_with_the_setting_and_its_name(hos
     assert message.partition(" (on")[0] in job.output(1)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
 def test_a_host_that_is_killed_whole_at_any_moment_costs_its_unfinished_trajectories_alone(hosts_job, seed: int):
     job = hosts_job(3, roles__relay=3, roles__rollout=2, run__steps=30).start()
     job.wait_for_step(0)
