@@ -21,6 +21,8 @@ from .narrow_attention import WIDTH, NarrowAttention
 NAME = "headrace"
 """The attention implementation's name within transformers."""
 _HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # PyTorch 2.12 and later
+_SHORT = 128
+"""Longest rows on a CPU in bfloat16 that take batched products: PyTorch's fused kernel needs up to four times as long for them."""
 
 
 class AttentionSpec(NamedTuple):
@@ -195,11 +197,52 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionS
     num_queries, num_keys = query.shape[2], key.shape[2]
     needs_band = spec.window is not None and num_keys > spec.window
     if spec.is_plain and num_queries == num_keys and not needs_band:
+        if query.device.type == "cpu" and query.dtype == torch.bfloat16 and num_keys <= _SHORT:
+            return _short_attention(query, key, value, spec.scale)
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=spec.scale, enable_gqa=is_grouped
         )
     return masked_attention(query, key, value, band(num_queries, num_keys, spec.window, query.device), spec)
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Causal attention by batched products, where the queries of a key head are one matrix [B, kv_heads, groups * s, d].
+
+    Probabilities are in fp32, and are computed again in the backward pass: dS = P * (dP - sum(dP * P)), with dP = dO V^T.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        return torch.matmul(_ShortAttention._probabilities(query, key, scale).to(value.dtype), value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        (grad,) = grads
+        probabilities = _ShortAttention._probabilities(query, key, ctx.scale)
+        of_value = torch.matmul(probabilities.to(grad.dtype).transpose(2, 3), grad)
+        of_scores = torch.matmul(grad, value.transpose(2, 3)).float()
+        of_scores -= (of_scores * probabilities).sum(-1, keepdim=True)
+        narrow = of_scores.mul_(probabilities).mul_(ctx.scale).to(query.dtype)
+        return torch.matmul(narrow, key), torch.matmul(narrow.transpose(2, 3), query), of_value, None
+
+    @staticmethod
+    def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
+        length = key.shape[2]
+        hidden = band(length, length, None, query.device).logical_not_().repeat(query.shape[2] // length, 1)
+        scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(scale).masked_fill_(hidden, float("-inf"))
+        return torch.softmax(scores, -1)
+
+
+def _short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query [B, heads, s, d], key and value [B, kv_heads, s, d]."""
+    heads, length = key.shape[1], key.shape[2]
+    out = _ShortAttention.apply(query.unflatten(1, (heads, -1)).flatten(2, 3), key, value, scale)
+    assert isinstance(out, Tensor)
+    return out.unflatten(2, (-1, length)).flatten(1, 2)
 
 
 def band(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -54,6 +54,18 @@ def with_gradient(out, tensors):
     return [out.detach(), *torch.autograd.grad(out, tensors, torch.randn(out.shape, dtype=torch.float64).to(out.dtype))]
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (9, 3)])
+def test_attention_in_bfloat16_on_a_cpu_and_its_gradient_are_those_of_the_formula(num_heads, num_kv_heads):
+    """Rows of up to 128 tokens take batched products, the one of 130 PyTorch's kernel."""
+    tensors, spec = inputs(num_heads, num_kv_heads, 16), AttentionSpec(0.3)
+    expected = with_gradient(by_formula(*tensors, LENGTHS, LENGTHS, spec), tensors)
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
+    found = with_gradient(PackedAttention(LENGTHS)(0, *narrow, spec), narrow)
+    for mine, exact in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine - exact).norm() < 0.01 * exact.norm()
+
+
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 500])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_narrow_attention_and_its_gradient_are_those_of_the_formula(num_heads, num_kv_heads, window):
