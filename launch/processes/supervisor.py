@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ...comm.environment import (
     GPU_PROCESSES,
+    KEPT_HEAP_ENV,
     RUN_ID,
     SEGMENT_FD,
     STREAMING_COPY_ENV,
@@ -232,7 +233,8 @@ class Supervisor:
         environment |= self.computing if name == self.placement.name else environment_of_threads(1)
         pass_fds = ()
         if name == self.placement.name:
-            environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
+            memory = KEPT_HEAP_ENV if name.startswith("actor-") and not self.device else {}
+            environment |= {key: value for key, value in (STREAMING_COPY_ENV | memory).items() if key not in os.environ}
             if self.segment is not None:
                 environment[SEGMENT_FD] = str(self.segment)
                 pass_fds = (self.segment,)
