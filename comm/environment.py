@@ -51,6 +51,12 @@ to the same cores."""
 _OF_THE_RUN = ("HEADRACE_SECRET", "HEADRACE_STORE", JOINING, RUN_ID, SEGMENT_FD)
 
 
+def environment_of_memory(*, keeps_heap: bool) -> dict[str, str]:
+    """The variables of the C library that this process's own environment does not have."""
+    wanted = STREAMING_COPY_ENV | (KEPT_HEAP_ENV if keeps_heap else {})
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def environment_of_threads(num: int) -> dict[str, str]:
     """The variables of a process that computes with `num` threads, which sleep while they wait."""
     return {NUM_THREADS: str(num), "MKL_NUM_THREADS": str(num), **_SLEEPING}

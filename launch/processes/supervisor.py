@@ -18,12 +18,11 @@ from pathlib import Path
 
 from ...comm.environment import (
     GPU_PROCESSES,
-    KEPT_HEAP_ENV,
     RUN_ID,
     SEGMENT_FD,
-    STREAMING_COPY_ENV,
     VISIBLE_DEVICES,
     create_memfd,
+    environment_of_memory,
     environment_of_threads,
 )
 from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT
@@ -233,8 +232,7 @@ class Supervisor:
         environment |= self.computing if name == self.placement.name else environment_of_threads(1)
         pass_fds = ()
         if name == self.placement.name:
-            memory = KEPT_HEAP_ENV if name.startswith("actor-") and not self.device else {}
-            environment |= {key: value for key, value in (STREAMING_COPY_ENV | memory).items() if key not in os.environ}
+            environment |= environment_of_memory(keeps_heap=name.startswith("actor-") and not self.device)
             if self.segment is not None:
                 environment[SEGMENT_FD] = str(self.segment)
                 pass_fds = (self.segment,)
