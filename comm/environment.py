@@ -30,10 +30,6 @@ resolver would wait 5 s before it asks again."""
 STREAMING_COPY_ENV = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
 """Makes the C library copy large pieces past the caches, twice as fast; it reads this when the process starts."""
 
-KEPT_HEAP_ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
-"""Makes the C library keep what a trainer without a GPU frees: the kernel gives each new page zeroed, which took a sixth of a step's
-time."""
-
 
 CORES = "HEADRACE_CORES"
 """Set for the trainer where the whole run is on one host without GPUs: the host's cores, the threads of a rank of the trainer and of one of
@@ -49,12 +45,6 @@ _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME
 to the same cores."""
 
 _OF_THE_RUN = ("HEADRACE_SECRET", "HEADRACE_STORE", JOINING, RUN_ID, SEGMENT_FD)
-
-
-def environment_of_memory(*, keeps_heap: bool) -> dict[str, str]:
-    """The variables of the C library that this process's own environment does not have."""
-    wanted = STREAMING_COPY_ENV | (KEPT_HEAP_ENV if keeps_heap else {})
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def environment_of_threads(num: int) -> dict[str, str]:

@@ -31,8 +31,6 @@ from .recovery import has_rows, micro_tokens, request_restart, restore_newest, s
 from .step_log import StepLog
 from .step_stats import StepStats
 
-_STEPS_OF_A_HEAP = 16
-"""Steps after which the heap is given back: a trainer without a GPU keeps its pages meanwhile, and holes become more."""
 _CHECKPOINTS_WITH_ROWS = 2
 """The newest checkpoints after which rows are kept: if the last one is damaged, the steps after the one before are trained again."""
 
@@ -200,8 +198,7 @@ class Trainer:
         self.metrics = metrics | fleet_metrics | evaluation
         if self.recorder is not None:
             self.recorder.step(step, step_s, waited_s, stats, self.metrics)
-        if (step + 1) % _STEPS_OF_A_HEAP == 0:
-            give_back_heap()
+        give_back_heap()
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every `checkpoint.every` steps, after `checkpoint.every_minutes`, and where the hub asks for one."""

@@ -20,9 +20,9 @@ from ...comm.environment import (
     GPU_PROCESSES,
     RUN_ID,
     SEGMENT_FD,
+    STREAMING_COPY_ENV,
     VISIBLE_DEVICES,
     create_memfd,
-    environment_of_memory,
     environment_of_threads,
 )
 from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT
@@ -232,7 +232,7 @@ class Supervisor:
         environment |= self.computing if name == self.placement.name else environment_of_threads(1)
         pass_fds = ()
         if name == self.placement.name:
-            environment |= environment_of_memory(keeps_heap=name.startswith("actor-") and not self.device)
+            environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
             if self.segment is not None:
                 environment[SEGMENT_FD] = str(self.segment)
                 pass_fds = (self.segment,)
