@@ -59,8 +59,8 @@ def test_attention_in_bfloat16_on_a_cpu_and_its_gradient_are_those_of_the_formul
     """Rows of up to 128 tokens take batched products, the one of 130 PyTorch's kernel."""
     tensors, spec = inputs(num_heads, num_kv_heads, 16), AttentionSpec(0.3)
     expected = with_gradient(by_formula(*tensors, LENGTHS, LENGTHS, spec), tensors)
-    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
-    found = with_gradient(PackedAttention(LENGTHS)(0, *narrow, spec), narrow)
+    query, key, value = (tensor.detach().bfloat16().requires_grad_() for tensor in tensors)
+    found = with_gradient(PackedAttention(LENGTHS)(0, query, key, value, spec), (query, key, value))
     for mine, exact in zip(found, expected, strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine - exact).norm() < 0.01 * exact.norm()
