@@ -104,9 +104,8 @@ def clone_store(store: StoreClient) -> StoreClient:
 
 def read_value(store: StoreClient, key: str) -> bytes | None:
     """The value of `key` at this moment, or None: one request, where a `get` would wait for a key deleted since a `check`."""
-    value = store.compare_set(
-        key, _NO_VALUE, _NO_VALUE
-    )  # an absent key stays absent: the store then returns what it expected
+    # An absent key stays absent: the store then returns the value that was expected.
+    value = store.compare_set(key, _NO_VALUE, _NO_VALUE)
     return None if value == _NO_VALUE.encode() else value
 
 

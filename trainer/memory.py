@@ -255,9 +255,8 @@ def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gp
     cache = recipe.generator.max_running * row
     if not on_gpu and recipe.generator.prefix_cache:
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / max(1, recipe.num_replicas)
-        cache += cache + min(
-            _KEPT_BYTES, rows * row
-        )  # pages that are kept make room for running ones, each in a range of its own
+        # Pages that are kept make room for running ones, each in a range of its own.
+        cache += cache + min(_KEPT_BYTES, rows * row)
     if recipe.generator.kv_gb is not None:
         cache = recipe.generator.kv_gb * 1e9 if on_gpu else min(cache, recipe.generator.kv_gb * 1e9)
     device, host = {"weights": weights, "key-value cache": cache}, {PROCESS: TRANSFORMERS_BYTES}

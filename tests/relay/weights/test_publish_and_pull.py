@@ -291,7 +291,7 @@ def test_a_version_that_only_the_dead_head_had_is_pushed_to_the_next():
     assert until(lambda: scene.relays[1].newest == 4)
 
 
-@pytest.mark.slow  # beside other tests its memory stayed two versions higher in 2 of 4 runs, for a cause that is not known yet
+@pytest.mark.slow  # the trainer has up to two buffers, and beside other tests the first measurement may find it with none of them
 def test_relays_that_die_do_not_each_leave_a_version_in_the_trainers_memory():
     scene, sizes = WeightsScene(), list[int]()
     publisher = scene.publisher()
