@@ -6,6 +6,7 @@ rollout. Publishing costs one copy of the weights.
 
 import resource
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
 from .balance import Balance, layout_of
+from .algorithms.objective import has_gradient
 from .checkpoint import CheckpointWriter, is_evaluation
 from .learners.base import Learner, open_learner
 from .metrics import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line
@@ -95,6 +97,7 @@ class Trainer:
             steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
             max_tokens=self.micro_tokens,
             evaluated=self.recorder.evaluated if self.recorder is not None else -1,
+            needs_gradient=partial(has_gradient, recipe),
             thread_team=self.group.clone_for_thread(), caller_team=self.group, deadline_s=recipe.comm.deadline_s,
         )  # fmt: skip
 

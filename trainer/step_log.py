@@ -61,6 +61,7 @@ class StepLog:
         for number, batch in enumerate(self._batches):
             metadata[f"{number}"] = encode(batch.row_batch).decode()
             metadata[f"{number}.rows"] = json.dumps([[row.key for row in part] for part in batch.micro_batches])
+            metadata[f"{number}.forward"] = str(batch.num_forward)
             for row in batch.rows:
                 columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
         when_there_is_room(path, lambda: _save(columns, path, metadata), self._deadline_s)
@@ -151,7 +152,8 @@ class StepReplay:
                     raise TypeError(f"a {type(row_batch).__name__} is not a batch of rows")
                 rows = {row.key: row for row in row_batch.rows()}
                 micro_batches = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
-            yield Batch(row_batch, micro_batches, columns)
+                num_forward = int(self._metadata.get(f"{number}.forward", 0))  # absent in files of older versions
+            yield Batch(row_batch, micro_batches, columns, num_forward)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

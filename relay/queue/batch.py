@@ -25,6 +25,8 @@ class Batch:
     row_batch: RowBatch | TrainBatch
     micro_batches: list[list[RowRef]]
     columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    num_forward: int = 0
+    """The last micro-batches, as many on all ranks, are of groups without a gradient: they need no backward pass."""
 
     @property
     def task(self) -> str:
@@ -40,13 +42,13 @@ class Batch:
         """The batch without some of its groups; as many micro-batches as before."""
         kept = [group for group in self.row_batch.groups if group.group not in groups]
         parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
-        return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns)
+        return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns, self.num_forward)
 
     def split(self, num_parts: int) -> "Batch":
         """The batch with each micro-batch in this many parts, some of them empty: as many on all ranks."""
         sizes = [(part, math.ceil(len(part) / num_parts)) for part in self.micro_batches]
         parts = [part[i * size : (i + 1) * size] for part, size in sizes for i in range(num_parts)]
-        return Batch(self.row_batch, parts, self.columns)
+        return Batch(self.row_batch, parts, self.columns, self.num_forward * num_parts)
 
     def __getitem__(self, column: str) -> list[np.ndarray]:
         return [self.columns[row.key][column] for row in self.rows]

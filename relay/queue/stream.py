@@ -10,13 +10,13 @@ With several ranks, rank 0 talks to the hub and broadcasts its answers, and each
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ...comm.errors import HeadraceError
-from ...comm.messages.queue import RowBatch, TrainBatch
+from ...comm.messages.queue import GroupRef, RowBatch, RowRef, TrainBatch
 from ...comm.messages.run import Stop
 from ...comm.waits import join_thread, waiting
 from .batch import Batch
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ...comm.mailbox import Mailbox
 
 _CLOSE_S = 30.0
+
+
+NeedsGradient = Callable[[GroupRef], bool]
 
 
 class RunStopped(HeadraceError):
@@ -53,6 +56,7 @@ class RowFetcher:
         steps: range,
         prefetch: int,
         evaluated: int,
+        needs_gradient: NeedsGradient,
     ) -> None:
         self._requester = requester
         self._storage = storage
@@ -61,6 +65,7 @@ class RowFetcher:
         self._max_tokens = max_tokens
         self._steps = steps
         self._evaluated = evaluated
+        self._needs_gradient = needs_gradient
         self._free_places = threading.Semaphore(prefetch + 1)
         self._ahead: queue.Queue[Batch | Exception] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="experience stream", daemon=True)
@@ -122,8 +127,12 @@ class RowFetcher:
 
     def _fetch(self, row_batch: RowBatch | TrainBatch) -> Batch:
         """Plan the micro-batches of all ranks and fetch this rank's. If any rank misses a row, all ranks leave out its group."""
-        planned = rounds(row_batch.rows(), self._team.size, self._max_tokens)
-        batch = Batch(row_batch, [parts[self._team.rank] for parts in planned])
+        kinds: dict[bool, list[RowRef]] = {True: [], False: []}
+        for group in row_batch.groups:
+            kinds[self._needs_gradient(group)] += group.rows()
+        planned, forward = (rounds(kinds[kind], self._team.size, self._max_tokens) for kind in (True, False))
+        parts = [of_ranks[self._team.rank] for of_ranks in planned + forward]
+        batch = Batch(row_batch, parts, num_forward=len(forward))
         reasons = {row.key: "" for row in row_batch.rows()}
         for row in batch.rows:
             try:
@@ -156,7 +165,8 @@ class ExperienceStream:
     """Batches of `tasks`, the first in the list first, until the hub ends the run. The module's docstring has an example.
 
     `steps` are the optimizer steps to take groups for, if `train` is one of the tasks; the stream ends with the last.
-    The caller has the evaluations up to version `evaluated`.
+    The caller has the evaluations up to version `evaluated`. Rows of groups that are not `needs_gradient` are the last ones of
+    their batch, in micro-batches of their own.
     """
 
     def __init__(
@@ -170,6 +180,7 @@ class ExperienceStream:
         max_tokens: int = 1 << 14,
         prefetch: int = 1,
         evaluated: int = -1,
+        needs_gradient: NeedsGradient = lambda _: True,
         thread_team: ThreadTeam | None = None,
         caller_team: CallerTeam | None = None,
         deadline_s: float = float("inf"),
@@ -182,7 +193,7 @@ class ExperienceStream:
         self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,
-            max_tokens=max_tokens, steps=steps, prefetch=prefetch, evaluated=evaluated,
+            max_tokens=max_tokens, steps=steps, prefetch=prefetch, evaluated=evaluated, needs_gradient=needs_gradient,
         )  # fmt: skip
 
     def start(self) -> "ExperienceStream":

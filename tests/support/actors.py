@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
@@ -60,6 +62,12 @@ def row_of(prompt: int, sample: int, length: int) -> dict[str, np.ndarray]:
         "loss_mask": np.ones(length, dtype=np.uint8),
         "truncated": np.array([sample == 2], dtype=np.uint8),
     }
+
+
+def with_equal_rewards(batch: Batch, num_forward: int) -> Batch:
+    """The batch with one reward for all rows, and so many micro-batches without a backward pass."""
+    groups = [msgspec.structs.replace(group, rewards=[0.5] * 3) for group in batch.row_batch.groups]
+    return replace(batch, row_batch=msgspec.structs.replace(batch.row_batch, groups=groups), num_forward=num_forward)
 
 
 def explode(batch: Batch) -> Batch:

@@ -22,7 +22,7 @@ def batch_of(first: int) -> Batch:
     early, late = group.rows()
     rng = np.random.default_rng(first)
     columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}
-    return Batch(row_batch, [[late], [early], []], columns)
+    return Batch(row_batch, [[late], [early], []], columns, num_forward=2)
 
 
 def test_batches_are_read_in_their_order_with_their_micro_batches(tmp_path: Path):
@@ -33,6 +33,7 @@ def test_batches_are_read_in_their_order_with_their_micro_batches(tmp_path: Path
     log.write(2)
     found = list(StepReplay(tmp_path, 2).batches())
     assert [(b.row_batch, b.micro_batches) for b in found] == [(b.row_batch, b.micro_batches) for b in batches]
+    assert [batch.num_forward for batch in found] == [2] * 12
     for batch, again in zip(batches, found, strict=True):
         for one, other in zip(batch["response_ids"], again["response_ids"], strict=True):
             assert np.array_equal(one, other)

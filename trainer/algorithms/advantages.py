@@ -31,6 +31,8 @@ class Estimator:
     """Whether the advantages of the step's tokens are then whitened."""
     has_critic: bool = False
     """Whether the trainer trains a critic, whose values and GAE turn the rewards into advantages."""
+    is_relative: bool = False
+    """Whether the advantages of a group are 0 if its rewards are equal."""
     kl_to_go: bool = False
     """Whether a KL penalty in the reward counts for the tokens up to its own; otherwise for the whole response."""
 
@@ -72,9 +74,11 @@ def open_estimator(settings: AlgorithmSettings) -> Estimator:
         )
     return {
         "grpo": Estimator(
-            partial(group_relative, scale=settings.scale_rewards), needs_whole_step=settings.scale_rewards == "batch"
+            partial(group_relative, scale=settings.scale_rewards),
+            needs_whole_step=settings.scale_rewards == "batch",
+            is_relative=True,
         ),
-        "rloo": Estimator(leave_one_out),
+        "rloo": Estimator(leave_one_out, is_relative=True),
         "reinforce_plus_plus": Estimator(whole_reward, needs_whole_step=True, whitens=True, kl_to_go=True),
         "gae": Estimator(whole_reward, needs_whole_step=True, whitens=True, has_critic=True, kl_to_go=True),
         "reinforce_plus_plus_baseline": Estimator(group_relative, needs_whole_step=True, whitens=True),

@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...comm.messages.queue import GroupRef
 from ...comm.recipe import Recipe
 from ..batch import PackedBatch
+from .advantages import open_estimator
 from .aggregation import token_weights
 from .corrections import correct
 from .kl import KL_ESTIMATORS, k3
@@ -29,6 +31,19 @@ class LossTerms(NamedTuple):
     ppo_kl: Tensor
     entropy: Tensor
     kl: Tensor
+
+
+def has_gradient(recipe: Recipe, group: GroupRef) -> bool:
+    """Whether a group can add to the gradient of the policy.
+
+    A group with equal rewards cannot if its advantages are 0 and the loss has no other term: not the entropy, nor the KL
+    divergence, nor the load of routers, nor what a user's function may add. Its tokens count in the mean of the step all the same.
+    """
+    algorithm = recipe.algorithm
+    adds_more = algorithm.entropy_coef or algorithm.kl_coef or algorithm.router_aux_coef or ":" in algorithm.loss
+    has_own_advantages = algorithm.overlong_buffer or any("advantages" in task.yields for task in recipe.queue.tasks)
+    is_relative = open_estimator(algorithm).is_relative and not has_own_advantages
+    return bool(adds_more) or not is_relative or len(set(group.rewards)) > 1
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: Recipe) -> LossTerms:

@@ -123,11 +123,12 @@ class Actor:
         for batch in batches:
             if self._keeps_proximal and 0 < len(self.updates) < self.recipe.batch.updates_per_version:
                 _add_column(batch, "proximal_logprobs", self._start_logprobs(batch))
-            for part in batch.micro_batches:
+            for number, part in enumerate(batch.micro_batches):
+                needs_gradient = number < len(batch.micro_batches) - batch.num_forward
                 rows = [Trajectory.of(row, batch.columns[row.key]) for row in part]
                 progress = len(self.updates) / self._num_updates
                 packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
-                logprobs = self._backward(packed, stats)
+                logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
                         batch.columns[row.key]["proximal_logprobs"] = own.cpu().numpy()
@@ -135,11 +136,11 @@ class Actor:
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
 
-    def _backward(self, batch: PackedBatch, stats: StepStats) -> Tensor:
-        """Add the gradient of a micro-batch; returns its log-probs [R]."""
+    def _backward(self, batch: PackedBatch, stats: StepStats, *, needs_gradient: bool) -> Tensor:
+        """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""
         router_coef = self.recipe.algorithm.router_aux_coef
-        is_frozen, routers = self.is_frozen, recorded_routers(self.policy, is_needed=router_coef > 0)
-        with torch.set_grad_enabled(not is_frozen), routers as router_logits:
+        routers = recorded_routers(self.policy, is_needed=router_coef > 0)
+        with torch.set_grad_enabled(needs_gradient), routers as router_logits:
             logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         terms = policy_loss(logprobs, entropy, batch, self.recipe)
         loss = terms.loss
@@ -147,10 +148,10 @@ class Actor:
             router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
             loss = loss + router_coef * terms.weight * router_loss
             stats.add_router_loss(router_loss.detach() * terms.weight)
-        if is_frozen:
-            self.group.reshard(self.policy)
-        else:
+        if needs_gradient:
             loss.backward()
+        else:
+            self.group.reshard(self.policy)
         self._loss += float(loss.detach())
         self._weight += float(terms.weight)
         logprobs = logprobs.detach()

@@ -38,7 +38,7 @@ class Updater:
         When the norm is not finite, or the caller's loss is not sound (not finite, or a mean over no token), weights and moments stay as
         they are, on all ranks alike: an update without data would still follow its momentum and the weight decay.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None] or self._zeros()
         for gradient in gradients:
             gradient *= scale
         total = get_total_norm(gradients)
@@ -51,6 +51,12 @@ class Updater:
             self.optimizer.step()
         self.discard()
         return Update(norm, is_applied)
+
+    def _zeros(self) -> list[Tensor]:
+        """Gradients of zeros, where no micro-batch had one: an update by momentum alone."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def discard(self) -> None:
         """Clear the accumulated gradients."""

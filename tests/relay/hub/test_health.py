@@ -181,6 +181,18 @@ def test_a_time_without_a_step_is_an_alarm_at_growing_intervals(make: MakeRun, c
     assert "no step for 120 s" in second and "no step for 240 s" in third
 
 
+def test_an_evaluation_that_moves_is_no_alarm_however_long_it_takes(make: MakeRun, capsys: pytest.CaptureFixture[str]):
+    run = make()
+    run.ask()
+    run.hub.state.evaluations.num_leased = 4
+    for tokens in range(10):
+        run.say("rollout-0", report(tokens))
+        run.wait(FIRST_ALARM_S - 1)
+    assert not capsys.readouterr().out
+    run.wait(2 * FIRST_ALARM_S)
+    assert "no step for 60 s: no trajectory failed; an evaluation is under way" in capsys.readouterr().out
+
+
 def test_the_time_after_the_last_step_is_no_alarm(make: MakeRun, capsys: pytest.CaptureFixture[str]):
     run = make()
     run.hub.state.step = run.hub.leases.admission.num_steps

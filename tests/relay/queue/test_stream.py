@@ -66,14 +66,15 @@ class Scene:
             channel = (fleet.open_mailbox(fleet.name), self.storage[-1], ["train"])
             team = ThreadRank(ranks, rank)
             stream = ExperienceStream(
-                *channel, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S
-            )
+                *channel, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S,
+                needs_gradient=lambda group: group.rewards[0] > 0,
+            )  # fmt: skip
             self.streams.append(stream.start())
 
-    def group(self, prompt: int, lengths: list[int], absent: tuple[int, ...] = ()) -> GroupRef:
+    def group(self, prompt: int, lengths: list[int], absent: tuple[int, ...] = (), reward: float = 1.0) -> GroupRef:
         """A group whose third attempts are stored, except for the absent ones."""
         n = len(lengths)
-        group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [0.0] * n)
+        group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [reward] * n)
         for i in set(range(n)) - set(absent):
             self.storage[0].put_row(group.rows()[i].key, {"response_ids": np.full(lengths[i], prompt)})
         return group
@@ -124,6 +125,19 @@ def test_ranks_share_the_rows_and_have_equally_many_micro_batches(scene: Any):
     for batch in (first, second):
         assert all(sum(row.num_tokens for row in part) <= 10 for part in batch.micro_batches)
         assert [len(ids) for ids in batch["response_ids"]] == [row.num_tokens for row in batch.rows]
+
+
+def test_groups_without_a_gradient_are_last_and_in_equally_many_micro_batches_on_all_ranks(scene: Any):
+    s = scene(2)
+    s.answer(s.group(0, [9, 2, 3], reward=0.0), s.group(1, [6, 6, 6]), s.group(2, [4], reward=0.0), total=3)
+    batches = s.batches()
+    assert len({(len(batch.micro_batches), batch.num_forward) for batch in batches}) == 1
+    for batch in batches:
+        num_trained = len(batch.micro_batches) - batch.num_forward
+        assert 0 < num_trained < len(batch.micro_batches)
+        assert {row.row.prompt for part in batch.micro_batches[:num_trained] for row in part} == {1}
+        assert {row.row.prompt for part in batch.micro_batches[num_trained:] for row in part} <= {0, 2}
+    assert sum(len(batch) for batch in batches) == 7
 
 
 def test_a_rank_without_a_row_gets_an_empty_batch(scene: Any):

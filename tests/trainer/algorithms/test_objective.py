@@ -8,8 +8,11 @@ import pytest
 import torch
 from support.packed import joined, packed, split
 
-from headrace.comm.recipe import AlgorithmSettings, Recipe, SamplingSettings
-from headrace.trainer.algorithms.objective import LossTerms, policy_loss
+from headrace.comm.messages import GroupId
+from headrace.comm.messages.queue import GroupRef
+from headrace.comm.recipe import AlgorithmSettings, QueueSettings, Recipe, SamplingSettings
+from headrace.comm.recipe.queue import TaskSettings
+from headrace.trainer.algorithms.objective import LossTerms, has_gradient, policy_loss
 
 LENGTHS, MAX_NEW_TOKENS = (5, 2, 4, 1, 3, 6), 8
 KL_COEF, ENTROPY_COEF = 0.07, 0.03
@@ -127,3 +130,37 @@ def test_without_a_bonus_the_entropy_has_no_gradient_to_compute():
         terms = terms_of(recipe_of(entropy_coef=coefficient), logprobs, entropy, [0, 2])
         _, gradient = torch.autograd.grad(terms.loss, (logprobs, entropy), allow_unused=True)
         assert (gradient is not None) == is_used
+
+
+def group_of(*rewards: float) -> GroupRef:
+    n = len(rewards)
+    return GroupRef(GroupId(0, 0), list(range(n)), [0] * n, [[]] * n, [0] * n, [9] * n, list(rewards))
+
+
+def test_a_group_with_equal_rewards_has_no_gradient():
+    assert not has_gradient(Recipe(), group_of(0.3, 0.3, 0.3))
+    assert has_gradient(Recipe(), group_of(0.3, 0.3, 0.4))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"entropy_coef": 0.01},
+        {"kl_coef": 0.01},
+        {"kl_coef": 0.01, "kl_in": "reward"},
+        {"router_aux_coef": 0.01},
+        {"loss": "mine.py:loss"},
+        {"overlong_buffer": 4},
+        {"advantage": "gae"},
+        {"advantage": "reinforce_plus_plus"},
+        {"advantage": "reinforce_plus_plus_baseline"},
+    ],
+    ids=str,
+)
+def test_equal_rewards_keep_their_gradient_where_the_loss_has_more_than_their_advantages(settings: dict[str, Any]):
+    assert has_gradient(Recipe(algorithm=AlgorithmSettings(**settings)), group_of(0.3, 0.3, 0.3))
+
+
+def test_equal_rewards_keep_the_gradient_of_advantages_that_a_task_of_the_user_gives():
+    tasks = (TaskSettings(name="judge", function="mine.py:judge", needs=("response_ids",), yields=("advantages",)),)
+    assert has_gradient(Recipe(queue=QueueSettings(tasks=tasks)), group_of(0.3, 0.3))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
+from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train, with_equal_rewards
 from support.policies import tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -108,6 +108,31 @@ def test_updates_of_a_version_are_separate_optimizer_steps(policy_dir, updates, 
         assert metrics["actor/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
     assert_close(actor, model)
     assert actor.version == 2
+
+
+@pytest.mark.parametrize("num_equal", [2, 4], ids=["half of the groups", "all groups"])
+def test_groups_without_a_gradient_change_no_bit_of_an_update_when_their_backward_pass_is_left_out(
+    policy_dir, num_equal, monkeypatch
+):
+    """Weights, moments and metrics; with all groups too, where the update follows the momentum alone."""
+    backward_passes: list[int] = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **k: backward_passes.append(0) or backward(*a, **k))
+    found: list[tuple[Any, ...]] = []
+    for num_forward in (0, 99):
+        actor = actor_of(recipe_of(policy_dir, **DECOUPLED))
+        train(actor, groups_of(0))
+        backward_passes.clear()
+        batches = groups_of(1)
+        equal = [with_equal_rewards(batch, min(num_forward, len(batch.micro_batches))) for batch in batches[:num_equal]]
+        metrics = train(actor, [*equal, *batches[num_equal:]])
+        metrics.pop("timing_s/update_actor")
+        state = [*actor.policy.parameters(), *(m["exp_avg"] for m in actor.updater.optimizer.state.values())]
+        found.append((len(backward_passes), metrics, state))
+    (num_before, metrics, state), (num_after, same_metrics, same_state) = found
+    assert num_after == num_before - sum(len(batch.micro_batches) for batch in groups_of(1)[:num_equal])
+    assert metrics == same_metrics and metrics["actor/entropy"] > 0
+    assert all(map(torch.equal, state, same_state))
 
 
 def test_a_rank_without_rows_for_a_micro_batch_trains_the_others_as_if_it_were_not_there(policy_dir):
@@ -329,6 +354,29 @@ def test_two_ranks_update_like_one(policy_dir, tmp_path, settings):
     own = {f"{m}.{name}": p for m, model in models.items() for name, p in model.named_parameters()}
     assert own.keys() == sharded.keys()
     for name, weight in own.items():
+        assert (weight - sharded[name]).abs().max() < 2e-6, name
+
+
+FORWARD_ON_TWO_RANKS = """
+from safetensors.torch import save_file
+actor = actor_of(recipe_of(args[0], **eval(args[2])), group)
+for step in range(2):
+    batches = [batch_of(step, first=number, total=4, group=group) for number in range(4)]
+    train(actor, [*(with_equal_rewards(batch, len(batch.micro_batches)) for batch in batches[:2]), *batches[2:]])
+weights = {name: p.full_tensor().contiguous() for name, p in actor.policy.model.named_parameters()}
+if group.is_lead:
+    save_file(weights, args[1])
+"""
+
+
+def test_two_ranks_leave_out_the_same_backward_passes(policy_dir, tmp_path):
+    on_two_ranks(tmp_path, FORWARD_ON_TWO_RANKS, policy_dir, tmp_path / "weights", repr(DECOUPLED))
+    actor = actor_of(recipe_of(policy_dir, **DECOUPLED))
+    for step in range(2):
+        batches = groups_of(step)
+        train(actor, [*(with_equal_rewards(batch, 0) for batch in batches[:2]), *batches[2:]])
+    sharded = load_file(tmp_path / "weights")
+    for name, weight in actor.policy.model.named_parameters():
         assert (weight - sharded[name]).abs().max() < 2e-6, name
 
 
