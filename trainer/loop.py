@@ -23,8 +23,8 @@ from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
-from .balance import Balance, layout_of
 from .algorithms.objective import has_gradient
+from .balance import Balance, layout_of
 from .checkpoint import CheckpointWriter, is_evaluation
 from .learners.base import Learner, open_learner
 from .metrics import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line

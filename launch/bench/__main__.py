@@ -49,6 +49,11 @@ CATALOGUE = (
     Workload("5m-fp32-list", *_GENERATOR, "the same as 64 prompts of one list: tokens/s over groups and over transformers"),
     Workload("second-turn", "generator", "generator.second_turn", "8 second turns with the prefix cache: time without it over theirs"),
     Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
+    Workload("natural-bf16", "instruct", "instruct.natural", f"a chat model (--policy), responses of natural length: {_PEERS}"),
+    Workload("natural-fp32", "instruct", "instruct.natural", "the same in float32"),
+    Workload("mismatch", "instruct", "instruct.mismatch",
+             "log-probs of generator and trainer in bfloat16 by position (--policy)",
+             ("mismatch-all", "mismatch-1-to-8", "mismatch-9-to-32", "mismatch-33-to-128", "mismatch-kl")),
     Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("trainer-step", "trainer", "trainer.beside_trl",
@@ -142,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (trainer-step, end-to-end)")
     parser.add_argument("--seeds", type=int, default=defaults.seeds, help="seeds of each variant (learning)")
     parser.add_argument(
-        "--policy", metavar="PATH", help="policy of learning, trainer-step and end-to-end, instead of their own"
+        "--policy",
+        metavar="PATH",
+        help="policy of instruct; of learning, trainer-step and end-to-end, instead of their own",
     )
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="duration of `chaos`")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of the random choices of `chaos` and `fuzz`")
