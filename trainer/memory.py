@@ -147,9 +147,10 @@ class PromptLength:
     def row_tokens(self, recipe: Recipe, context: int) -> int:
         """Tokens of the longest trajectory: prompt and response, at most the `context` (0 is not bounded).
 
-        An environment adds observations, which nothing bounds but the context.
+        What tools and environments answer counts in the response. But an environment may add to the prompt itself at its reset, and
+        nothing bounds that but the context.
         """
-        if recipe.environment.is_set and context:
+        if recipe.environment.path and context:
             return context
         longest = self.tokens + recipe.sampling.max_new_tokens
         return min(longest, context) if context else longest
