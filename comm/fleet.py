@@ -23,6 +23,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import DistError
 
+from . import threads
 from .environment import RUN_ID
 from .errors import STORE_LOST_EXIT, SettingError, StoreGone
 from .links.base import Link
@@ -118,7 +119,7 @@ class Fleet(ABC):
     def keep_waiting(self, wait: Wait) -> None:
         """Restart the time of a wait for the first version while an actor trains steps again. That may take hours; the actor tells its progress."""
         if any(actor.info.get(TRAINS_AGAIN) for actor in self.alive_members("actor")):
-            wait.since = time.monotonic()
+            wait.since = threads.seconds()
 
     def open_mailbox(self, name: str) -> Mailbox:
         """The inbox `name` of this process; one at a time may be open under a name."""

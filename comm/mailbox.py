@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from torch.distributed import DistError
 
+from . import threads
 from .errors import MessageRefused, StoreGone, is_power_of_ten
 from .messages.base import Message
 from .signing import EntryReader, Envelope, MessageSigner, sign_entry
@@ -134,7 +135,7 @@ class Mailbox:
 
         The hub has handled a message when it asks for the next one.
         """
-        if self.name == HUB and time.monotonic() - self._confirmed_at >= _CONFIRM_S:
+        if self.name == HUB and threads.seconds() - self._confirmed_at >= _CONFIRM_S:
             self._confirm()
         while not self._closed:
             try:
@@ -164,7 +165,7 @@ class Mailbox:
         fresh = {sender: sequence for sender, sequence in seen.items() if self._confirmed.get(sender) != sequence}
         if fresh:
             self._mailboxes.confirm(fresh)
-        self._confirmed, self._confirmed_at = seen, time.monotonic()
+        self._confirmed, self._confirmed_at = seen, threads.seconds()
 
 
 class StoreMailboxes(Mailboxes):

@@ -8,7 +8,6 @@ the registered waits. `join_thread` waits for a thread that was told to end.
 import logging
 import sys
 import threading
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from . import threads
 from .errors import WaitTimeout
 
 T = TypeVar("T")
@@ -30,14 +30,14 @@ class Wait:
     whom: str
     what: str
     deadline_s: float
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=threads.seconds)
 
     def __str__(self) -> str:
         return f"{self.who} waits for {self.whom}, {self.what}, {self.elapsed_s:.0f} s"
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self.since
+        return threads.seconds() - self.since
 
     @property
     def remaining_s(self) -> float:
@@ -53,7 +53,7 @@ class Wait:
         """Call `ready` until it returns something truthy, and return that."""
         while not (result := ready()):
             self.check()
-            time.sleep(min(interval_s, self.remaining_s))
+            threads.sleep(min(interval_s, self.remaining_s))
         return result
 
 

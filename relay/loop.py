@@ -5,11 +5,15 @@ go through threads and links of their own, never through this loop.
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
+from ..comm import threads
 from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet
 from ..comm.links.opening import staging_of
+from ..comm.mailbox import Mailbox
 from ..comm.messages import (
     BusyReport,
     ConnectionLost,
@@ -23,6 +27,7 @@ from ..comm.messages import (
 )
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
+from ..comm.storage.server import StorageServer
 from .queue.replicated_rows import ReplicatedRows
 from .queue.saved_queue import QueueKeeper
 from .weights.server import WeightServer
@@ -30,17 +35,38 @@ from .weights.server import WeightServer
 REPORT_S = 1.0
 
 
+class Unit(Protocol):
+    """A storage unit, as the process sees it that hosts it."""
+
+    def drop(self, keys: Iterable[str]) -> int: ...
+
+    def listing(self) -> list[str]: ...
+
+
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """Run the relay's process until the hub's `Stop`."""
     mailbox = fleet.open_mailbox(fleet.name)
-    unit = fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
     segment = Segment.inherited()
+    unit = open_unit(fleet, mailbox)
     weights = WeightServer(fleet, segment, recipe.comm).start()
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
-    keeper = QueueKeeper(
-        Path(recipe.run.dir), ReplicatedRows(fleet), lambda answer: mailbox.send("hub", answer)
-    ).start()
-    started, reported = time.monotonic(), 0.0
+    serve_rows(fleet, recipe, mailbox, unit)
+    weights.close()
+    segment.close()
+    unit.close()
+    mailbox.close()
+
+
+def open_unit(fleet: Fleet, mailbox: Mailbox) -> StorageServer:
+    """The storage unit of this process; the end of a client's connection is reported to the hub."""
+    return fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
+
+
+def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> None:
+    """Carry out the hub's orders for the rows of a unit, until its `Stop`. Raises `PeerGone` if this process counts as dead."""
+    storage = ReplicatedRows(fleet)
+    keeper = QueueKeeper(Path(recipe.run.dir), storage, lambda answer: mailbox.send("hub", answer)).start()
+    started, reported = threads.seconds(), 0.0
     while True:
         envelope = mailbox.receive(REPORT_S)
         match envelope.message if envelope else None:
@@ -56,14 +82,10 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
                 )
             case Stop():
                 break
-        if time.monotonic() - reported >= REPORT_S:
-            reported = time.monotonic()
+        if threads.seconds() - reported >= REPORT_S:
+            reported = threads.seconds()
             mailbox.send("hub", busy_report(reported - started))
     keeper.close()
-    weights.close()
-    segment.close()
-    unit.close()
-    mailbox.close()
 
 
 def busy_report(elapsed_s: float) -> BusyReport:

@@ -4,7 +4,6 @@ No row is written for a sample of an evaluation: its score is reported.
 """
 
 import queue
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
+from ..comm import threads
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
@@ -111,10 +111,10 @@ class RowWriter:
         self._mailbox = mailbox
         self._storage = storage
         self._deadline_s = deadline_s
-        self._rows: queue.Queue[FinishedRow | list[StreamedRow]] = queue.Queue()
+        self._rows: queue.Queue[FinishedRow | list[StreamedRow]] = threads.new_queue()
         self._is_closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="row writer", daemon=True)
+        self._thread = threads.new_thread(self._run, "row writer")
 
     def start(self) -> None:
         self._thread.start()

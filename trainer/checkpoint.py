@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..comm import threads
 from ..comm.disk import describe_full, is_full, raise_if_full, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
@@ -167,7 +169,7 @@ class CheckpointWriter:
         """Write the state after `step` steps by the result of `stage`, which copies it once the copy before is written."""
         self.close()
         self.newest = step
-        self._thread = threading.Thread(target=self._run, args=(step, stage(), score), name="checkpoint", daemon=True)
+        self._thread = threads.new_thread(partial(self._run, step, stage(), score), "checkpoint")
         self._thread.start()
 
     def check(self) -> None:

@@ -4,10 +4,10 @@ It loads the newest checkpoint, or the initial weights, and trains the steps aft
 batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
 """
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comm import threads
 from ..comm.errors import SettingError
 from ..comm.mailbox import Mailbox
 from ..comm.messages import RestartPoint, Stop, TrainBatch, TrainerStarted
@@ -31,8 +31,8 @@ def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> Re
     with waiting("hub", "the number of trained steps", deadline_s) as wait:
         while True:
             wait.check()
-            if time.monotonic() - sent_at >= REPEAT_S:
-                sent_at = time.monotonic()
+            if threads.seconds() - sent_at >= REPEAT_S:
+                sent_at = threads.seconds()
                 mailbox.send("hub", TrainerStarted(incarnation))
             envelope = mailbox.receive(POLL_S)
             match envelope.message if envelope else None:

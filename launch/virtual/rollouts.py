@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...comm.errors import PeerGone
 from ...comm.fleet import Fleet, Member
 from ...comm.mailbox import Mailbox
 from ...comm.messages.base import storage_id_of
@@ -16,6 +17,7 @@ from ...rollout.migration.codec import MovedRow
 from ...rollout.partial_rows import StreamedRow
 from ...rollout.rewards.emulated import EmulatedRewards
 from ...rollout.row_writer import FinishedRow
+from .threads import VirtualProcess
 from .world import OwnClock, World
 
 UNIT = storage_id_of("relay-0", 1)
@@ -34,6 +36,9 @@ class VirtualVersions:
     def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
         assert self.version is not None
         return Receipt(self.version, "")
+
+    def pull_version(self, version: int, into: np.ndarray) -> Receipt:
+        return Receipt(version, "")
 
     def close(self) -> None:
         """Nothing to end."""
@@ -57,7 +62,7 @@ class VirtualWriter:
 
 
 @dataclass(slots=True)
-class _Parcel:
+class Parcel:
     """Trajectories on their way, for both ends; the emulated device waits for their keys and values."""
 
     content: list[MovedRow]
@@ -66,8 +71,12 @@ class _Parcel:
     link: str = ""
     seconds: float | None = None
     done: bool = True
+    source: VirtualProcess | None = None
+    error: str = ""
 
     def rows(self) -> list[MovedRow]:
+        if self.error:
+            raise PeerGone(self.error)
         return self.content
 
     def close(self) -> None:
@@ -77,18 +86,18 @@ class _Parcel:
 class VirtualTransfers:
     """One rollout's transfers; `parcels` is shared by all rollouts."""
 
-    def __init__(self, name: str, parcels: dict[tuple[str, int], _Parcel]) -> None:
+    def __init__(self, name: str, parcels: dict[tuple[str, int], Parcel]) -> None:
         self._name = name
-        self._parcels = parcels
+        self.parcels = parcels
 
-    def send(self, to: Member, request_id: int, rows: Sequence[MovedRow]) -> _Parcel:
+    def send(self, to: Member, request_id: int, rows: Sequence[MovedRow]) -> Parcel:
         """Copies the leases, since both ends change theirs."""
         copies = [MovedRow(replace(row.held, switches=[*row.held.switches]), row.state) for row in rows]
-        parcel = self._parcels[self._name, request_id] = _Parcel(copies)
+        parcel = self.parcels[self._name, request_id] = Parcel(copies)
         return parcel
 
-    def receive(self, sender: str, offer: TransferOffered) -> _Parcel:
-        return _Parcel(self._parcels.pop((sender, offer.request_id)).content)
+    def receive(self, sender: str, offer: TransferOffered) -> Parcel:
+        return Parcel(self.parcels.pop((sender, offer.request_id)).content)
 
     def close(self) -> None:
         """Nothing to end."""

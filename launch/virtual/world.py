@@ -8,9 +8,14 @@ others while it waits.
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...comm.clock import Clock
+
+if TYPE_CHECKING:
+    from .threads import VirtualThread
 
 
 class World:
@@ -19,6 +24,10 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
+        self.threads: list[VirtualThread] = []
+        """Those that have started and not ended, in the order of their start."""
+        self.current: VirtualThread | None = None
+        """The thread that runs; None while the world handles an event."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -26,24 +35,37 @@ class World:
         """Call `act` at a moment that has not passed."""
         heapq.heappush(self._events, (max(moment, self.now), next(self._order), act))
 
-    def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Handle events until something is true. Raises `AssertionError` at the end of the heap."""
-        while not is_done():
-            assert self._events, (
-                f"nothing is left to happen after {self.now:.1f} emulated seconds: the run stands still"
-            )
-            self._next()
+    def run_until(self, is_done: Callable[[], bool], until: float = math.inf) -> None:
+        """Let the world go on until something is true or it is that moment. A thread of the world waits for it meanwhile.
+
+        Raises `AssertionError` at the end of the heap.
+        """
+        if self.current is not None:
+            self.current.wait(is_done, until)
+            return
+        while not is_done() and self.now < until:
+            self._advance(until)
 
     def run_to(self, moment: float) -> None:
         """Handle the events before a moment, and let it be that moment."""
-        while self._events and self._events[0][0] < moment:
-            self._next()
-        self.now = max(self.now, moment)
+        self.run_until(lambda: False, moment)
 
-    def _next(self) -> None:
-        self.now, _, act = heapq.heappop(self._events)
-        self.num_events += 1
-        act()
+    def _advance(self, until: float) -> None:
+        """Let a thread run whose wait is over, or handle the next event, or let it be the first moment that someone waits for."""
+        for thread in self.threads:
+            if thread.is_due:
+                thread.resume()
+                return
+        moment = min([until, *(thread.wakes_at for thread in self.threads)])
+        if self._events and self._events[0][0] < moment:
+            self.now, _, act = heapq.heappop(self._events)
+            self.num_events += 1
+            act()
+            return
+        assert moment < math.inf, (
+            f"nothing is left to happen after {self.now:.1f} emulated seconds: the run stands still"
+        )
+        self.now = max(self.now, moment)
 
 
 class WorldClock(Clock):

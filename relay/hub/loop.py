@@ -10,13 +10,13 @@ has joined: its leases come back, and the rows that it stored are read elsewhere
 
 import logging
 import signal
-import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
+from ...comm import threads
 from ...comm.clock import Clock
 from ...comm.disk import DiskReserve, say
 from ...comm.errors import SettingError
@@ -59,9 +59,10 @@ WATCH_S = 0.2
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
-def run(fleet: Fleet, recipe: Recipe) -> None:
-    """The hub's process, from the first message to the summary."""
-    hub = open_hub(fleet, recipe, Clock(recipe.emulated.speed))
+def run(fleet: Fleet, recipe: Recipe, clock: Clock | None = None, on_open: Callable[[Hub], None] = lambda _: None) -> None:
+    """The hub's process, from the first message to the summary; `on_open` is called with the hub before that message."""
+    hub = open_hub(fleet, recipe, clock or Clock(recipe.emulated.speed))
+    on_open(hub)
     loop = HubLoop(hub, fleet)
     if hub.state.hub_restarts:
         loop.recover()
@@ -126,7 +127,7 @@ class HubLoop:
         message = envelope.message if envelope else None
         # A short run is over before the first check is due.
         is_last = isinstance(message, TrainingDone | Failed | Interrupted)
-        if is_last or time.monotonic() - self._checked_at >= WATCH_S:
+        if is_last or threads.seconds() - self._checked_at >= WATCH_S:
             self._check_fleet()
         if envelope is None and self.hub.prompts.is_waiting:
             self.hub.advance()
@@ -189,7 +190,7 @@ class HubLoop:
                 self.hub.mailbox.send(relay.name, ListStoredRows())
 
     def _check_fleet(self) -> None:
-        self._checked_at = time.monotonic()
+        self._checked_at = threads.seconds()
         self.seen |= {member.name: member for member in self.fleet.members()}
         living = {member.name: member for role in WATCHED for member in self.fleet.alive_members(role)}
         for name, known in list(self._known.items()):

@@ -2,10 +2,10 @@
 
 import itertools
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ...comm import threads
 from ...comm.messages.queue import ColumnsAdded, RequestRows, RowBatch, RowRef, RowsNotFound, TrainBatch
 from ...comm.messages.run import Stop
 
@@ -25,7 +25,7 @@ class RowRequester:
         self._tasks = list(tasks)
         self._max_tokens = max_tokens
         # Answers to an earlier incarnation of this process may still arrive.
-        self._request_ids = itertools.count(time.monotonic_ns())
+        self._request_ids = itertools.count(int(threads.seconds() * 1e9))
         self._open_batches: set[tuple[str, int]] = set()
         self._is_closing = threading.Event()
 
@@ -45,8 +45,8 @@ class RowRequester:
         request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens, evaluated)
         sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline
         while not self.is_closing:
-            if time.monotonic() - sent_at >= REPEAT_S:
-                sent_at = time.monotonic()
+            if threads.seconds() - sent_at >= REPEAT_S:
+                sent_at = threads.seconds()
                 self._mailbox.send("hub", request)
             envelope = self._mailbox.receive(POLL_S)
             match envelope.message if envelope else None:

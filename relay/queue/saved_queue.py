@@ -11,7 +11,6 @@ resumed run has other weights under that number.
 import logging
 import queue
 import shutil
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from ...comm import threads
 from ...comm.disk import make_folders, raise_if_full
 from ...comm.errors import StorageFull, WaitTimeout
 from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
@@ -54,8 +54,8 @@ class QueueKeeper:
         self._run_dir = run_dir
         self._storage = storage
         self._report = report
-        self._orders: queue.SimpleQueue[SaveQueue | RestoreQueue | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="queue keeper", daemon=True)
+        self._orders: queue.Queue[SaveQueue | RestoreQueue | None] = threads.new_queue()
+        self._thread = threads.new_thread(self._run, "queue keeper")
 
     def start(self) -> "QueueKeeper":
         """Start the thread; returns itself."""

@@ -9,12 +9,12 @@ With several ranks, rank 0 talks to the hub and broadcasts its answers, and each
 """
 
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ...comm import threads
 from ...comm.errors import HeadraceError
 from ...comm.messages.queue import GroupRef, RowBatch, RowRef, TrainBatch
 from ...comm.messages.run import Stop
@@ -66,9 +66,9 @@ class RowFetcher:
         self._steps = steps
         self._evaluated = evaluated
         self._needs_gradient = needs_gradient
-        self._free_places = threading.Semaphore(prefetch + 1)
-        self._ahead: queue.Queue[Batch | Exception] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="experience stream", daemon=True)
+        self._free_places = threads.new_semaphore(prefetch + 1)
+        self._ahead: queue.Queue[Batch | Exception] = threads.new_queue()
+        self._thread = threads.new_thread(self._run, "experience stream")
 
     def start(self) -> None:
         self._thread.start()

@@ -29,6 +29,8 @@ class Reader(Protocol):
 
     def pull(self, into: np.ndarray, deadline_s: float) -> Receipt: ...
 
+    def pull_version(self, version: int, into: np.ndarray) -> Receipt: ...
+
     def close(self) -> None: ...
 
 
@@ -58,8 +60,12 @@ class EmulatedWeights:
         self._pending = {version: at for version, at in self._pending.items() if at > now}
         return self._newest
 
-    def pull(self, deadline_s: float) -> Receipt:
-        receipt = self._reader.pull(self._buffer, deadline_s)
+    def pull(self, deadline_s: float, version: int | None = None) -> Receipt:
+        """The newest version, or the one that is named."""
+        if version is None:
+            receipt = self._reader.pull(self._buffer, deadline_s)
+        else:
+            receipt = self._reader.pull_version(version, self._buffer)
         self.version = receipt.version
         self._newest = max(self._newest, receipt.version)
         return receipt
@@ -73,6 +79,7 @@ class EmulatedGenerator:
 
     can_migrate = True
     can_stream = False
+    """Its tokens are zeros, which nobody needs to keep. A simulation turns it on for the sake of the rules."""
     num_prefilled = num_found = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
@@ -136,12 +143,17 @@ class EmulatedGenerator:
         return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
 
     def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
-        raise AssertionError("`can_stream` is False")
+        parts: list[SequencePart] = []
+        for sequence in (*self.device.running.values(), *self.device.waiting):
+            num_new = self.device.num_tokens(sequence) - sequence.num_prompt - counts.get(sequence.trajectory_id, 0)
+            prompt, tokens = [0] * sequence.num_prompt, [0] * num_new
+            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_new))
+        return parts
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
         self._start_if_idle()
         self.device.recompute()
-        receipt = self.weights.pull(deadline_s)
+        receipt = self.weights.pull(deadline_s, version)
         self._sleep_for(self.transfer.pull_s)
         return receipt
 

@@ -1,0 +1,121 @@
+"""The invariants of a simulated run, held after each event of the hub's journal and at the end."""
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ...comm.messages import RowId
+from ...relay.journal import events as ev
+from ...relay.journal.events import decode_event
+from ...relay.journal.journal import replay
+from ...relay.journal.records import RowStatus
+from ...relay.journal.state import HubState, apply
+from ...relay.queue.schedules import schedule_of
+from .threads import Killed, VirtualProcess
+
+import msgspec
+
+if TYPE_CHECKING:
+    from ...relay.hub.hub import Hub
+    from ...rollout.loop import Rollout
+    from .simulation import Simulation
+
+_LOOK_EVERY = 16
+"""Events between two looks at what costs much: all rows of all units."""
+
+
+class Checks:
+    """Watches a simulation. Each method raises `AssertionError` where something does not hold."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.rollouts: dict[VirtualProcess, Rollout] = {}
+        self.events_left: int | None = None
+        """Events that the hub still writes before it is killed."""
+        self.num_events = 0
+        self.status = ""
+        """How the last run ended."""
+        self._shadow = HubState()
+        self._trained: dict[int, list[RowId]] = {}
+        """Rows by the step that trained them."""
+
+    def observe(self, hub: "Hub") -> None:
+        """Watch the events of a hub, whose state is that of its journal."""
+        journal, state = hub.context.journal, hub.state
+        self._shadow = replay(journal.path)
+        assert self._shadow == state, "the hub begins with another state than its journal's"
+        self._trained = {step: rows for step, rows in self._trained.items() if step < state.step}
+        write = journal.append
+
+        def append(event: ev.Event) -> None:
+            self._die_if_due()
+            self._before(event, state)
+            write(event)
+            apply(decode_event(msgspec.json.encode(event)), self._shadow)
+            if self.events_left is not None:
+                self.events_left -= 1
+                self._die_if_due()
+
+        journal.append = append  # pyright: ignore[reportAttributeAccessIssue] - of this one journal
+
+    def _die_if_due(self) -> None:
+        if self.events_left is not None and self.events_left <= 0:
+            self.events_left = None
+            self.simulation.kill("hub", is_noticed=True, down_s=0.5)
+            raise Killed
+
+    def _before(self, event: ev.Event, state: HubState) -> None:
+        self.num_events += 1
+        assert self._shadow == state, f"the journal gives another state than the hub has before {event}"
+        if isinstance(event, ev.Trained):
+            self._look_at_step(event, state)
+        if isinstance(event, ev.Ended):
+            self.status = event.reason
+        if self.num_events % _LOOK_EVERY == 0:
+            self.look(state)
+
+    def _look_at_step(self, event: ev.Trained, state: HubState) -> None:
+        rows = [row_id for group in state.in_training for row_id in state.groups[group].row_ids(RowStatus.READY)]
+        before = {row_id for trained in self._trained.values() for row_id in trained}
+        assert not before.intersection(rows), f"step {event.step} trains rows that a step before has trained"
+        self._trained[event.step] = rows
+        settings, schedule = self.simulation.recipe.queue, schedule_of(self.simulation.recipe)
+        bound = settings.max_staleness if schedule.staleness is None else schedule.staleness
+        for row_id in rows:
+            row = state.groups[row_id.group].rows[row_id.sample]
+            assert bound is None or event.step - row.version <= bound, f"{row_id} is {event.step - row.version} versions old"
+            mixes = schedule.mixes_versions or self.simulation.recipe.rollout.max_age is not None
+            assert mixes or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
+
+    def look(self, state: HubState) -> None:
+        """The account is balanced, units have what the hub says, and no two rollouts hold the same attempt of a row."""
+        assert state.is_balanced, f"the account is not balanced: {state.account}"
+        units = self.simulation.cluster.units
+        for row_id, row in state.rows(RowStatus.READY):
+            for name in row.storage_ids:
+                unit = units.get(name)
+                if unit is not None and not unit.process.is_dead:
+                    assert row_id.key(row.attempt) in unit.rows, f"{name} does not have {row_id.key(row.attempt)}"
+        held: Counter[tuple[RowId, int]] = Counter()
+        for process, rollout in self.rollouts.items():
+            if not process.is_dead:
+                held.update((x.row_id, x.attempt) for x in rollout.leases.held.values() if not x.claim_id)
+        twice = [row for row, count in held.items() if count > 1]
+        assert not twice, f"two rollouts hold {twice}"
+
+    def at_end(self) -> None:
+        """The journal, read from its start, gives the last state, which is balanced, with all steps trained."""
+        state = replay(self.simulation.folder / "journal.jsonl")
+        assert state == self._shadow, "the journal gives another state than the hub had"
+        assert state.step == self.simulation.recipe.run.steps and state.is_balanced
+
+
+class Errors(logging.Handler):
+    """Collects the errors that the program logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
