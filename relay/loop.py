@@ -72,8 +72,8 @@ def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> No
         match envelope.message if envelope else None:
             case DropRows(keys=keys):
                 unit.drop(keys)
-            case ListStoredRows():
-                mailbox.send("hub", StoredRows(unit.listing()))
+            case ListStoredRows(at_end=at_end):
+                mailbox.send("hub", StoredRows(unit.listing(), at_end))
             case SaveQueue() | RestoreQueue() as order:
                 keeper.submit(order)
             case DeclaredDead(incarnation=incarnation) if incarnation == fleet.incarnation:

@@ -117,10 +117,13 @@ class DropRows(Message, frozen=True):
 
 
 class ListStoredRows(Message, frozen=True):
-    """The hub asks a relay for the rows in its unit."""
+    """The hub asks a relay for the rows in its unit. `at_end`: for the count at the end of the run."""
+
+    at_end: bool = False
 
 
 class StoredRows(Message, frozen=True):
-    """A relay's answer to `ListStoredRows`: keys of the rows in its unit."""
+    """A relay's answer to `ListStoredRows`, whose `at_end` it has: keys of the rows in its unit."""
 
     keys: list[str]
+    at_end: bool = False

@@ -4,6 +4,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ...comm.messages import RowId
 from ...relay.journal import events as ev
 from ...relay.journal.events import decode_event
@@ -12,8 +14,6 @@ from ...relay.journal.records import RowStatus
 from ...relay.journal.state import HubState, apply
 from ...relay.queue.schedules import schedule_of
 from .threads import Killed, VirtualProcess
-
-import msgspec
 
 if TYPE_CHECKING:
     from ...relay.hub.hub import Hub
@@ -33,6 +33,7 @@ class Checks:
         self.events_left: int | None = None
         """Events that the hub still writes before it is killed."""
         self.num_events = 0
+        self.errors = Errors()
         self.status = ""
         """How the last run ended."""
         self._shadow = HubState()
@@ -70,6 +71,7 @@ class Checks:
         if isinstance(event, ev.Trained):
             self._look_at_step(event, state)
         if isinstance(event, ev.Ended):
+            assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
             self.status = event.reason
         if self.num_events % _LOOK_EVERY == 0:
             self.look(state)
@@ -83,7 +85,9 @@ class Checks:
         bound = settings.max_staleness if schedule.staleness is None else schedule.staleness
         for row_id in rows:
             row = state.groups[row_id.group].rows[row_id.sample]
-            assert bound is None or event.step - row.version <= bound, f"{row_id} is {event.step - row.version} versions old"
+            assert bound is None or event.step - row.version <= bound, (
+                f"{row_id} is {event.step - row.version} versions old"
+            )
             mixes = schedule.mixes_versions or self.simulation.recipe.rollout.max_age is not None
             assert mixes or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
 
@@ -107,15 +111,23 @@ class Checks:
         """The journal, read from its start, gives the last state, which is balanced, with all steps trained."""
         state = replay(self.simulation.folder / "journal.jsonl")
         assert state == self._shadow, "the journal gives another state than the hub had"
+        assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
         assert state.step == self.simulation.recipe.run.steps and state.is_balanced
 
 
 class Errors(logging.Handler):
-    """Collects the errors that the program logs."""
+    """Collects the errors that the program logs while the body runs."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.lines: list[str] = []
+        self._logger = logging.getLogger(__name__.partition(".")[0])
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())

@@ -134,6 +134,8 @@ class ClusterMailboxes(Mailboxes):
             if not left:
                 del self.left[sender]
                 self.on_last(sender)
+                if self._cluster.world.current is None:
+                    return
                 raise Killed
         if message.to == HUB:
             self._unconfirmed.add(message)
@@ -333,7 +335,9 @@ class Weights:
 
     def newest(self) -> int | None:
         """The newest version that a relay has."""
-        return max((versions[-1] for relay, versions in self._held.items() if versions and not relay.is_dead), default=None)
+        return max(
+            (versions[-1] for relay, versions in self._held.items() if versions and not relay.is_dead), default=None
+        )
 
     def has(self, version: int) -> bool:
         return any(version in versions for relay, versions in self._held.items() if not relay.is_dead)

@@ -114,6 +114,7 @@ class Simulation:
             console = stack.enter_context((self.folder / "console.log").open("w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(console))
             stack.callback(self._end_all)
+            stack.enter_context(self.checks.errors)
             self.start_run()
             self.world.run_until(self._is_finished)
             self.checks.at_end()
@@ -162,11 +163,11 @@ class Simulation:
 
     def cut_off(self) -> None:
         """Everything dies at once; the run is resumed after a while."""
+        self.hub = None
         for process in list(self.cluster.lives.values()):
             if not process.is_dead:
                 process.kill()
         self._close_files("")
-        self.hub = None
         self._status = "cut off"
         self.world.at(self.world.now + RUN_AGAIN_S, self.start_run)
 
@@ -214,8 +215,8 @@ class Simulation:
         mailbox.close()
 
     def _actor(self, fleet: ClusterFleet) -> None:
-        from ...trainer.loop import Trainer  # a role's loop is imported where its process begins
         from ...relay.queue.stream import RunStopped
+        from ...trainer.loop import Trainer  # a role's loop is imported where its process begins
 
         learner = EmulatedLearner(fleet, self.recipe, self.clock, VirtualPublisher(self.cluster.weights.publish))
         with suppress(RunStopped):
@@ -227,9 +228,7 @@ class Simulation:
         generator = EmulatedGenerator(fleet, self.recipe, self.clock, WeightsReader(self.cluster.weights))
         generator.can_stream = True
         transfers = MortalTransfers(fleet.process, self._parcels)
-        rollout = Rollout(
-            fleet, self.recipe, generator, EmulatedRewards(), clock=self.clock, transfers=transfers
-        )
+        rollout = Rollout(fleet, self.recipe, generator, EmulatedRewards(), clock=self.clock, transfers=transfers)
         self.checks.rollouts[fleet.process] = rollout
         rollout.run()
 
@@ -240,9 +239,10 @@ class Simulation:
             self._moved_at = max(self._moved_at, self.world.now + fault.seconds)
 
     def _resume(self) -> None:
-        """Start the run again once all processes of the one before have ended."""
-        for process in self.cluster.lives.values():
-            assert process.is_dead or not any(thread.is_alive() for thread in process.threads), f"{process.name} still runs"
+        """Start the run again. Processes that were frozen at its end, or began after it, are killed as the launcher does it."""
+        for process in list(self.cluster.lives.values()):
+            if not process.is_dead:
+                process.kill()
         self._close_files("")
         self.start_run()
 
@@ -251,7 +251,9 @@ class Simulation:
         if step != self._step:
             self._step, self._moved_at = step, max(self._moved_at, self.world.now)
         quiet_s = self.world.now - self._moved_at
-        assert quiet_s <= LIVENESS_S, f"no step is trained for {quiet_s:.0f} s after step {self._step}: {self._threads()}"
+        assert quiet_s <= LIVENESS_S, (
+            f"no step is trained for {quiet_s:.0f} s after step {self._step}: {self._threads()}"
+        )
         self.is_over = self._status == "finished" and all(p.is_dead for p in self.cluster.lives.values())
         return self.is_over
 
@@ -270,5 +272,6 @@ class Simulation:
         for entry in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 path = os.readlink(f"/proc/self/fd/{entry}")
-                if path.startswith(f"{self.folder}/") and path.endswith(name) and "console.log" not in path:
+                is_kept = path in (str(self.folder / "console.log"), *self.recipe.data.paths)
+                if path.startswith(f"{self.folder}/") and path.endswith(name) and not is_kept:
                     os.close(int(entry))

@@ -16,7 +16,7 @@ LEAST_WAIT_S = 0.02
 """Shortest sleep of a thread that polls: shorter ones would cost much and show nothing."""
 
 
-class Killed(BaseException):  # noqa: N818 - it is no error of the code that it ends
+class Killed(BaseException):
     """Ends a thread of a process that was killed."""
 
 
@@ -82,7 +82,9 @@ class VirtualThread(threading.Thread):
     @property
     def wakes_at(self) -> float:
         """When its wait is over at the latest."""
-        return max(self._until, self.process.frozen_until) if self.process.frozen_until > self._world.now else self._until
+        return (
+            max(self._until, self.process.frozen_until) if self.process.frozen_until > self._world.now else self._until
+        )
 
     def wait(self, is_ready: Callable[[], bool], until: float) -> None:
         """Let the world go on until something is true, or it is that moment; raises `Killed`. Called by the thread itself."""

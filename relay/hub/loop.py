@@ -59,7 +59,9 @@ WATCH_S = 0.2
 SHUTDOWN_DEADLINE_S = 15.0  # below the 20 s after which a supervisor kills its child
 
 
-def run(fleet: Fleet, recipe: Recipe, clock: Clock | None = None, on_open: Callable[[Hub], None] = lambda _: None) -> None:
+def run(
+    fleet: Fleet, recipe: Recipe, clock: Clock | None = None, on_open: Callable[[Hub], None] = lambda _: None
+) -> None:
     """The hub's process, from the first message to the summary; `on_open` is called with the hub before that message."""
     hub = open_hub(fleet, recipe, clock or Clock(recipe.emulated.speed))
     on_open(hub)

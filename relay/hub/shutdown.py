@@ -85,7 +85,7 @@ class Shutdown:
         done = done or next(iter(self._collect(TrainingDone, actors, extra_s).values()), None)
         for missing in hub.leases.holders() - set(holdings):
             hub.on_process_death(missing, "gone when the run ended")
-        units = self._collect(StoredRows, self._tell("relay", ListStoredRows(), gone))
+        units = self._collect(StoredRows, self._tell("relay", ListStoredRows(at_end=True), gone))
         self._give_up({relay.name for relay in self.fleet.members("relay")} - set(units))
         num_held = sum(self._num_leased(holder, holding) for holder, holding in holdings.items())
         num_ready = self._num_ready({key for unit in units.values() for key in unit.keys if not is_partial(key)})
@@ -118,6 +118,8 @@ class Shutdown:
                     break  # the missing senders have left, and no message of theirs is on its way
                 if envelope is None:
                     continue
+                if isinstance(envelope.message, StoredRows) and not envelope.message.at_end:
+                    continue  # what a hub that had just started asked for: rows may have come since
                 if isinstance(envelope.message, kind):
                     answers[envelope.sender] = envelope.message
                 elif not self.hub.handle(envelope):
