@@ -36,7 +36,7 @@ PUSH_S = 0.05
 """Of a version, from the trainer to a relay."""
 KEPT_VERSIONS = 2
 """Of each relay."""
-POLL_S = 0.1
+POLL_S = 0.25
 """Shortest wait of a process for a message: it notices other changes that late."""
 
 

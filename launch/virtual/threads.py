@@ -12,8 +12,8 @@ from typing import Any
 from ...comm.threads import Threads
 from .world import World
 
-LEAST_WAIT_S = 0.02
-"""Shortest sleep of a thread that polls: shorter ones would cost much and show nothing."""
+LEAST_SLEEP_S, LEAST_WAIT_S = 0.02, 1.0
+"""Shortest sleep, and wait for a queue, of a thread that polls: shorter ones would cost much and show nothing."""
 
 
 class Killed(BaseException):
@@ -45,9 +45,13 @@ class VirtualThread(threading.Thread):
         self.process = process
         self._world = world
         self._work = target
-        self._may_go, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_ready: Callable[[], bool] = lambda: True
-        self._until = math.inf
+        self._may_go, self._has_stopped = threading.Lock(), threading.Lock()
+        self._may_go.acquire()
+        self._has_stopped.acquire()
+        self.is_ready: Callable[[], bool] = lambda: True
+        """Whether what it waits for is there."""
+        self.until = math.inf
+        """When it stops waiting for that."""
         self._has_ended = False
         self._error: BaseException | None = None
 
@@ -72,24 +76,10 @@ class VirtualThread(threading.Thread):
     def is_current(self) -> bool:
         return self._world.current is self
 
-    @property
-    def is_due(self) -> bool:
-        """Whether its wait is over."""
-        if self._world.now < self.process.frozen_until:
-            return False
-        return self._world.now >= self._until or self._is_ready()
-
-    @property
-    def wakes_at(self) -> float:
-        """When its wait is over at the latest."""
-        return (
-            max(self._until, self.process.frozen_until) if self.process.frozen_until > self._world.now else self._until
-        )
-
     def wait(self, is_ready: Callable[[], bool], until: float) -> None:
         """Let the world go on until something is true, or it is that moment; raises `Killed`. Called by the thread itself."""
         if not self.process.is_dead:
-            self._is_ready, self._until = is_ready, until
+            self.is_ready, self.until = is_ready, until
             self._has_stopped.release()
             self._may_go.acquire()
         if self.process.is_dead:
@@ -124,7 +114,7 @@ class VirtualThreads(Threads):
         return self._world.now
 
     def sleep(self, seconds: float) -> None:
-        self._world.run_to(self._world.now + max(seconds, LEAST_WAIT_S))
+        self._world.run_to(self._world.now + max(seconds, LEAST_SLEEP_S))
 
     def new_thread(self, target: Callable[[], object], name: str) -> threading.Thread:
         assert self._world.current is not None, f"no process starts the thread {name}"
@@ -145,9 +135,10 @@ class VirtualQueue(queue.Queue[Any]):
         self._world = world
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if block and self.empty():
+        if block and not self.queue:
             until = math.inf if timeout is None else self._world.now + max(timeout, LEAST_WAIT_S)
-            self._world.run_until(lambda: not self.empty(), until)
+            items = self.queue
+            self._world.run_until(lambda: bool(items), until)
         return super().get(block=False)
 
 

@@ -52,11 +52,15 @@ class World:
 
     def _advance(self, until: float) -> None:
         """Let a thread run whose wait is over, or handle the next event, or let it be the first moment that someone waits for."""
+        now, moment = self.now, until
         for thread in self.threads:
-            if thread.is_due:
+            wakes_at = thread.until
+            if (frozen_until := thread.process.frozen_until) > now:
+                wakes_at = frozen_until if thread.is_ready() else max(wakes_at, frozen_until)
+            elif wakes_at <= now or thread.is_ready():
                 thread.resume()
                 return
-        moment = min([until, *(thread.wakes_at for thread in self.threads)])
+            moment = min(moment, wakes_at)
         if self._events and self._events[0][0] < moment:
             self.now, _, act = heapq.heappop(self._events)
             self.num_events += 1
@@ -65,7 +69,7 @@ class World:
         assert moment < math.inf, (
             f"nothing is left to happen after {self.now:.1f} emulated seconds: the run stands still"
         )
-        self.now = max(self.now, moment)
+        self.now = max(now, moment)
 
 
 class WorldClock(Clock):
