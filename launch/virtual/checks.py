@@ -36,6 +36,10 @@ class Checks:
         self.errors = Errors()
         self.status = ""
         """How the last run ended."""
+        self.digests: dict[int, str] = {}
+        """Of each version, as the trainer published it last."""
+        self._used: dict[int, str] = {}
+        """Of each version that a rollout has generated with."""
         self._shadow = HubState()
         self._trained: dict[int, list[RowId]] = {}
         """Rows by the step that trained them."""
@@ -46,6 +50,8 @@ class Checks:
         self._shadow = replay(journal.path)
         assert self._shadow == state, "the hub begins with another state than its journal's"
         self._trained = {step: rows for step, rows in self._trained.items() if step < state.step}
+        if self.simulation.num_starts > 1 and not state.hub_restarts:  # steps that were given up are trained otherwise
+            self._used = {version: digest for version, digest in self._used.items() if version <= state.step}
         write = journal.append
 
         def append(event: ev.Event) -> None:
@@ -70,6 +76,12 @@ class Checks:
         assert self._shadow == state, f"the journal gives another state than the hub has before {event}"
         if isinstance(event, ev.Trained):
             self._look_at_step(event, state)
+        if isinstance(event, ev.Received):
+            expected = self.digests[event.version]
+            assert event.digest == expected, (
+                f"{event.holder} has other weights than the trainer's version {event.version}"
+            )
+            self._used[event.version] = event.digest
         if isinstance(event, ev.Ended):
             assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
             self.status = event.reason
@@ -111,6 +123,8 @@ class Checks:
         """The journal, read from its start, gives the last state, which is balanced, with all steps trained."""
         state = replay(self.simulation.folder / "journal.jsonl")
         assert state == self._shadow, "the journal gives another state than the hub had"
+        other = {version for version, digest in self._used.items() if digest != self.digests[version]}
+        assert not other, f"rollouts had versions {other} that are not those of the trained weights"
         assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
         assert state.step == self.simulation.recipe.run.steps and state.is_balanced
 

@@ -7,7 +7,7 @@ process again. A dead process is noticed when its connection ends, when its hear
 import math
 import queue
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -312,46 +312,56 @@ class UnitClient:
 
 
 class Weights:
-    """Which relay has which versions. The trainer's publisher pushes its newest one to each relay that lacks it."""
+    """Which relay has which versions. The trainer's publisher pushes its newest one to each relay that lacks it.
+
+    A relay refuses a version that it has, whoever made it, as a real one does.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._held: dict[VirtualProcess, list[int]] = {}
-        self._published: dict[VirtualProcess, int] = {}
+        self._held: dict[VirtualProcess, dict[int, str]] = {}
+        """The digests of the versions of each relay."""
+        self._published: dict[VirtualProcess, tuple[int, str]] = {}
         """The newest version of each life of the trainer."""
         self._boxes: dict[VirtualProcess, Mailbox] = {}
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, digest: str) -> None:
         trainer = self._cluster.lives["actor-0"]
-        self._published[trainer] = version
+        self._published[trainer] = version, digest
         for relay in self._held:
             self._push(trainer, relay)
 
     def add_relay(self, relay: VirtualProcess) -> None:
-        self._held[relay] = []
+        self._held[relay] = {}
         self._boxes[relay] = self._cluster.mailboxes.open(f"{relay.name}/weights")
         if (trainer := self._cluster.lives.get("actor-0")) is not None:
             self._push(trainer, relay)
 
-    def newest(self) -> int | None:
+    def newest(self) -> Receipt | None:
         """The newest version that a relay has."""
-        return max(
-            (versions[-1] for relay, versions in self._held.items() if versions and not relay.is_dead), default=None
-        )
+        return max((receipt for receipt in self._all()), default=None)
 
-    def has(self, version: int) -> bool:
-        return any(version in versions for relay, versions in self._held.items() if not relay.is_dead)
+    def find(self, version: int) -> Receipt | None:
+        """A version that need not be the newest."""
+        return next((receipt for receipt in self._all() if receipt.version == version), None)
+
+    def _all(self) -> Iterator[Receipt]:
+        for relay, held in self._held.items():
+            if not relay.is_dead:
+                yield from (Receipt(version, digest) for version, digest in held.items())
 
     def _push(self, trainer: VirtualProcess, relay: VirtualProcess) -> None:
         if trainer in self._published and not trainer.is_dead:
             self._cluster.world.at(self._cluster.world.now + PUSH_S, partial(self._arrive, trainer, relay))
 
     def _arrive(self, trainer: VirtualProcess, relay: VirtualProcess) -> None:
-        version, versions = self._published[trainer], self._held[relay]
-        if trainer.is_dead or relay.is_dead or version in versions:
+        (version, digest), held = self._published[trainer], self._held[relay]
+        if trainer.is_dead or relay.is_dead or version <= max(held, default=-1):
             return
-        self._held[relay] = sorted([*versions, version])[-KEPT_VERSIONS:]
-        self._boxes[relay].send(HUB, VersionReady(version, f"digest {version}"))
+        held[version] = digest
+        for older in sorted(held)[:-KEPT_VERSIONS]:
+            del held[older]
+        self._boxes[relay].send(HUB, VersionReady(version, digest))
 
 
 class WeightsReader:
@@ -361,18 +371,18 @@ class WeightsReader:
         self._weights = weights
 
     def newest(self) -> int | None:
-        return self._weights.newest()
+        newest = self._weights.newest()
+        return None if newest is None else newest.version
 
     def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
         """The newest version; waits for one while no relay has any. Raises `WaitTimeout`."""
         with waiting("relay", "a version", deadline_s) as wait:
-            newest = wait.until(lambda: None if (found := self._weights.newest()) is None else (found,))[0]
-        return Receipt(newest, f"digest {newest}")
+            return wait.until(self._weights.newest)
 
     def pull_version(self, version: int, into: np.ndarray) -> Receipt:
-        if not self._weights.has(version):
+        if (receipt := self._weights.find(version)) is None:
             raise VersionNotAvailable(f"no relay has version {version}")
-        return Receipt(version, f"digest {version}")
+        return receipt
 
     def close(self) -> None:
         """Nothing to end."""

@@ -30,13 +30,12 @@ from ...rollout.generators.emulated import EmulatedGenerator
 from ...rollout.migration.codec import MovedRow
 from ...rollout.migration.transport import Incoming
 from ...rollout.rewards.emulated import EmulatedRewards
-from ...trainer.learners.emulated import EmulatedLearner
 from ..resume import prepare_folder
 from .checks import Checks
 from .cluster import Cluster, ClusterFleet, WeightsReader
 from .rollouts import Parcel, VirtualTransfers
 from .threads import Killed, VirtualProcess, VirtualThread, VirtualThreads
-from .training import VirtualPublisher
+from .training import LineageLearner
 from .world import World, WorldClock
 
 if TYPE_CHECKING:
@@ -218,7 +217,13 @@ class Simulation:
         from ...relay.queue.stream import RunStopped
         from ...trainer.loop import Trainer  # a role's loop is imported where its process begins
 
-        learner = EmulatedLearner(fleet, self.recipe, self.clock, VirtualPublisher(self.cluster.weights.publish))
+        cluster = self.cluster
+
+        def publish(version: int, digest: str) -> None:
+            self.checks.digests[version] = digest
+            cluster.weights.publish(version, digest)
+
+        learner = LineageLearner(fleet, self.recipe, self.clock, publish)
         with suppress(RunStopped):
             Trainer(fleet, self.recipe, learner=learner, clock=self.clock).run()
 
