@@ -206,7 +206,8 @@ def peer_settings(cell: Cell, home: Path, recipe: Recipe) -> dict[str, object]:
     num_rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
     return {
         "output_dir": str(home / "trl"), "seed": cell.seed, "max_steps": cell.steps, "learning_rate": cell.lr,
-        "warmup_steps": recipe.optimizer.warmup_steps, "per_device_train_batch_size": _PEER_ROWS,
+        "warmup_steps": recipe.optimizer.warmup_steps, "lr_schedule": recipe.optimizer.lr_schedule,
+        "per_device_train_batch_size": _PEER_ROWS,
         "gradient_accumulation_steps": num_rows // _PEER_ROWS, "num_generations": recipe.batch.samples_per_prompt,
         "max_completion_length": recipe.sampling.max_new_tokens, "adam_beta1": recipe.optimizer.beta1,
         "adam_beta2": recipe.optimizer.beta2, "max_grad_norm": recipe.optimizer.max_grad_norm,

@@ -156,12 +156,18 @@ def serve_learning(folder: Path, name: str) -> None:
                 stream.write(json.dumps(row) + "\n")
 
     settings = json.loads((folder / "run.json").read_text())
-    warmup_steps = settings.pop("warmup_steps")
+    warmup_steps, schedule = settings.pop("warmup_steps"), settings.pop("lr_schedule")
     trainer = trainer_of(str(folder / "policy"), rows_of(folder), reward, settings)
 
     def create_scheduler(num_training_steps: int, optimizer: Any = None) -> Any:
-        """Ours: transformers' own begins with a step at rate 0, which would train nothing."""
-        factor = lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
+        """Our rates: transformers' own begin with a step at rate 0, which would train nothing."""
+
+        def factor(step: int) -> float:
+            if step < warmup_steps:
+                return (step + 1) / (warmup_steps + 1)
+            left = (num_training_steps - step) / max(1, num_training_steps - warmup_steps)
+            return max(0.0, left) if schedule == "linear" else 1.0
+
         trainer.lr_scheduler = import_module("torch").optim.lr_scheduler.LambdaLR(
             optimizer or trainer.optimizer, factor
         )
