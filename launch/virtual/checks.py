@@ -85,6 +85,7 @@ class Checks:
         if isinstance(event, ev.Ended):
             assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
             self.status = event.reason
+        self.look_at_holders()
         if self.num_events % _LOOK_EVERY == 0:
             self.look(state)
 
@@ -104,7 +105,7 @@ class Checks:
             assert mixes or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
 
     def look(self, state: HubState) -> None:
-        """The account is balanced, units have what the hub says, and no two rollouts hold the same attempt of a row."""
+        """The account is balanced, and units have what the hub says."""
         assert state.is_balanced, f"the account is not balanced: {state.account}"
         units = self.simulation.cluster.units
         for row_id, row in state.rows(RowStatus.READY):
@@ -112,6 +113,9 @@ class Checks:
                 unit = units.get(name)
                 if unit is not None and not unit.process.is_dead:
                     assert row_id.key(row.attempt) in unit.rows, f"{name} does not have {row_id.key(row.attempt)}"
+
+    def look_at_holders(self) -> None:
+        """No two rollouts hold the same attempt of a row."""
         held: Counter[tuple[RowId, int]] = Counter()
         for process, rollout in self.rollouts.items():
             if not process.is_dead:
