@@ -167,8 +167,8 @@ def test_a_killed_process_ends_where_it_waits_and_a_frozen_one_waits_longer():
 
     for process in (mortal, cold):
         VirtualThread(world, process, lambda p=process: live(p.name), "main").start()
-    cold.frozen_until = 5.0
     world.at(1.0, mortal.kill)
+    world.at(1.0, lambda: setattr(cold, "frozen_until", 5.0))
     world.run_until(lambda: not world.threads)
     assert said == ["mortal was killed at 1", "cold 5"]
 
