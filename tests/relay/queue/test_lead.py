@@ -1,47 +1,110 @@
-"""`queue.lead=auto` beside a queue that is always full: as many tokens a second, of a lower staleness; the hub is the real one."""
+"""`queue.lead=auto` beside a queue that is always full: as many tokens a second, of a lower staleness, on emulated devices."""
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import pytest
-from support.virtual_run import Fleet, VirtualRun
 
+from headrace.comm.recipe import EmulatedSettings
+from headrace.launch.config.load import read_recipe
+from headrace.launch.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
+from headrace.rollout.generators import emulated
+from headrace.rollout.rewards.emulated import EmulatedRewards
+from headrace.rollout.rewards.process import ScoreRequest
 
-STEPS = 28
-
-
-def emulated(rollouts: int, gpus: int, growth: float = 1.0, filtered: float = 0.0) -> Fleet:
-    """Rollouts of four H800s and so many GPUs that train, as in docs/schedules.md; two of 16 samples, so times are 8 times."""
-    return Fleet(
-        per_step=128, samples=2, num_rollouts=rollouts, token_s=820e-6 * 8 / gpus, request_s=41e-6 * 8, max_running=64,
-        growth=growth, filtered=filtered,
-    )  # fmt: skip
+STEPS, GROUPS, SAMPLES = 20, 32, 2
 
 
-SMALL = Fleet(
-    per_step=16, samples=8, num_rollouts=2, token_s=1.25e-4, batch_s=0.02, publish_s=0.01, decode_s=0.0015,
-    request_s=8e-6, max_running=64, median=12.0, tail=2.0, longest=32,
-)  # fmt: skip
+@dataclass(frozen=True)
+class Job:
+    """Rollouts of four H800s and so many GPUs that train, as in docs/schedules.md; a step has a 32nd of the rows, so times are 32 times."""
+
+    rollouts: int
+    gpus: int
+    growth: float = 1.0
+    """Factor on the lengths from the middle of the run on."""
+    filtered: float = 0.0
+    """Share of the groups that are filtered out."""
+
+    def run(self, folder: Path, lead: object) -> VirtualRun:
+        folder.mkdir()
+        (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n' * 64)
+        settings: dict[str, object] = {
+            "rollout.engine": "emulated", "trainer.engine": "emulated", "run.dir": folder, "run.steps": STEPS,
+            "data.path": folder / "prompts.jsonl", "roles.rollout": self.rollouts, "batch.prompts_per_step": GROUPS,
+            "batch.samples_per_prompt": SAMPLES, "queue.lead": lead, "queue.filter_zero_std": bool(self.filtered),
+            "generator.max_running": 16, "sampling.max_new_tokens": 16384, "optimizer.micro_tokens": 16384,
+            "repack.enabled": False, "emulated.speed": 100, "emulated.train_us": 820 * 32, "emulated.train_gpus": self.gpus,
+            "emulated.request_us": 41 * 32, "emulated.weights_ms": 11.5, "emulated.kv_ns": 0, "emulated.prefill_us": 0,
+            "emulated.prompt_tokens": 1, "emulated.chain_gb_s": 1e6, "emulated.pull_gb_s": 1e6, "emulated.stretch": 128,
+        }  # fmt: skip
+        run = VirtualRun(read_recipe(None, [f"{key}={str(value).lower()}" for key, value in settings.items()]))
+        run.run()
+        return run
+
+
 CASES = {
-    "trainer-bound": (emulated(10, 24), 0.8),
-    "balanced": (emulated(7, 36), 1.2),
-    "rollout-bound": (emulated(5, 44), 0.9),
-    "longer-midway": (emulated(9, 28, growth=1.6), 0.8),
-    "filtered": (emulated(10, 24, filtered=0.4), 0.8),
-    "small": (SMALL, 1.0),
+    "trainer-bound": (Job(10, 24), 0.8),
+    "balanced": (Job(7, 36), 1.2),
+    "rollout-bound": (Job(5, 44), 0.9),
+    "longer-midway": (Job(9, 28, growth=1.6), 0.9),
+    "filtered": (Job(10, 24, filtered=0.4), 0.8),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_lead_that_follows_the_trainer_costs_no_throughput_and_lowers_staleness(tmp_path: Path, case: str):
-    fleet, staleness = CASES[case]
+def measured(folder: Path) -> tuple[float, float]:
+    """Tokens a second and mean staleness, without the first steps, which fill the queue, and the last two."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, last = STEPS // 2 - 1, STEPS - 3
+    inside = lines[first + 1 : last + 1]
+    tokens = sum(line["perf/throughput"] * line["timing_s/step"] for line in inside)
+    seconds = lines[last]["time_s"] - lines[first]["time_s"]
+    return tokens / seconds, sum(line["staleness/mean"] for line in inside) / len(inside)
+
+
+def grown(growth: float) -> Callable[[int, int, EmulatedSettings, int], int]:
+    """Lengths that are longer from the middle of the run on, in the order in which trajectories begin."""
+    length_of, begun = emulated.response_length, set[int]()
+
+    def response_length(seed: int, trajectory_id: int, settings: EmulatedSettings, longest: int) -> int:
+        begun.add(trajectory_id)
+        length = length_of(seed, trajectory_id, settings, longest)
+        return min(longest, round(length * growth)) if len(begun) > STEPS // 2 * GROUPS * SAMPLES else length
+
+    return response_length
+
+
+def rewards(filtered: float) -> Callable[..., None]:
+    """Rewards that are equal in this share of the groups."""
+
+    def submit(self: EmulatedRewards, *requests: ScoreRequest) -> None:
+        for request in requests:
+            is_equal = Random(f"{request.key.row_id.group}").random() < filtered
+            request.reward = 0.0 if is_equal else float(request.key.row_id.sample)
+        self.done += requests
+
+    return submit
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("-bound") else []) for name in CASES]
+)
+def test_a_lead_that_follows_the_trainer_costs_no_throughput_and_lowers_staleness(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+):
+    job, staleness = CASES[case]
     found: dict[str, tuple[float, float]] = {}
-    for lead in ("auto", 2 * fleet.per_step):
-        folder = tmp_path / str(lead)
-        folder.mkdir()
-        run = VirtualRun(folder, fleet, STEPS, lead=lead).run()
-        found[str(lead)] = run.measured()
-        assert replay(run.path) == run.hub.state, "the journal gives the same window"
+    for lead in ("auto", 2 * GROUPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(emulated, "response_length", grown(job.growth))
+            patch.setattr(EmulatedRewards, "submit", rewards(job.filtered))
+            run = job.run(tmp_path / str(lead), lead)
+        found[str(lead)] = measured(tmp_path / str(lead))
+        assert replay(tmp_path / str(lead) / "journal.jsonl") == run.hub.state, "the journal gives the same window"
     (speed, lag), (full_speed, full_lag) = found.values()
     assert speed >= 0.99 * full_speed
     assert lag <= min(staleness, full_lag + 0.1)
