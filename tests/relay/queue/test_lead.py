@@ -91,7 +91,8 @@ def rewards(filtered: float) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("-bound") else []) for name in CASES]
+    "case",
+    [pytest.param(name, marks=[] if name in ("balanced", "longer-midway") else [pytest.mark.slow]) for name in CASES],
 )
 def test_a_lead_that_follows_the_trainer_costs_no_throughput_and_lowers_staleness(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
