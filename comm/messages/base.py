@@ -1,6 +1,5 @@
 """The base class of messages, and the names of rows, groups, processes and storage units that they mention."""
 
-import re
 
 import msgspec
 
@@ -102,7 +101,7 @@ def storage_id_of(relay: str, incarnation: int) -> str:
 
 def process_of(name: str) -> str:
     """The process that an inbox ("relay-1/weights") or a storage unit ("relay-1#2") belongs to."""
-    return re.split("[/#]", name, maxsplit=1)[0]
+    return name.partition("/")[0].partition("#")[0]
 
 
 def role_of(process: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "kill", "freeze", "kill at event", "kill at message", "slow", "repeat", "partition", "drain", "join", "full disk",
-    "clock jump", "corrupt bytes", "cut off", "interrupt",
+    "clock jump", "corrupt bytes", "two deaths", "cut off", "interrupt",
 ]  # fmt: skip
 TARGETS: dict[Kind, tuple[str, ...]] = {
     "kill": ("hub", "actor", "rollout", "relay"),
@@ -31,6 +31,7 @@ TARGETS: dict[Kind, tuple[str, ...]] = {
     "full disk": ("hub",),
     "clock jump": ("hub",),
     "corrupt bytes": ("relay",),
+    "two deaths": ("hub",),
     "cut off": ("run",),
     "interrupt": ("run",),
 }
@@ -138,6 +139,15 @@ def _corrupt(fault: Fault, run: "Simulation", name: str) -> bool:
     return True
 
 
+def _kill_two(fault: Fault, run: "Simulation", name: str) -> bool:
+    """The hub at an event, and the trainer soon after: around the report of a step each needs what the other had."""
+    run.checks.events_left = fault.count
+    run.world.at(
+        run.world.now + 0.1 * fault.seconds, lambda: run.kill("actor-0", is_noticed=fault.is_noticed, down_s=0.5)
+    )
+    return True
+
+
 def _cut_off(fault: Fault, run: "Simulation", name: str) -> bool:
     run.cut_off()
     return True
@@ -151,5 +161,5 @@ def _interrupt(fault: Fault, run: "Simulation", name: str) -> bool:
 _RULES = {
     "kill": _kill, "freeze": _freeze, "kill at event": _kill_at_event, "kill at message": _kill_at_message, "slow": _slow,
     "repeat": _repeat, "partition": _partition, "drain": _drain, "join": _join, "full disk": _fill_disk, "clock jump": _jump,
-    "corrupt bytes": _corrupt, "cut off": _cut_off, "interrupt": _interrupt,
+    "corrupt bytes": _corrupt, "two deaths": _kill_two, "cut off": _cut_off, "interrupt": _interrupt,
 }  # fmt: skip
