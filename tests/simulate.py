@@ -35,6 +35,8 @@ class Part(NamedTuple):
     num: int
     cpu_s: float
     happened: Counter[str]
+    widest: float
+    """Of all windows, in steps."""
     broken: list[tuple[int, str, History]]
 
 
@@ -48,9 +50,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--most", type=int, default=5, help="broken histories after which it ends")
     options = parser.parse_args(words)
-    started, num, cpu_s, happened, num_broken = time.monotonic(), 0, 0.0, Counter[str](), 0
+    started, num, cpu_s, happened, num_broken, widest = time.monotonic(), 0, 0.0, Counter[str](), 0, 0.0
     for part in _parts(options):
         num, cpu_s, happened = num + part.num, cpu_s + part.cpu_s, happened + part.happened
+        widest = max(widest, part.widest)
         for seed, what, least in part.broken:
             num_broken += 1
             print(f"seed {seed}: {what}\n    {msgspec.json.encode(least).decode()}", flush=True)
@@ -61,6 +64,7 @@ def main(words: list[str]) -> int:
     print(
         f"{cpu_s / max(num, 1):.2f} s of CPU for each, {3600 * num / seconds:,.0f} an hour with {options.jobs} processes"
     )
+    print(f"the widest window was {widest:.1f} steps")
     for name, count in sorted(happened.items()):
         print(f"{count:9,} {name}")
     return min(num_broken, 1)
@@ -83,15 +87,16 @@ def _parts(options: argparse.Namespace) -> Iterator[Part]:
 
 def _run(seeds: range, steps: int, num_faults: int) -> Part:
     logging.disable(logging.WARNING)
-    worked, happened, broken = time.process_time(), Counter[str](), list[tuple[int, str, History]]()
+    worked, happened, broken, widest = time.process_time(), Counter[str](), list[tuple[int, str, History]](), 0.0
     for seed in seeds:
         drawn = history(SeededChooser(seed), steps, num_faults)
         try:
-            happened += run(drawn).applied
+            done = run(drawn)
+            happened, widest = happened + done.applied, max(widest, done.checks.widest)
         except Exception:  # noqa: BLE001 - any error is a broken promise
             least = shrunk(drawn)
             broken.append((seed, problem(least), least))
-    return Part(len(seeds), time.process_time() - worked, happened, broken)
+    return Part(len(seeds), time.process_time() - worked, happened, widest, broken)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ class Checks:
         """How the last run ended."""
         self.digests: dict[int, str] = {}
         """Of each version, as the trainer published it last."""
+        self.rows_of_steps: dict[int, list[str]] = {}
+        """Keys of the rows that the trainer trained last in each step."""
+        self.widest = 0.0
+        """The widest window so far, in steps."""
         self._used: dict[int, str] = {}
         """Of each version that a rollout has generated with."""
         self._shadow = HubState()
@@ -91,9 +95,16 @@ class Checks:
 
     def _look_at_step(self, event: ev.Trained, state: HubState) -> None:
         rows = [row_id for group in state.in_training for row_id in state.groups[group].row_ids(RowStatus.READY)]
+        keys = [row_id.key(state.groups[row_id.group].rows[row_id.sample].attempt) for row_id in rows]
+        assert sorted(keys) == self.rows_of_steps[event.step], (
+            f"step {event.step} is counted with rows that were not trained"
+        )
         before = {row_id for trained in self._trained.values() for row_id in trained}
         assert not before.intersection(rows), f"step {event.step} trains rows that a step before has trained"
         self._trained[event.step] = rows
+        assert self.simulation.hub is not None
+        window = self.simulation.hub.leases.admission.lead(state) / self.simulation.recipe.batch.prompts_per_step
+        self.widest = max(self.widest, window)
         settings, schedule = self.simulation.recipe.queue, schedule_of(self.simulation.recipe)
         bound = settings.max_staleness if schedule.staleness is None else schedule.staleness
         for row_id in rows:

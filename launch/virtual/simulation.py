@@ -223,7 +223,7 @@ class Simulation:
             self.checks.digests[version] = digest
             cluster.weights.publish(version, digest)
 
-        learner = LineageLearner(fleet, self.recipe, self.clock, publish)
+        learner = LineageLearner(fleet, self.recipe, self.clock, publish, self.checks.rows_of_steps.__setitem__)
         with suppress(RunStopped):
             Trainer(fleet, self.recipe, learner=learner, clock=self.clock).run()
 

@@ -101,9 +101,18 @@ class VirtualPublisher:
 class LineageLearner(EmulatedLearner):
     """An emulated learner whose weights are the rows that they were trained on: two versions with one digest are the same weights."""
 
-    def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock, publish: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        recipe: Recipe,
+        clock: Clock,
+        publish: Callable[[int, str], None],
+        on_step: Callable[[int, list[str]], None],
+    ) -> None:
+        """`publish` gets each version with its digest, `on_step` each step with the keys of its rows, before anyone hears of it."""
         super().__init__(fleet, recipe, clock, VirtualPublisher(lambda version: publish(version, self.digest)))
         self.digest = "start"
+        self._on_step = on_step
         self._rows: list[str] = []
 
     def accumulate(self, batch: Batch, stats: StepStats) -> None:
@@ -112,6 +121,7 @@ class LineageLearner(EmulatedLearner):
 
     def step(self, stats: StepStats) -> dict[str, float]:
         rows, self._rows = sorted(self._rows), []
+        self._on_step(self.version, rows)
         self.digest = hashlib.sha256(" ".join([self.digest, *rows]).encode()).hexdigest()[:12]
         return super().step(stats)
 
