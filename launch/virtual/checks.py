@@ -30,8 +30,8 @@ class Checks:
     def __init__(self, simulation: "Simulation") -> None:
         self.simulation = simulation
         self.rollouts: dict[VirtualProcess, Rollout] = {}
-        self.events_left: int | None = None
-        """Events that the hub still writes before it is killed."""
+        self.events_left: tuple[str, int, bool] | None = None
+        """Events of this kind, or of any, that the hub still writes until it is killed, and whether it dies after the last one or before."""
         self.num_events = 0
         self.errors = Errors()
         self.status = ""
@@ -56,24 +56,33 @@ class Checks:
         self._trained = {step: rows for step, rows in self._trained.items() if step < state.step}
         if self.simulation.num_starts > 1 and not state.hub_restarts:  # steps that were given up are trained otherwise
             self._used = {version: digest for version, digest in self._used.items() if version <= state.step}
+        if state.hub_restarts:
+            self.look(state)
         write = journal.append
 
         def append(event: ev.Event) -> None:
-            self._die_if_due()
+            dies = self._is_last(event)
+            if dies == "before":
+                self._die()
             self._before(event, state)
             write(event)
             apply(decode_event(msgspec.json.encode(event)), self._shadow)
-            if self.events_left is not None:
-                self.events_left -= 1
-                self._die_if_due()
+            if dies:
+                self._die()
 
         journal.append = append  # pyright: ignore[reportAttributeAccessIssue] - of this one journal
 
-    def _die_if_due(self) -> None:
-        if self.events_left is not None and self.events_left <= 0:
-            self.events_left = None
-            self.simulation.kill("hub", is_noticed=True, down_s=0.5)
-            raise Killed
+    def _is_last(self, event: ev.Event) -> str:
+        """Whether the hub dies `before` or `after` this event; empty if it does not."""
+        if self.events_left is None or self.events_left[0] not in ("", type(event).__name__):
+            return ""
+        kind, left, is_after = self.events_left
+        self.events_left = (kind, left - 1, is_after) if left else None
+        return "" if left else "after" if is_after else "before"
+
+    def _die(self) -> None:
+        self.simulation.kill("hub", is_noticed=True, down_s=0.5)
+        raise Killed
 
     def _before(self, event: ev.Event, state: HubState) -> None:
         self.num_events += 1

@@ -19,7 +19,7 @@ from ...comm.errors import PeerGone, StorageFull, WrongDigest
 from ...comm.fleet import Fleet, Member, member_name, sorted_members
 from ...comm.links.base import Link
 from ...comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
-from ...comm.messages import VersionReady
+from ...comm.messages import Message, VersionReady
 from ...comm.messages.base import process_of
 from ...comm.recipe import CommSettings
 from ...comm.signing import Envelope, MessageSigner
@@ -106,8 +106,8 @@ class ClusterMailboxes(Mailboxes):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(b"")
-        self.left: dict[str, int] = {}
-        """Messages that a process still sends before it is killed."""
+        self.left: dict[str, tuple[str, int]] = {}
+        """Messages of this kind, or of any, that a process still sends before it is killed."""
         self.on_last: Callable[[str], None] = lambda process: None
         self.slow: dict[str, tuple[float, float]] = {}
         """Processes whose messages take so much longer, until a moment."""
@@ -128,18 +128,21 @@ class ClusterMailboxes(Mailboxes):
         return ClusterMailbox(name, self._epochs[name], self._inboxes[name], self, self._cluster.world)
 
     def put(self, message: Outgoing) -> None:
-        sender = process_of(message.sender)
-        if (left := self.left.get(sender)) is not None:
-            self.left[sender] = left - 1
-            if not left:
-                del self.left[sender]
-                self.on_last(sender)
-                if self._cluster.world.current is None:
-                    return
-                raise Killed
         if message.to == HUB:
             self._unconfirmed.add(message)
         self._push(message, self._cluster.world.now)
+
+    def is_last(self, sender: str, kind: str) -> bool:
+        """Whether a process is killed before it sends a message of this kind, which it is about to send."""
+        wanted, left = self.left.get(sender, ("", -1))
+        if left < 0 or wanted not in ("", kind):
+            return False
+        self.left[sender] = wanted, left - 1
+        if left:
+            return False
+        del self.left[sender]
+        self.on_last(sender)
+        return True
 
     def confirm(self, handled: Mapping[str, int]) -> None:
         self._unconfirmed.confirm(handled)
@@ -181,10 +184,17 @@ class ClusterMailbox(Mailbox):
     """A mailbox whose reader waits in virtual time."""
 
     def __init__(
-        self, name: str, epoch: int, inbox: "queue.SimpleQueue[bytes | None]", mailboxes: Mailboxes, world: World
+        self, name: str, epoch: int, inbox: "queue.SimpleQueue[bytes | None]", mailboxes: ClusterMailboxes, world: World
     ) -> None:
         super().__init__(name, epoch, inbox, mailboxes)
         self._world = world
+        self._is_last = mailboxes.is_last
+
+    def send(self, to: str, message: Message) -> None:
+        if not self._is_last(process_of(self.name), type(message).__name__):
+            super().send(to, message)
+        elif self._world.current is not None:
+            raise Killed
 
     def receive(self, timeout_s: float) -> Envelope | None:
         envelope = super().receive(0.0)

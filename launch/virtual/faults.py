@@ -37,8 +37,32 @@ TARGETS: dict[Kind, tuple[str, ...]] = {
 }
 
 
+MESSAGES: dict[str, tuple[str, ...]] = {
+    "hub": ("", "LeaseGrant", "TrainBatch", "DropRows", "ClaimResult", "RestartPoint", "Stop"),
+    "actor": ("", "StepTrained", "CheckpointWritten", "TrainingDone"),
+    "rollout": (
+        "",
+        "RowDone",
+        "RowsStreamed",
+        "TransferOffered",
+        "ClaimRows",
+        "MigrateResult",
+        "HeldRows",
+        "SampleScored",
+    ),
+    "relay": ("", "StoredRows", "VersionReady", "QueueSaved", "QueueRestored"),
+}
+"""Messages before which a process of a role is killed; "" is any."""
+EVENTS = ("", "Leased", "Moved", "RowReady", "Handed", "Trained", "Checkpointed", "TrainerRestarted", "Ending")
+"""Events before which the hub is killed; "" is any."""
+PAIRS: tuple[tuple[str, str, str], ...] = (
+    ("hub", "Trained", "actor"), ("actor", "StepTrained", "relay"), ("actor", "StepTrained", "hub"), ("hub", "Handed", "relay"),
+)  # fmt: skip
+"""Two deaths: a role, the event or message before which it dies, and the role that dies soon after, all of its processes."""
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that goes wrong `at` a moment, for `seconds`; `number` chooses the target, and `count` events or messages."""
+    """Something that goes wrong `at` a moment, for `seconds`; `number` chooses the target, and `count` events or messages of a kind."""
 
     at: float
     kind: Kind
@@ -46,8 +70,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     seconds: float = 0.5
     count: int = 0
+    before: str = ""
+    """The kind of the message or event before which a process is killed; any if it is empty."""
     is_noticed: bool = True
-    """Whether a relay notices at once that a process has died."""
+    """Whether a relay notices at once that a process has died; whether a hub dies after the event has been written, not before."""
 
     def apply(self, run: "Simulation") -> bool:
         """Let it happen; False if there is nothing that it could happen to."""
@@ -79,12 +105,12 @@ def _freeze(fault: Fault, run: "Simulation", name: str) -> bool:
 
 
 def _kill_at_event(fault: Fault, run: "Simulation", name: str) -> bool:
-    run.checks.events_left = fault.count
+    run.checks.events_left = fault.before, fault.count, fault.is_noticed
     return True
 
 
 def _kill_at_message(fault: Fault, run: "Simulation", name: str) -> bool:
-    run.cluster.mailboxes.left[name] = fault.count
+    run.cluster.mailboxes.left[name] = fault.before, fault.count
     return True
 
 
@@ -140,11 +166,13 @@ def _corrupt(fault: Fault, run: "Simulation", name: str) -> bool:
 
 
 def _kill_two(fault: Fault, run: "Simulation", name: str) -> bool:
-    """The hub at an event, and the trainer soon after: around the report of a step each needs what the other had."""
-    run.checks.events_left = fault.count
-    run.world.at(
-        run.world.now + 0.1 * fault.seconds, lambda: run.kill("actor-0", is_noticed=fault.is_noticed, down_s=0.5)
-    )
+    """One process before it writes or says something, and then those that it would have told, or that have what it needs."""
+    first, before, second = PAIRS[fault.number % len(PAIRS)]
+    if first == "hub":
+        run.checks.events_left = before, 0, fault.is_noticed
+    else:
+        run.cluster.mailboxes.left[f"{first}-0"] = before, 0
+    run.watched = (first, second)
     return True
 
 

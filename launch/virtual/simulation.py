@@ -22,6 +22,7 @@ from ...comm import threads
 from ...comm.errors import HeadraceError
 from ...comm.fleet import Member, member_name
 from ...comm.messages import ConnectionLost, Interrupted
+from ...comm.messages.base import role_of
 from ...comm.messages.migration import TransferOffered
 from ...comm.recipe import Recipe
 from ...relay.hub.loop import run as run_hub
@@ -46,6 +47,8 @@ RESTART_S = 0.5
 """Until a process that died runs again, at the least."""
 LIVENESS_S = 60.0
 """Within so many seconds after the last fault, and after each step, a step is trained."""
+SECOND_S = 0.2
+"""Between two deaths that belong together."""
 RUN_AGAIN_S = 1.0
 """Until a run that was cut off is resumed."""
 
@@ -96,6 +99,8 @@ class Simulation:
         self.applied: Counter[str] = Counter()
         """Faults by kind and role that have really happened."""
         self.is_over = False
+        self.watched: tuple[str, str] | None = None
+        """A role whose next death is followed by that of the processes of another one."""
         self._unit_rows = unit_rows
         self._parcels: dict[tuple[str, int], Parcel] = {}
         self._moved_at = 0.0
@@ -154,11 +159,24 @@ class Simulation:
         if process.is_dead:
             return
         cluster.kill(name, is_noticed=is_noticed)
+        self._kill_second(role_of(name))
         if name == "hub":
             self._close_files("journal.jsonl")  # the kernel frees the lock of a dead process
             self.hub = None
         role, _, index = name.partition("-")
         self.world.at(self.world.now + down_s, lambda: self._start_again(cluster, role, int(index or 0)))
+
+    def _kill_second(self, role: str) -> None:
+        """The second of two deaths follows the first."""
+        if self.watched is None or role != self.watched[0]:
+            return
+        (_, second), self.watched = self.watched, None
+        for other in [name for name in self.cluster.lives if role_of(name) == second]:
+            self.world.at(self.world.now + SECOND_S, lambda name=other: self._kill_if_there(name))
+
+    def _kill_if_there(self, name: str) -> None:
+        if self.is_running and name in self.cluster.lives:
+            self.kill(name, is_noticed=True, down_s=RESTART_S)
 
     def cut_off(self) -> None:
         """Everything dies at once; the run is resumed after a while."""

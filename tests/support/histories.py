@@ -12,7 +12,7 @@ import msgspec
 from support.emulated_run import EMULATED
 
 from headrace.launch.config.load import read_recipe
-from headrace.launch.virtual.faults import TARGETS, Fault, Kind
+from headrace.launch.virtual.faults import EVENTS, MESSAGES, TARGETS, Fault, Kind
 from headrace.launch.virtual.simulation import Simulation
 
 T = TypeVar("T")
@@ -72,9 +72,14 @@ def history(choose: Chooser, steps: int, num_faults: int) -> History:
 def fault(choose: Chooser, end: int) -> Fault:
     """A fault within the first `end` hundredths of a second."""
     kind: Kind = choose.pick(list(TARGETS))
+    role, before = choose.pick(TARGETS[kind]), ""
+    if kind == "kill at message":
+        before = choose.pick(MESSAGES[role])
+    if kind == "kill at event":
+        before = choose.pick(EVENTS)
     return Fault(
-        at=choose.number(end) / 100, kind=kind, role=choose.pick(TARGETS[kind]), number=choose.number(3),
-        seconds=choose.pick(SECONDS), count=choose.number(8), is_noticed=choose.pick((True, False)),
+        at=choose.number(end) / 100, kind=kind, role=role, number=choose.number(3), seconds=choose.pick(SECONDS),
+        count=choose.number(1 if before else 8), before=before, is_noticed=choose.pick((True, False)),
     )  # fmt: skip
 
 
