@@ -47,6 +47,8 @@ RESTART_S = 0.5
 """Until a process that died runs again, at the least."""
 LIVENESS_S = 60.0
 """Within so many seconds after the last fault, and after each step, a step is trained."""
+SHUTDOWN_S = 20.0
+"""Until supervisors kill what is left of a run that has ended."""
 SECOND_S = 0.2
 """Between two deaths that belong together."""
 RUN_AGAIN_S = 1.0
@@ -181,9 +183,7 @@ class Simulation:
     def cut_off(self) -> None:
         """Everything dies at once; the run is resumed after a while."""
         self.hub = None
-        for process in list(self.cluster.lives.values()):
-            if not process.is_dead:
-                process.kill()
+        self._end_lives()
         self._close_files("")
         self._status = "cut off"
         self.world.at(self.world.now + RUN_AGAIN_S, self.start_run)
@@ -218,6 +218,8 @@ class Simulation:
         self.hub, self._status = None, self.checks.status
         if self._status != "finished":
             self.world.at(self.world.now + RUN_AGAIN_S, self._resume)
+        else:
+            self.world.at(self.world.now + SHUTDOWN_S, self._end_lives)
 
     def _on_hub(self, hub: "Hub") -> None:
         self.hub = hub
@@ -262,12 +264,16 @@ class Simulation:
             self._moved_at = max(self._moved_at, self.world.now + fault.seconds)
 
     def _resume(self) -> None:
-        """Start the run again. Processes that were frozen at its end, or began after it, are killed as the launcher does it."""
+        """Start the run again."""
+        self._end_lives()
+        self._close_files("")
+        self.start_run()
+
+    def _end_lives(self) -> None:
+        """Kill the processes that were frozen at the end of the run, or began after it, as supervisors do."""
         for process in list(self.cluster.lives.values()):
             if not process.is_dead:
                 process.kill()
-        self._close_files("")
-        self.start_run()
 
     def _is_finished(self) -> bool:
         step = self.hub.state.step if self.hub is not None else self._step
