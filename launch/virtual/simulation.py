@@ -29,7 +29,6 @@ from ...relay.hub.loop import run as run_hub
 from ...relay.loop import serve_rows
 from ...rollout.generators.emulated import EmulatedGenerator
 from ...rollout.migration.codec import MovedRow
-from ...rollout.migration.transport import Incoming
 from ...rollout.rewards.emulated import EmulatedRewards
 from ..resume import prepare_folder
 from .checks import Checks
@@ -78,7 +77,7 @@ class MortalTransfers(VirtualTransfers):
         parcel.source = self._process
         return parcel
 
-    def receive(self, sender: str, offer: TransferOffered) -> Incoming:
+    def receive(self, sender: str, offer: TransferOffered) -> Parcel:
         parcel = self.parcels.pop((sender, offer.request_id), None)
         if parcel is None or (parcel.source is not None and parcel.source.is_dead):
             return Parcel([], error=f"{sender} is gone")
