@@ -193,9 +193,9 @@ class Run:
         return found
 
     def end(self) -> int:
-        """End the process in order if it runs; returns its exit code."""
-        if self.child.poll() is None:
-            self.child.send(signal.SIGINT)
+        """End the process if it runs, in order where it can; returns its exit code."""
+        if self.child.poll() is None:  # a program that a shell has started in the background ignores SIGINT
+            self.child.send(signal.SIGTERM if self.is_peer else signal.SIGINT)
         with waiting(self.child.name, "its end", _END_S) as wait:
             wait.until(lambda: self.child.poll() is not None, _POLL_S)
         return self.child.poll() or 0
