@@ -1,6 +1,5 @@
 """The base class of messages, and the names of rows, groups, processes and storage units that they mention."""
 
-
 import msgspec
 
 _EPOCH_BITS, _PROMPT_BITS, _SAMPLE_BITS = 15, 36, 12
