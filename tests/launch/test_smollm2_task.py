@@ -31,8 +31,8 @@ def test_the_last_number_of_a_response_has_to_be_right():
 @pytest.mark.parametrize(
     ("speed", "minutes", "further"),
     [
-        ({"bfloat16": 0.0258, "float32": 0.1}, 23, []),
-        ({"bfloat16": 0.2, "float32": 0.05}, 44, ["model.dtype=float32"]),
+        ({"bfloat16": 0.0258, "float32": 0.1}, 12, []),
+        ({"bfloat16": 0.2, "float32": 0.05}, 24, ["model.dtype=float32"]),
         ({}, None, []),
     ],
 )
