@@ -2,33 +2,47 @@
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ...comm.messages import RowId
+from ...comm.recipe import Recipe
 from ...relay.journal import events as ev
 from ...relay.journal.events import decode_event
 from ...relay.journal.journal import replay
 from ...relay.journal.records import RowStatus
 from ...relay.journal.state import HubState, apply
 from ...relay.queue.schedules import schedule_of
-from .threads import Killed, VirtualProcess
+from .world import Killed, VirtualProcess
 
 if TYPE_CHECKING:
     from ...relay.hub.hub import Hub
     from ...rollout.loop import Rollout
-    from .simulation import Simulation
+    from .cluster import Cluster
 
 _LOOK_EVERY = 16
 """Events between two looks at what costs much: all rows of all units."""
 
 
-class Checks:
-    """Watches a simulation. Each method raises `AssertionError` where something does not hold."""
+class Watched(Protocol):
+    """The run that is watched."""
 
-    def __init__(self, simulation: "Simulation") -> None:
-        self.simulation = simulation
+    folder: Path
+    recipe: Recipe
+    hub: "Hub | None"
+    cluster: "Cluster"
+    num_starts: int
+
+    def kill(self, name: str, *, is_noticed: bool, down_s: float) -> None: ...
+
+
+class Checks:
+    """Watches a run. Each method raises `AssertionError` where something does not hold."""
+
+    def __init__(self, run: Watched) -> None:
+        self.run = run
         self.rollouts: dict[VirtualProcess, Rollout] = {}
         self.events_left: tuple[str, int, bool] | None = None
         """Events of this kind, or of any, that the hub still writes until it is killed, and whether it dies after the last one or before."""
@@ -54,7 +68,7 @@ class Checks:
         self._shadow = replay(journal.path)
         assert self._shadow == state, "the hub begins with another state than its journal's"
         self._trained = {step: rows for step, rows in self._trained.items() if step < state.step}
-        if self.simulation.num_starts > 1 and not state.hub_restarts:  # steps that were given up are trained otherwise
+        if self.run.num_starts > 1 and not state.hub_restarts:  # steps that were given up are trained otherwise
             self._used = {version: digest for version, digest in self._used.items() if version <= state.step}
         if state.hub_restarts:
             self.look(state)
@@ -81,7 +95,7 @@ class Checks:
         return "" if left else "after" if is_after else "before"
 
     def _die(self) -> None:
-        self.simulation.kill("hub", is_noticed=True, down_s=0.5)
+        self.run.kill("hub", is_noticed=True, down_s=0.5)
         raise Killed
 
     def _before(self, event: ev.Event, state: HubState) -> None:
@@ -111,23 +125,23 @@ class Checks:
         before = {row_id for trained in self._trained.values() for row_id in trained}
         assert not before.intersection(rows), f"step {event.step} trains rows that a step before has trained"
         self._trained[event.step] = rows
-        assert self.simulation.hub is not None
-        window = self.simulation.hub.leases.admission.lead(state) / self.simulation.recipe.batch.prompts_per_step
+        assert self.run.hub is not None
+        window = self.run.hub.leases.admission.lead(state) / self.run.recipe.batch.prompts_per_step
         self.widest = max(self.widest, window)
-        settings, schedule = self.simulation.recipe.queue, schedule_of(self.simulation.recipe)
+        settings, schedule = self.run.recipe.queue, schedule_of(self.run.recipe)
         bound = settings.max_staleness if schedule.staleness is None else schedule.staleness
         for row_id in rows:
             row = state.groups[row_id.group].rows[row_id.sample]
             assert bound is None or event.step - row.version <= bound, (
                 f"{row_id} is {event.step - row.version} versions old"
             )
-            mixes = schedule.mixes_versions or self.simulation.recipe.rollout.max_age is not None
+            mixes = schedule.mixes_versions or self.run.recipe.rollout.max_age is not None
             assert mixes or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
 
     def look(self, state: HubState) -> None:
         """The account is balanced, and units have what the hub says."""
         assert state.is_balanced, f"the account is not balanced: {state.account}"
-        units = self.simulation.cluster.units
+        units = self.run.cluster.units
         for row_id, row in state.rows(RowStatus.READY):
             for name in row.storage_ids:
                 unit = units.get(name)
@@ -145,12 +159,12 @@ class Checks:
 
     def at_end(self) -> None:
         """The journal, read from its start, gives the last state, which is balanced, with all steps trained."""
-        state = replay(self.simulation.folder / "journal.jsonl")
+        state = replay(self.run.folder / "journal.jsonl")
         assert state == self._shadow, "the journal gives another state than the hub had"
         other = {version for version, digest in self._used.items() if digest != self.digests[version]}
         assert not other, f"rollouts had versions {other} that are not those of the trained weights"
         assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
-        assert state.step == self.simulation.recipe.run.steps and state.is_balanced
+        assert state.step == self.run.recipe.run.steps and state.is_balanced
 
 
 class Errors(logging.Handler):

@@ -27,8 +27,7 @@ from ...comm.storage.client import Columns
 from ...comm.waits import waiting
 from ...relay.weights.slots import Receipt, VersionNotAvailable
 from .network import MESSAGE_S
-from .threads import Killed, VirtualProcess
-from .world import World
+from .world import Killed, VirtualProcess, World
 
 LOOK_S = 0.3
 """Until a sender notices the hub's next process."""

@@ -12,7 +12,7 @@ from ...comm.messages import DrainRequested
 from ...comm.messages.base import role_of
 
 if TYPE_CHECKING:
-    from .simulation import Simulation
+    from .simulation import FaultyRun
 
 Kind = Literal[
     "kill", "freeze", "kill at event", "kill at message", "slow", "repeat", "partition", "drain", "join", "full disk",
@@ -61,7 +61,7 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
 """Two deaths: a role, the event or message before which it dies, and the role that dies soon after, all of its processes."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
     """Something that goes wrong `at` a moment, for `seconds`; `number` chooses the target, and `count` events or messages of a kind."""
 
     at: float
@@ -75,7 +75,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     is_noticed: bool = True
     """Whether a relay notices at once that a process has died; whether a hub dies after the event has been written, not before."""
 
-    def apply(self, run: "Simulation") -> bool:
+    def apply(self, run: "FaultyRun") -> bool:
         """Let it happen; False if there is nothing that it could happen to."""
         name = self._target(run)
         if name is None:
@@ -84,19 +84,19 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         run.applied[f"{self.kind}: {self.role}"] += happens
         return happens
 
-    def _target(self, run: "Simulation") -> str | None:
+    def _target(self, run: "FaultyRun") -> str | None:
         if self.role == "run":
             return "" if run.is_running else None
         living = [name for name, life in run.cluster.lives.items() if role_of(name) == self.role and not life.is_dead]
         return living[self.number % len(living)] if living and run.is_running else None
 
 
-def _kill(fault: Fault, run: "Simulation", name: str) -> bool:
+def _kill(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.kill(name, is_noticed=fault.is_noticed, down_s=fault.seconds)
     return True
 
 
-def _freeze(fault: Fault, run: "Simulation", name: str) -> bool:
+def _freeze(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     life, cluster = run.cluster.lives[name], run.cluster
     life.frozen_until = run.world.now + fault.seconds
     cluster.expire(life)
@@ -104,27 +104,27 @@ def _freeze(fault: Fault, run: "Simulation", name: str) -> bool:
     return True
 
 
-def _kill_at_event(fault: Fault, run: "Simulation", name: str) -> bool:
+def _kill_at_event(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.checks.events_left = fault.before, fault.count, fault.is_noticed
     return True
 
 
-def _kill_at_message(fault: Fault, run: "Simulation", name: str) -> bool:
+def _kill_at_message(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.cluster.mailboxes.left[name] = fault.before, fault.count
     return True
 
 
-def _slow(fault: Fault, run: "Simulation", name: str) -> bool:
+def _slow(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.cluster.mailboxes.slow[name] = (0.1 * (1 + fault.count), run.world.now + fault.seconds)
     return True
 
 
-def _repeat(fault: Fault, run: "Simulation", name: str) -> bool:
+def _repeat(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.cluster.mailboxes.twice_until[name] = run.world.now + fault.seconds
     return True
 
 
-def _partition(fault: Fault, run: "Simulation", name: str) -> bool:
+def _partition(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     life, cluster = run.cluster.lives[name], run.cluster
     cluster.silent_until[name] = run.world.now + fault.seconds
     cluster.expire(life)
@@ -132,31 +132,31 @@ def _partition(fault: Fault, run: "Simulation", name: str) -> bool:
     return True
 
 
-def _drain(fault: Fault, run: "Simulation", name: str) -> bool:
+def _drain(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     if sum(member.role == "rollout" for member in run.cluster.members.values()) < 2:
         return False
     run.cluster.mailboxes.open("ctl").send("hub", DrainRequested(name))
     return True
 
 
-def _join(fault: Fault, run: "Simulation", name: str) -> bool:
+def _join(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.add_rollout()
     return True
 
 
-def _fill_disk(fault: Fault, run: "Simulation", name: str) -> bool:
+def _fill_disk(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     if run.hub is None:
         return False
     run.hub.context.journal.full = "no room on the disk"
     return True
 
 
-def _jump(fault: Fault, run: "Simulation", name: str) -> bool:
+def _jump(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.clock.wall_error += (fault.count - 4) * 1000.0
     return True
 
 
-def _corrupt(fault: Fault, run: "Simulation", name: str) -> bool:
+def _corrupt(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     unit = next((unit for unit in run.cluster.units.values() if unit.process is run.cluster.lives[name]), None)
     keys = sorted(unit.rows) if unit is not None else []
     if unit is None or not keys:
@@ -165,7 +165,7 @@ def _corrupt(fault: Fault, run: "Simulation", name: str) -> bool:
     return True
 
 
-def _kill_two(fault: Fault, run: "Simulation", name: str) -> bool:
+def _kill_two(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     """One process before it writes or says something, and then those that it would have told, or that have what it needs."""
     first, before, second = PAIRS[fault.number % len(PAIRS)]
     if first == "hub":
@@ -176,12 +176,12 @@ def _kill_two(fault: Fault, run: "Simulation", name: str) -> bool:
     return True
 
 
-def _cut_off(fault: Fault, run: "Simulation", name: str) -> bool:
+def _cut_off(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.cut_off()
     return True
 
 
-def _interrupt(fault: Fault, run: "Simulation", name: str) -> bool:
+def _interrupt(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
     run.interrupt()
     return True
 

@@ -17,8 +17,7 @@ from ...rollout.migration.codec import MovedRow
 from ...rollout.partial_rows import StreamedRow
 from ...rollout.rewards.emulated import EmulatedRewards
 from ...rollout.row_writer import FinishedRow
-from .threads import VirtualProcess
-from .world import OwnClock, World
+from .world import OwnClock, VirtualProcess, World
 
 UNIT = storage_id_of("relay-0", 1)
 """The storage unit that every row is said to be in."""

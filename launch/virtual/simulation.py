@@ -1,6 +1,6 @@
 """A whole run in virtual time under faults: the real loops of hub, trainer, rollouts and relays, as threads of one world.
 
-    Simulation(folder, recipe, plan).run()
+    FaultyRun(folder, recipe, plan).run()
 
 The loops, the experience queue, leases, repack, the partial pool, evaluations, checkpoints, saved rows, the journal and the shutdown are
 those of a real run. Counterparts carry messages, rows and weights (`cluster.py`); devices are emulated. Invariant: a run depends on
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
@@ -34,13 +34,11 @@ from ..resume import prepare_folder
 from .checks import Checks
 from .cluster import Cluster, ClusterFleet, WeightsReader
 from .rollouts import Parcel, VirtualTransfers
-from .threads import Killed, VirtualProcess, VirtualThread, VirtualThreads
-from .training import LineageLearner
-from .world import World, WorldClock
+from .threads import VirtualThreads
+from .world import Killed, VirtualProcess, VirtualThread, World, WorldClock
 
 if TYPE_CHECKING:
     from ...relay.hub.hub import Hub
-    from .faults import Fault
 
 RESTART_S = 0.5
 """Until a process that died runs again, at the least."""
@@ -84,10 +82,24 @@ class MortalTransfers(VirtualTransfers):
         return Parcel(parcel.content)
 
 
-class Simulation:
+class Happening(Protocol):
+    """A fault: `apply` lets it happen, and says whether there was anything that it could happen to."""
+
+    @property
+    def at(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    def apply(self, run: "FaultyRun") -> bool: ...
+
+
+class FaultyRun:
     """A run, and as many more as resume it, until its last step is trained."""
 
-    def __init__(self, folder: Path, recipe: Recipe, plan: Sequence["Fault"] = (), unit_rows: int = 1 << 20) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, plan: Sequence["Happening"] = (), unit_rows: int = 1 << 20
+    ) -> None:
         """unit_rows: of each storage unit, the most that it has room for."""
         self.folder = folder
         self.recipe = replace(recipe, run=replace(recipe.run, dir=str(folder)))
@@ -235,6 +247,7 @@ class Simulation:
     def _actor(self, fleet: ClusterFleet) -> None:
         from ...relay.queue.stream import RunStopped
         from ...trainer.loop import Trainer  # a role's loop is imported where its process begins
+        from .lineage import LineageLearner
 
         cluster = self.cluster
 
@@ -258,7 +271,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------------ the whole
 
-    def _apply(self, fault: "Fault") -> None:
+    def _apply(self, fault: "Happening") -> None:
         if not self.is_over and fault.apply(self):
             self._moved_at = max(self._moved_at, self.world.now + fault.seconds)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.histories import History, SeededChooser, history, run
 
 from headrace.launch.virtual.cluster import Unit
-from headrace.launch.virtual.faults import Fault
-from headrace.launch.virtual.simulation import Simulation
-from headrace.launch.virtual.threads import Killed, VirtualProcess, VirtualThread, VirtualThreads
-from headrace.launch.virtual.world import World
+from headrace.launch.virtual.faults import PlannedFault
+from headrace.launch.virtual.simulation import FaultyRun
+from headrace.launch.virtual.threads import VirtualThreads
+from headrace.launch.virtual.world import Killed, VirtualProcess, VirtualThread, World
 from headrace.relay.hub.context import HubContext
 from headrace.relay.journal import events as ev
 from headrace.rollout.leases import HeldLeases
@@ -39,7 +39,13 @@ def histories(draw: st.DrawFn, steps: int) -> History:
     return history(DrawnChooser(draw), steps, draw(st.integers(0, 6)))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+# The same histories each time: other ones are looked for by `tests/simulate.py` and at night, so that no change is held up by chance.
+@settings(
+    max_examples=20,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(histories(steps=25))
 def test_every_promise_holds_whatever_fails(drawn: History):
     run(drawn)
@@ -48,13 +54,14 @@ def test_every_promise_holds_whatever_fails(drawn: History):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_history_repeats_itself_bit_for_bit(seed: int, monkeypatch: pytest.MonkeyPatch):
     digests: list[str] = []
-    finish = Simulation.run
+    finish = FaultyRun.run
 
-    def read_journal(simulation: Simulation) -> None:
+    def read_journal(simulation: FaultyRun) -> None:
         finish(simulation)
-        digests.append(hashlib.sha256((simulation.folder / "journal.jsonl").read_bytes()).hexdigest())
+        journal = (simulation.folder / "journal.jsonl").read_bytes()
+        digests.append(hashlib.sha256(journal.replace(str(simulation.folder).encode(), b"")).hexdigest())
 
-    monkeypatch.setattr(Simulation, "run", read_journal)
+    monkeypatch.setattr(FaultyRun, "run", read_journal)
     for _ in range(2):
         run(history(SeededChooser(seed), steps=20, num_faults=6))
     assert digests[0] == digests[1]
@@ -66,8 +73,8 @@ def test_a_history_repeats_itself_bit_for_bit(seed: int, monkeypatch: pytest.Mon
 def test_a_listing_that_a_hub_asked_for_at_its_start_is_not_the_count_at_the_end():
     """The relay's answer came after the next hub had begun to end the run, without the rows that were written since."""
     plan = [
-        Fault(at=15.72, kind="kill at message", role="hub", seconds=8, count=6, is_noticed=False),
-        Fault(at=17.27, kind="interrupt", role="run"),
+        PlannedFault(at=15.72, kind="kill at message", role="hub", seconds=8, count=6, is_noticed=False),
+        PlannedFault(at=17.27, kind="interrupt", role="run"),
     ]
     run(History({"run.steps": 30, "roles.relay": 2, "batch.prompts_per_step": 2, "batch.samples_per_prompt": 2}, plan))
 
@@ -187,6 +194,6 @@ def test_the_error_of_a_thread_ends_the_world():
 
 def test_a_row_that_was_spoilt_is_read_from_its_other_unit():
     """Every row of one unit is spoilt; each step is trained all the same."""
-    plan = [Fault(at=at / 2, kind="corrupt bytes", role="relay", number=0, count=at % 9) for at in range(40)]
+    plan = [PlannedFault(at=at / 2, kind="corrupt bytes", role="relay", number=0, count=at % 9) for at in range(40)]
     simulation = run(History({"run.steps": 25, "roles.relay": 2}, plan))
     assert simulation.applied["corrupt bytes: relay"] > 20

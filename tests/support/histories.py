@@ -12,8 +12,8 @@ import msgspec
 from support.emulated_run import EMULATED
 
 from headrace.launch.config.load import read_recipe
-from headrace.launch.virtual.faults import EVENTS, MESSAGES, TARGETS, Fault, Kind
-from headrace.launch.virtual.simulation import Simulation
+from headrace.launch.virtual.faults import EVENTS, MESSAGES, TARGETS, Kind, PlannedFault
+from headrace.launch.virtual.simulation import FaultyRun
 
 T = TypeVar("T")
 BASE: dict[str, object] = EMULATED | {
@@ -53,7 +53,7 @@ class History(msgspec.Struct, frozen=True):
     """Settings beside `BASE`, and the faults. `eval` says whether there is a file of held-out prompts."""
 
     settings: dict[str, Any]
-    plan: list[Fault]
+    plan: list[PlannedFault]
     unit_rows: int = 1 << 20
     has_evaluations: bool = False
 
@@ -69,7 +69,7 @@ def history(choose: Chooser, steps: int, num_faults: int) -> History:
     return History({"run.steps": steps} | settings, plan, unit_rows, has_evaluations)
 
 
-def fault(choose: Chooser, end: int) -> Fault:
+def fault(choose: Chooser, end: int) -> PlannedFault:
     """A fault within the first `end` hundredths of a second."""
     kind: Kind = choose.pick(list(TARGETS))
     role, before = choose.pick(TARGETS[kind]), ""
@@ -77,7 +77,7 @@ def fault(choose: Chooser, end: int) -> Fault:
         before = choose.pick(MESSAGES[role])
     if kind == "kill at event":
         before = choose.pick(EVENTS)
-    return Fault(
+    return PlannedFault(
         at=choose.number(end) / 100, kind=kind, role=role, number=choose.number(3), seconds=choose.pick(SECONDS),
         count=choose.number(1 if before else 8), before=before, is_noticed=choose.pick((True, False)),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def settings_of(choose: Chooser) -> dict[str, Any]:
     return settings
 
 
-def run(history: History) -> Simulation:
+def run(history: History) -> FaultyRun:
     """Run a history in a folder of its own, which is removed; raises what is wrong."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="headrace-simulation-", dir=memory if memory.is_dir() else None))
@@ -112,14 +112,14 @@ def run(history: History) -> Simulation:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _simulation(history: History, folder: Path) -> Simulation:
+def _simulation(history: History, folder: Path) -> FaultyRun:
     settings = BASE | history.settings | {"run.dir": folder, "data.path": folder / "prompts.jsonl"}
     (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n' * 64)
     if history.has_evaluations:
         (folder / "eval.jsonl").write_text('{"prompt": "p"}\n' * 5)
         settings["eval.path"] = folder / "eval.jsonl"
     recipe = read_recipe(None, [f"{key}={value}" for key, value in settings.items()])
-    return Simulation(folder, recipe, history.plan, history.unit_rows)
+    return FaultyRun(folder, recipe, history.plan, history.unit_rows)
 
 
 def problem(history: History) -> str:
@@ -143,6 +143,6 @@ def shrunk(history: History) -> History:
     return history
 
 
-def counts(simulations: Sequence[Simulation]) -> Counter[str]:
+def counts(simulations: Sequence[FaultyRun]) -> Counter[str]:
     """Faults that happened, by kind and role."""
     return sum((simulation.applied for simulation in simulations), Counter[str]())
