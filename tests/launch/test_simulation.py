@@ -41,7 +41,7 @@ def histories(draw: st.DrawFn, steps: int) -> History:
 
 # The same histories each time: other ones are looked for by `tests/simulate.py` and at night, so that no change is held up by chance.
 @settings(
-    max_examples=20,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
