@@ -23,8 +23,13 @@ SHOWN, MOST_SHOWN = 10, 32
 
 
 def missing_parts(recipe: Recipe) -> dict[str, str]:
-    """The settings that the recipe does not name: the model, and the task with its evaluation unless there is other data."""
+    """The settings that the recipe does not name: the model, and the task with its evaluation unless there is other data.
+
+    A run of a few steps has no warm-up.
+    """
     parts: dict[str, str] = {}
+    if recipe.optimizer.warmup_steps >= recipe.run.steps:
+        parts["optimizer.warmup_steps"] = "0"
     if not recipe.model.path:
         parts["model.path"] = str(smollm2.folder())
     if not recipe.data.path:

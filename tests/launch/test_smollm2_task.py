@@ -44,6 +44,12 @@ def test_the_time_is_that_of_the_faster_type_on_the_cores_of_the_machine(speed, 
     assert (f"on the 2 cores of this machine, and two evaluations: about {minutes} min" in text) is bool(speed)
 
 
+def test_a_run_of_a_few_steps_has_no_warm_up():
+    words = ["model.path=MODEL", "data.path=DATA"]
+    assert smollm2_task.missing_parts(read_recipe(SMOLLM2, [*words, "run.steps=3"])) == {"optimizer.warmup_steps": "0"}
+    assert smollm2_task.missing_parts(read_recipe(SMOLLM2, words)) == {}
+
+
 def test_a_type_that_the_user_names_stays(monkeypatch, capsys):
     monkeypatch.setattr(step_speed, "measured", lambda: {"bfloat16": 0.55, "float32": 0.11})
     assert smollm2_task.announce(read_recipe(SMOLLM2), chooses_type=False) == []
