@@ -29,6 +29,7 @@ def missing_parts(recipe: Recipe) -> dict[str, str]:
     """
     parts: dict[str, str] = {}
     if recipe.optimizer.warmup_steps >= recipe.run.steps:
+        print_message(f"optimizer.warmup_steps=0: a run of {recipe.run.steps} steps has no room for a warm-up")
         parts["optimizer.warmup_steps"] = "0"
     if not recipe.model.path:
         parts["model.path"] = str(smollm2.folder())

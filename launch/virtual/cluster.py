@@ -1,23 +1,19 @@
-"""What the processes of a simulated run share: membership, messages under way, storage units, and versions of the weights.
+"""The shared parts of a simulated run: membership, messages under way, storage units, and versions of the weights.
 
-A message is lost with nobody: what a dead process has sent still arrives, and what the hub did not handle comes to its next
-process again. A dead process is noticed when its connection ends, when its heartbeat stops, or when its next life joins.
+Messages of a dead process still arrive, and messages that the hub did not handle come to its next process again. A dead process is noticed when its connection ends, when its heartbeat stops, or when its next life joins.
 """
 
 import math
 import queue
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 
 import numpy as np
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from ...comm.errors import PeerGone, StorageFull, WrongDigest
-from ...comm.fleet import Fleet, Member, member_name, sorted_members
-from ...comm.links.base import Link
+from ...comm.fleet import Member, member_name, sorted_members
 from ...comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
 from ...comm.messages import Message, VersionReady
 from ...comm.messages.base import process_of
@@ -26,7 +22,7 @@ from ...comm.signing import Envelope, MessageSigner
 from ...comm.storage.client import Columns
 from ...comm.waits import waiting
 from ...relay.weights.slots import Receipt, VersionNotAvailable
-from .network import MESSAGE_S
+from .network import MESSAGE_S, LinklessFleet
 from .world import Killed, VirtualProcess, World
 
 LOOK_S = 0.3
@@ -204,7 +200,7 @@ class ClusterMailbox(Mailbox):
         return envelope
 
 
-class ClusterFleet(Fleet):
+class ClusterFleet(LinklessFleet):
     """One life of a process in the cluster."""
 
     def __init__(self, cluster: Cluster, me: Member) -> None:
@@ -237,14 +233,6 @@ class ClusterFleet(Fleet):
             raise PeerGone(f"the unit at {address} is gone")
         unit.clients.add((self.name, self.incarnation))
         return UnitClient(unit, (self.name, self.incarnation))
-
-    def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
-        raise AssertionError("bytes do not travel in virtual time")
-
-    def open_group(
-        self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
-    ) -> dist.ProcessGroup:
-        raise AssertionError("a virtual trainer is one rank")
 
     def leave(self) -> None:
         known = self.cluster.members.get(self.name)
@@ -323,7 +311,7 @@ class UnitClient:
 class Weights:
     """Which relay has which versions. The trainer's publisher pushes its newest one to each relay that lacks it.
 
-    A relay refuses a version that it has, whoever made it, as a real one does.
+    A relay refuses a version that it has, even from the next life of the trainer, as a real one does.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -66,7 +66,19 @@ class VirtualMailboxes(Mailboxes):
             wake()
 
 
-class VirtualFleet(Fleet):
+class LinklessFleet(Fleet):
+    """A member of a run in one process, which needs no links and no process groups."""
+
+    def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
+        raise AssertionError("bytes do not travel in virtual time")
+
+    def open_group(
+        self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        raise AssertionError("a virtual trainer is one rank")
+
+
+class VirtualFleet(LinklessFleet):
     """One member; `everyone` is shared by all members of the run."""
 
     def __init__(
@@ -86,14 +98,6 @@ class VirtualFleet(Fleet):
 
     def announce(self, **info: str) -> None:
         """No other process reads it."""
-
-    def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
-        raise AssertionError("bytes do not travel in virtual time")
-
-    def open_group(
-        self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta
-    ) -> dist.ProcessGroup:
-        raise AssertionError("a virtual trainer is one rank")
 
     def leave(self) -> None:
         """Nothing to end."""

@@ -61,7 +61,7 @@ class Health(Handler):
         self._lost_alarm = 0
         self._watched_at = seconds()
         self._step = self.state.step
-        self._stepless_s = self._still_s = 0.0
+        self._stepless_s = self._still_s = self._unmoved_s = 0.0
         self._next_alarm_s = 0.0
         self._mark: tuple[object, ...] = ()
 
@@ -97,11 +97,12 @@ class Health(Handler):
             self._step, self._stepless_s = state.step, 0.0
             self._next_alarm_s = max(FIRST_ALARM_S, _ALARM_STEPS * state.losses.step_s)
         if (mark := self._progress()) != self._mark:
-            self._mark, self._still_s = mark, 0.0
-        elif self._may_end(has_rollouts):
-            self._still_s += passed_s
-        if not (state.evaluations.num_leased and self._still_s < FIRST_ALARM_S):
-            self._stepless_s += passed_s  # an evaluation that moves is no reason for an alarm, however long it takes
+            self._mark, self._still_s, self._unmoved_s = mark, 0.0, 0.0
+        else:
+            self._unmoved_s += passed_s
+            self._still_s += passed_s * self._may_end(has_rollouts)
+        if not state.evaluations.num_leased or self._unmoved_s >= FIRST_ALARM_S:
+            self._stepless_s += passed_s  # the time of an evaluation that moves does not count
         if self._still_s >= self.patience_s:
             self._end(
                 f"nothing has moved for {self._still_s:,.0f} s: {self._who_waits()}; {self._losses()}; {_HOW_LONG}"

@@ -79,7 +79,7 @@ class EmulatedGenerator:
 
     can_migrate = True
     can_stream = False
-    """Its tokens are zeros, which nobody needs to keep. A simulation turns it on for the sake of the rules."""
+    """Its tokens are zeros and not worth keeping. A simulation turns this on, to test the partial pool."""
     num_prefilled = num_found = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:

@@ -193,6 +193,15 @@ def test_an_evaluation_that_moves_is_no_alarm_however_long_it_takes(make: MakeRu
     assert "no step for 60 s: no trajectory failed; an evaluation is under way" in capsys.readouterr().out
 
 
+def test_an_evaluation_that_stands_still_is_an_alarm_while_the_trainer_does_not_ask_either(
+    make: MakeRun, capsys: pytest.CaptureFixture[str]
+):
+    run = make()
+    run.hub.state.evaluations.num_leased = 4
+    run.wait(2 * FIRST_ALARM_S)
+    assert "no step for 60 s: no trajectory failed; the trainer does not ask for groups" in capsys.readouterr().out
+
+
 def test_the_time_after_the_last_step_is_no_alarm(make: MakeRun, capsys: pytest.CaptureFixture[str]):
     run = make()
     run.hub.state.step = run.hub.leases.admission.num_steps
