@@ -7,6 +7,7 @@ process, bit for bit. Exit code 1 if any breaks.
 """
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
@@ -88,6 +89,8 @@ def _parts(options: argparse.Namespace) -> Iterator[Part]:
 def _run(seeds: range, steps: int, num_faults: int) -> Part:
     logging.disable(logging.WARNING)
     worked, happened, broken, widest = time.process_time(), Counter[str](), list[tuple[int, str, History]](), 0.0
+    run(history(SeededChooser(0), 5, 0))
+    gc.freeze()  # what is imported now need not be looked at again each time that a process of a history ends
     for seed in seeds:
         drawn = history(SeededChooser(seed), steps, num_faults)
         try:

@@ -37,7 +37,7 @@ from ...comm.waits import waiting
 from ...relay.checkpoints import CheckpointFolder
 from ..config.load import read_recipe, save_recipe
 from ..processes.child import Child, describe_exit, print_message
-from ..recipes import addition, two_calls
+from ..recipes import addition, step_speed, two_calls
 from ..report.curves import Cell, write_report
 from ..report.experiment import OwnCpu, busy_and_all, exit_code
 from .harness import BenchProcess, peer_environment
@@ -227,7 +227,7 @@ def run_cell(cell: Cell, home: Path, options: argparse.Namespace) -> None:
     ]  # fmt: skip
     recipe = read_recipe(_RECIPES / task.recipe, words)
     kept = Kept(options.keep / cell.file_name)
-    kept.add(_header(cell, recipe, options))
+    kept.add(_header(cell, recipe, options) | {"speed": _speed()})
     busy, own = busy_and_all(), OwnCpu()
     run = Run(cell, home, recipe, words, options.trl_python)
     try:
@@ -242,7 +242,7 @@ def run_cell(cell: Cell, home: Path, options: argparse.Namespace) -> None:
     for row in run.new_rows():
         kept.add(row)
     shares = [after - before for after, before in zip(busy_and_all(), busy, strict=True)]
-    kept.add({"end": ended, "total_s": run.seconds, "busy": shares[0] / shares[1], "own": own.share()})
+    kept.add({"end": ended, "total_s": run.seconds, "busy": shares[0] / shares[1], "own": own.share(), "speed": _speed()})
     if code:
         raise RuntimeError(f"{describe_exit(run.child.name, code)}; its files are in {home}")
     weights = {0: Path(options.policy), **run.keep_weights()}
@@ -264,6 +264,11 @@ def _header(cell: Cell, recipe: Recipe, options: argparse.Namespace) -> dict[str
         "with": _output([python, "-c", names % sorted(versions)]), "cores": len(os.sched_getaffinity(0)),
         "cpu": models[0].partition(": ")[2] if models else platform.machine(),
     }  # fmt: skip
+
+
+def _speed() -> float | None:
+    """Seconds of `step_speed` in bfloat16: a machine that others share has not the same speed all day."""
+    return step_speed.measured().get("bfloat16")
 
 
 def _output(command: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ _DASHES = ("-", "--", ":", "-.")
 _HEADINGS = (
     "side", "lr", "seed", "steps", "held-out before", "after", "best", "others, before and after", f"minutes to held-out {TARGET:.2f}",
     f"minutes to reward {TARGET:.2f}", "seconds a step", "staleness", "mismatch", "CPU busy (own)",
+    "speed, ms",
 )  # fmt: skip
 
 
@@ -141,6 +142,7 @@ def _figures(curve: Curve) -> list[str]:
         f"{curve.seconds_a_step():.1f}" if len(curve.steps) > 1 else "",
         *("" if mean is None else f"{mean:.2g}" for mean in means),
         f"{curve.end['busy']:.0%} ({curve.end['own']:.0%})" if curve.end else "",
+        " to ".join(f"{1000 * row['speed']:.0f}" for row in (curve.header, curve.end) if row.get("speed")),
     ]
 
 

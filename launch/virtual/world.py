@@ -60,7 +60,8 @@ class World:
             elif wakes_at <= now or thread.is_ready():
                 thread.resume()
                 return
-            moment = min(moment, wakes_at)
+            if wakes_at < moment:  # `min` would cost a tenth of a simulation
+                moment = wakes_at
         if self._events and self._events[0][0] < moment:
             self.now, _, act = heapq.heappop(self._events)
             self.num_events += 1
