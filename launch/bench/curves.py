@@ -242,7 +242,9 @@ def run_cell(cell: Cell, home: Path, options: argparse.Namespace) -> None:
     for row in run.new_rows():
         kept.add(row)
     shares = [after - before for after, before in zip(busy_and_all(), busy, strict=True)]
-    kept.add({"end": ended, "total_s": run.seconds, "busy": shares[0] / shares[1], "own": own.share(), "speed": _speed()})
+    kept.add(
+        {"end": ended, "total_s": run.seconds, "busy": shares[0] / shares[1], "own": own.share(), "speed": _speed()}
+    )
     if code:
         raise RuntimeError(f"{describe_exit(run.child.name, code)}; its files are in {home}")
     weights = {0: Path(options.policy), **run.keep_weights()}
