@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ...rollout.loop import Rollout
     from .cluster import Cluster
 
+WIDEST_STEPS = 16.0
+"""Most steps of groups that may be under way: a stall makes a window wider, but not by much."""
 _LOOK_EVERY = 16
 """Events between two looks at what costs much: all rows of all units."""
 
@@ -128,6 +130,7 @@ class Checks:
         assert self.run.hub is not None
         window = self.run.hub.leases.admission.lead(state) / self.run.recipe.batch.prompts_per_step
         self.widest = max(self.widest, window)
+        assert window <= WIDEST_STEPS, f"{window:.1f} steps of groups are under way at step {event.step}"
         settings, schedule = self.run.recipe.queue, schedule_of(self.run.recipe)
         bound = settings.max_staleness if schedule.staleness is None else schedule.staleness
         for row_id in rows:

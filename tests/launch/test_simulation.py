@@ -4,10 +4,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.histories import History, SeededChooser, history, run
+from support.histories import HISTORIES, History, SeededChooser, history, run
 
 from headrace.launch.virtual.cluster import Unit
 from headrace.launch.virtual.faults import PlannedFault
@@ -70,13 +71,10 @@ def test_a_history_repeats_itself_bit_for_bit(seed: int, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------ histories that were broken once
 
 
-def test_a_listing_that_a_hub_asked_for_at_its_start_is_not_the_count_at_the_end():
-    """The relay's answer came after the next hub had begun to end the run, without the rows that were written since."""
-    plan = [
-        PlannedFault(at=15.72, kind="kill at message", role="hub", seconds=8, count=6, is_noticed=False),
-        PlannedFault(at=17.27, kind="interrupt", role="run"),
-    ]
-    run(History({"run.steps": 30, "roles.relay": 2, "batch.prompts_per_step": 2, "batch.samples_per_prompt": 2}, plan))
+@pytest.mark.parametrize("name", sorted(path.stem for path in HISTORIES.glob("*.json")))
+def test_a_history_that_was_broken_once_holds(name: str):
+    """Each showed a mistake: one of the product, or one of mutations/simulation.toml."""
+    run(msgspec.json.decode((HISTORIES / f"{name}.json").read_bytes(), type=History))
 
 
 # ------------------------------------------------------------------------------------- broken promises are found

@@ -24,6 +24,10 @@ BASE: dict[str, object] = EMULATED | {
 SECONDS = (0.5, 1.0, 2.0, 5.0, 8.0)
 STEP_S = 0.8
 """About the time of a step, in emulated seconds."""
+HISTORIES = Path(__file__).parents[1] / "assets" / "histories"
+"""Histories that showed a mistake once, as JSON."""
+SHORT_RUNS = (10, 15, 20)
+"""Steps that a history may have if that is enough to break it."""
 TINY_UNIT = 60
 """Rows of a storage unit that is sometimes full."""
 
@@ -132,7 +136,7 @@ def problem(history: History) -> str:
 
 
 def shrunk(history: History) -> History:
-    """A history with as few faults as are needed, of those that it has."""
+    """A history with as few faults and steps as are needed, of those that it has."""
     number = 0
     while number < len(history.plan):
         shorter = msgspec.structs.replace(history, plan=history.plan[:number] + history.plan[number + 1 :])
@@ -140,6 +144,10 @@ def shrunk(history: History) -> History:
             history = shorter
         else:
             number += 1
+    for steps in [steps for steps in SHORT_RUNS if steps < history.settings["run.steps"]]:
+        shorter = msgspec.structs.replace(history, settings=history.settings | {"run.steps": steps})
+        if problem(shorter):
+            return shorter
     return history
 
 
