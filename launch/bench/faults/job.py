@@ -144,6 +144,14 @@ class FaultyJob:
         path = self.dir / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
+    def folders(self) -> list[Path]:
+        """Those in which the run makes files as it goes on."""
+        return [path for path in sorted(self.dir.iterdir()) if path.is_dir()]
+
+    def console(self) -> str:
+        """What the run has printed."""
+        return (self.home / "console.log").read_text(encoding="utf-8", errors="replace")
+
     def console_tail(self) -> str:
         """The last lines of the console."""
         return self._launcher.log_tail(8) if self._launcher is not None else ""

@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +23,17 @@ from .failpoints import Hit, held_at
 from .flatness import Flatness
 from .job import FaultyJob
 from .journal_tail import is_back, named_times, recovery_times
+from .memory_cgroup import memory_cgroup
 from .processes import send
+from .read_only import read_only
 
 GOES_ON_S = 120.0
 """Seconds in which a run trains again after a fault; processes import torch meanwhile."""
 _FAILPOINT_S = 60.0
+_STARVED_S = 30.0
+"""Until the kernel has killed a process that has no memory: it does at the next page that the process needs."""
+FOLDERS = "folders of the run"
+_KILLED_FOR_MEMORY = "was killed by the kernel for memory"
 _STEPS_AFTER = 2
 _BETWEEN_S = RESTART_WINDOW_S / (MAX_RESTARTS - 1)
 """Between two kills of one target: a supervisor takes a child that dies more often for a broken one."""
@@ -48,14 +54,19 @@ on its way to another relay."""
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """SIGKILL of the targets at a moment, or SIGSTOP for `frozen_s` seconds if that is above 0."""
+    """SIGKILL of the targets at a moment, or SIGSTOP for `frozen_s` seconds if that is above 0.
+
+    The target `FOLDERS` is frozen by a read-only mount over the folders in which the run makes files.
+    """
 
     targets: tuple[str, ...]
     moment: str = "any"
     frozen_s: float = 0.0
+    starves: bool = False
+    """Whether the kernel kills the targets, in a cgroup without memory for them."""
 
     def __str__(self) -> str:
-        what = f"freeze {self.frozen_s:g} s" if self.frozen_s else "kill"
+        what = f"freeze {self.frozen_s:g} s" if self.frozen_s else "starve" if self.starves else "kill"
         return f"{what} {' and '.join(self.targets)}, {self.moment}"
 
     @property
@@ -151,17 +162,35 @@ class Striker:
     def _hit(self, strike: Strike) -> float:
         """Signal the targets; returns when, on the wall clock."""
         fault = strike.fault
+        if fault.targets == (FOLDERS,):
+            with read_only(self.job.folders()):
+                self.rest(fault.frozen_s)
+            return time.time()
         strike.had_spares = all(map(self.job.has_spare, fault.targets))
         pids = [pid for name in fault.targets for pid in self.job.pids(name)]
         since = time.time()
         if not fault.frozen_s:
             self._killed_at.update(dict.fromkeys(fault.targets, since))
-        if not send(pids, signal.SIGSTOP if fault.frozen_s else signal.SIGKILL):
+        if fault.starves:
+            self._starve(pids)
+        elif not send(pids, signal.SIGSTOP if fault.frozen_s else signal.SIGKILL):
             raise WaitTimeout(f"{' and '.join(fault.targets)} is not there")
         return since
 
+    def _starve(self, pids: Sequence[int]) -> None:
+        """Let the kernel kill these processes for memory, and the run say so."""
+        num_told = self.job.console().count(_KILLED_FOR_MEMORY)
+        with memory_cgroup(1) as group, waiting("the kernel", "the end of a starved process", _STARVED_S) as wait:
+            for pid in pids:
+                (group / "cgroup.procs").write_text(str(pid))
+            wait.until(lambda: not (group / "cgroup.procs").read_text().strip(), 0.05)
+        with waiting("the run", "its line about a process that was killed for memory", _STARVED_S) as wait:
+            wait.until(lambda: self.job.console().count(_KILLED_FOR_MEMORY) >= num_told + len(pids), 0.1)
+
     def _thaw(self, fault: Fault, since: float) -> float:
         """Wait for the end of a freeze and let the targets continue; returns when."""
+        if fault.targets == (FOLDERS,):
+            return since
         self.rest(since + fault.frozen_s - time.time())
         send([pid for name in fault.targets for pid in self.job.pids(name)], signal.SIGCONT)
         return time.time()

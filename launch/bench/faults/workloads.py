@@ -8,7 +8,9 @@ from random import Random
 
 from ...processes.child import print_message
 from ..harness import Measurement, Options, medians
-from .striker import MOMENTS, Fault, Strike, Striker, open_striker
+from .memory_cgroup import own_cgroup
+from .read_only import may_mount
+from .striker import FOLDERS, MOMENTS, Fault, Strike, Striker, open_striker
 
 TARGETS = (
     ("rollout-0",),
@@ -34,26 +36,36 @@ FREEZES_S = (5.0, 14.0, 30.0, 60.0)
 AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0, "actor-next-step": 3.0}
 """Seconds that a recovery may take, those of a role with spares when a spare was ready."""
 _PAUSES_S = (5.0, 20.0)
-_FREEZE_SHARE, _ENDING_SHARE = 0.15, 0.1
+_FREEZE_SHARE, _STARVE_SHARE, _READ_ONLY_SHARE, _ENDING_SHARE = 0.15, 0.1, 0.05, 0.1
+STARVED = (("rollout-0",), ("relay-0",), ("hub",), ("actor-0",))
+_READ_ONLY_S = 2.0
 
 
 def chaos(name: str, options: Options) -> list[Measurement]:
-    """Kills and freezes of random targets every 5 to 20 s for `--minutes`, of each target that the run survives and, less
-    often, of one that ends it."""
+    """Faults of random targets every 5 to 20 s for `--minutes`: mostly kills, some freezes, kills for memory and folders that are
+    read-only for a while where this machine lets us make them, and kills that end the run."""
     random = Random(options.seed)
     until = time.monotonic() + 60 * options.minutes
-    goes_on = [targets for targets in TARGETS if Fault(targets).ends_the_run is False]
-    ends = [targets for targets in (*TARGETS, *LAUNCHING) if Fault(targets).ends_the_run]
     with open_striker(options.seed, num_relays=1) as striker:
         while time.monotonic() < until:
             striker.rest(random.uniform(*_PAUSES_S))
-            if random.random() < _FREEZE_SHARE:
-                fault = Fault(random.choice(TARGETS), frozen_s=random.choice(FREEZES_S[:2]))
-            else:
-                is_end = bool(ends) and random.random() < _ENDING_SHARE
-                fault = Fault(random.choice(ends if is_end else goes_on))
-            striker.strike(fault)
+            striker.strike(
+                _any_fault(random, can_starve=own_cgroup() is not None, can_mount=may_mount(striker.job.home))
+            )
         return summarize(name, striker)
+
+
+def _any_fault(random: Random, *, can_starve: bool, can_mount: bool) -> Fault:
+    kills = [Fault(targets) for targets in (*TARGETS, *LAUNCHING)]
+    shares: list[tuple[float, list[Fault]]] = [
+        (_FREEZE_SHARE, [Fault(targets, frozen_s=seconds) for targets in TARGETS for seconds in FREEZES_S[:2]]),
+        (_STARVE_SHARE * can_starve, [Fault(targets, starves=True) for targets in STARVED]),
+        (_READ_ONLY_SHARE * can_mount, [Fault((FOLDERS,), frozen_s=_READ_ONLY_S)]),
+        (_ENDING_SHARE, [fault for fault in kills if fault.ends_the_run]),
+    ]
+    left = 1 - sum(share for share, _ in shares)
+    shares.append((left, [fault for fault in kills if not fault.ends_the_run]))
+    return random.choice(random.choices([faults for _, faults in shares], [share for share, _ in shares])[0])
 
 
 def kill_matrix(name: str, options: Options) -> list[Measurement]:

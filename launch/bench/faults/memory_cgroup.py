@@ -1,4 +1,4 @@
-"""A cgroup of bounded memory, of either version, for tests in which the kernel kills for memory."""
+"""A cgroup of bounded memory, of either version, in which the kernel kills for memory."""
 
 import os
 import uuid
