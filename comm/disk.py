@@ -1,4 +1,4 @@
-"""Full disks: a write waits for room, says so on the console, and leaves a file as it was before."""
+"""Disks that are full or read-only: a write waits until it can be done, says so on the console, and leaves a file as it was before."""
 
 import errno
 import os
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 PROBE_BYTES = 1 << 16
 RETRY_S = 0.5
-"""Seconds between two attempts while a disk is full."""
+"""Seconds between two attempts while a disk takes nothing."""
+REMEDY = "make room there, or make it writable"
 
 
 def is_full(error: OSError) -> bool:
@@ -25,9 +26,16 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def describe_full(path: Path) -> str:
-    """The message about the full disk of a file of the run folder."""
+def is_unwritable(error: OSError) -> bool:
+    """Whether a write failed since the disk takes nothing now: it is full, or mounted read-only."""
+    return is_full(error) or error.errno == errno.EROFS
+
+
+def describe_unwritable(path: Path) -> str:
+    """The message about the disk of a file of the run folder that takes nothing."""
     disk = os.statvfs(next(folder for folder in path.absolute().parents if folder.exists()))
+    if disk.f_flag & os.ST_RDONLY:
+        return f"run.dir is read-only: {path} cannot be written"
     free = f"{disk.f_bavail * disk.f_frsize:,} bytes free"
     if disk.f_files and not disk.f_favail:
         free = f"no inode free for another file, with {free}"
@@ -41,10 +49,8 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def when_there_is_room(
-    path: Path, write: Callable[[], T], deadline_s: float, gives_up: threading.Event | None = None
-) -> T:
-    """Call `write` until the disk of `path` has room for it, at most for `deadline_s`; `write` undoes what it leaves half.
+def when_writable(path: Path, write: Callable[[], T], deadline_s: float, gives_up: threading.Event | None = None) -> T:
+    """Call `write` until the disk of `path` takes it, at most for `deadline_s`; `write` undoes what it leaves half.
 
     Another thread that sets `gives_up` ends the wait.
 
@@ -53,25 +59,25 @@ def when_there_is_room(
     try:
         return write()
     except OSError as error:
-        if not is_full(error):
+        if not is_unwritable(error):
             raise
-    say(f"{describe_full(path)}; the run waits for room, at most {deadline_s:g} s")
+    say(f"{describe_unwritable(path)}; the run waits until it can be, at most {deadline_s:g} s")
     with waiting("the disk", f"room for {path}", deadline_s) as wait:
         gives_up = gives_up or threading.Event()
         while wait.remaining_s > 0 and not gives_up.wait(min(RETRY_S, wait.remaining_s)):
             try:
                 result = write()
             except OSError as error:
-                if not is_full(error):
+                if not is_unwritable(error):
                     raise
             else:
-                say(f"{path} has room again; the run continues")
+                say(f"{path} can be written again; the run continues")
                 return result
-    raise DiskFull(f"{describe_full(path)}; make room there, or set another run.dir")
+    raise DiskFull(f"{describe_unwritable(path)}; {REMEDY}, or set another run.dir")
 
 
-def raise_if_full(folder: Path) -> None:
-    """Raise the `OSError` of a full disk if a folder has no room; libraries in other languages hide its number."""
+def raise_if_unwritable(folder: Path) -> None:
+    """Raise the `OSError` of a disk that takes nothing, if it is one; libraries in other languages hide its number."""
     probe = folder / f"probe-{os.getpid()}-{time.monotonic_ns()}"
     try:
         with probe.open("wb") as file:
@@ -105,11 +111,11 @@ class AppendFile:
         """Once it is set, no record waits for room."""
         self._durable = durable
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self.descriptor = when_there_is_room(path, lambda: os.open(path, flags, 0o644), deadline_s)
+        self.descriptor = when_writable(path, lambda: os.open(path, flags, 0o644), deadline_s)
 
     def append(self, record: bytes) -> None:
         """Returns after the operating system has the record. Raises `DiskFull`, or an `OSError` with another cause."""
-        when_there_is_room(self.path, lambda: self._write(memoryview(record)), self.deadline_s, self.gives_up)
+        when_writable(self.path, lambda: self._write(memoryview(record)), self.deadline_s, self.gives_up)
 
     def close(self) -> None:
         if self.descriptor >= 0:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .clock import Clock
-from .disk import is_full, make_folders
+from .disk import is_unwritable, make_folders
 
 FAILPOINTS = "HEADRACE_FAILPOINTS"
 """Path of the socket on which a bench of faults hears of failpoints; it listens only while it waits for one."""
@@ -91,5 +91,5 @@ class Trace:
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
         except OSError as error:
-            if not is_full(error):
+            if not is_unwritable(error):
                 raise

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..comm.disk import describe_full, is_full
+from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
 from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
@@ -115,9 +115,9 @@ def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
             return _replay(recipe)
         return _launch(recipe, arguments)
     except OSError as error:
-        if not is_full(error):
+        if not is_unwritable(error):
             raise
-        print_message(f"error: {describe_full(Path(error.filename or '.'))}; make room there, or set another run.dir")
+        print_message(f"error: {describe_unwritable(Path(error.filename or '.'))}; {REMEDY}, or set another run.dir")
         return 2
     except SettingError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":

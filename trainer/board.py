@@ -15,7 +15,7 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from ..comm.disk import AppendFile, make_folders, when_there_is_room
+from ..comm.disk import AppendFile, make_folders, when_writable
 
 _Event: Any = getattr(event_pb2, "Event")  # noqa: B009 - generated classes, which type checkers do not see
 _SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
@@ -26,7 +26,7 @@ class Board:
     """A new file of events in `folder`; TensorBoard forgets earlier files' steps from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int, deadline_s: float) -> None:
-        when_there_is_room(folder, lambda: make_folders(folder.parent, folder.name), deadline_s)
+        when_writable(folder, lambda: make_folders(folder.parent, folder.name), deadline_s)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendFile(folder / name, deadline_s)
         self._append(_Event(wall_time=time.time(), file_version="brain.Event:2"))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm import threads
-from ..comm.disk import describe_full, is_full, raise_if_full, say
+from ..comm.disk import describe_unwritable, is_unwritable, raise_if_unwritable, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
 from ..comm.trace import failpoint
@@ -180,9 +180,9 @@ class CheckpointWriter:
             try:
                 self._prune(self.newest)
             except OSError as error:
-                if not is_full(error):
+                if not is_unwritable(error):
                     raise
-                say(f"{describe_full(self.folder.root)}; the scores of checkpoints are not written")
+                say(f"{describe_unwritable(self.folder.root)}; the scores of checkpoints are not written")
 
     def score(self, evaluation: Mapping[str, float]) -> None:
         """Note the metrics of an evaluation, which scores the checkpoint of its version if `checkpoint.best` is one of them."""
@@ -237,12 +237,12 @@ class CheckpointWriter:
     def _on_failure(self, path: Path, error: Exception) -> None:
         """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
         try:
-            raise_if_full(path)
+            raise_if_unwritable(path)
             cause = error
         except OSError as found:
             cause = found
-        if any(isinstance(each, OSError) and is_full(each) for each in (error, cause)):
-            say(f"{describe_full(path)}; this checkpoint is given up, and training continues")
+        if any(isinstance(each, OSError) and is_unwritable(each) for each in (error, cause)):
+            say(f"{describe_unwritable(path)}; this checkpoint is given up, and training continues")
         else:
             self._error = error
         # A checkpoint that is whole failed later: at the removal of others.

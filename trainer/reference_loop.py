@@ -4,9 +4,15 @@ It consumes rows of the task `reference` and waits for batches from the hub only
 its own rows, so faster ranks do more.
 """
 
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
 from ..comm.fleet import Fleet
 from ..comm.messages import HeldRows
 from ..comm.recipe import Recipe
+from ..relay.queue.batch import Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream
 from ..relay.queue.tasks import REFERENCE
@@ -14,14 +20,19 @@ from .logprobs import NEEDED, response_logprobs
 from .policy.model import default_device, load_policy
 
 
-def run(fleet: Fleet, recipe: Recipe) -> None:
-    """The process of a reference rank, until the hub ends the run."""
-    device = default_device()
-    policy = load_policy(recipe.model.path, "float32", device)
+def run(fleet: Fleet, recipe: Recipe, compute: Callable[[Batch], list[np.ndarray]] | None = None) -> None:
+    """The process of a reference rank, until the hub ends the run.
+
+    compute: [R] for each row of a batch, in the order of `batch.rows`; None for those of the initial policy.
+    """
+    if compute is None:
+        device = default_device()
+        policy = load_policy(recipe.model.path, "float32", device)
+        compute = partial(response_logprobs, policy, device=device, recipe=recipe)
     mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
     stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_batch)
     for batch in stream.start():
-        stream.put(batch, {"ref_logprobs": response_logprobs(policy, batch, device, recipe)})
+        stream.put(batch, {"ref_logprobs": compute(batch)})
     stream.close()
     mailbox.send("hub", HeldRows([], []))
     storage.close()

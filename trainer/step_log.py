@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ..comm.disk import make_folders, raise_if_full, when_there_is_room
+from ..comm.disk import make_folders, raise_if_unwritable, when_writable
 from ..comm.errors import MessageRefused, SettingError
 from ..comm.messages import TrainBatch, decode, encode
 from ..relay.checkpoints import CheckpointFolder, share_by_umask
@@ -64,7 +64,7 @@ class StepLog:
             metadata[f"{number}.forward"] = str(batch.num_forward)
             for row in batch.rows:
                 columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
-        when_there_is_room(path, lambda: _save(columns, path, metadata), self._deadline_s)
+        when_writable(path, lambda: _save(columns, path, metadata), self._deadline_s)
         self._batches = []
         if self._num_checkpoints:
             self._prune(CheckpointFolder(self._run_dir))
@@ -94,7 +94,7 @@ def _save(columns: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) 
         share_by_umask(new)
     except SafetensorError:
         try:
-            raise_if_full(path.parent)
+            raise_if_unwritable(path.parent)
         finally:
             new.unlink(missing_ok=True)
         raise

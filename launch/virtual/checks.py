@@ -144,6 +144,8 @@ class Checks:
     def look(self, state: HubState) -> None:
         """The account is balanced, and units have what the hub says."""
         assert state.is_balanced, f"the account is not balanced: {state.account}"
+        for name, task in state.tasks.items():
+            assert task.is_balanced, f"the account of task {name} is not balanced: {task}"
         units = self.run.cluster.units
         for row_id, row in state.rows(RowStatus.READY):
             for name in row.storage_ids:

@@ -19,13 +19,13 @@ Kind = Literal[
     "clock jump", "corrupt bytes", "two deaths", "cut off", "interrupt",
 ]  # fmt: skip
 TARGETS: dict[Kind, tuple[str, ...]] = {
-    "kill": ("hub", "actor", "rollout", "relay"),
-    "freeze": ("hub", "actor", "rollout", "relay"),
+    "kill": ("hub", "actor", "rollout", "relay", "reference"),
+    "freeze": ("hub", "actor", "rollout", "relay", "reference"),
     "kill at event": ("hub",),
-    "kill at message": ("hub", "actor", "rollout", "relay"),
-    "slow": ("hub", "actor", "rollout", "relay"),
-    "repeat": ("actor", "rollout", "relay"),
-    "partition": ("rollout", "relay"),
+    "kill at message": ("hub", "actor", "rollout", "relay", "reference"),
+    "slow": ("hub", "actor", "rollout", "relay", "reference"),
+    "repeat": ("actor", "rollout", "relay", "reference"),
+    "partition": ("rollout", "relay", "reference"),
     "drain": ("rollout",),
     "join": ("rollout",),
     "full disk": ("hub",),
@@ -51,6 +51,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
         "SampleScored",
     ),
     "relay": ("", "StoredRows", "VersionReady", "QueueSaved", "QueueRestored"),
+    "reference": ("", "RequestRows", "ColumnsAdded", "RowsNotFound"),
 }
 """Messages before which a process of a role is killed; "" is any."""
 EVENTS = ("", "Leased", "Moved", "RowReady", "Handed", "Trained", "Checkpointed", "TrainerRestarted", "Ending")

@@ -154,7 +154,8 @@ class FaultyRun:
         self._parcels.clear()
         self._status = ""
         roles = self.recipe.roles
-        for role, count in (("hub", 1), ("relay", roles.relay or 1), ("actor", 1), ("rollout", self._num_rollouts)):
+        counts = {"hub": 1, "relay": roles.relay or 1, "actor": 1, "rollout": self._num_rollouts}
+        for role, count in (counts | {"reference": roles.reference}).items():
             for index in range(count):
                 self.start(role, index)
 
@@ -163,6 +164,7 @@ class FaultyRun:
         fleet = self.cluster.join(role, index)
         main: Callable[[ClusterFleet], None] = {
             "hub": self._hub, "relay": self._relay, "actor": self._actor, "rollout": self._rollout,
+            "reference": self._reference,
         }[role]  # fmt: skip
         VirtualThread(self.world, fleet.process, partial(self._live, main, fleet), "main").start()
 
@@ -268,6 +270,12 @@ class FaultyRun:
         rollout = Rollout(fleet, self.recipe, generator, EmulatedRewards(), clock=self.clock, transfers=transfers)
         self.checks.rollouts[fleet.process] = rollout
         rollout.run()
+
+    def _reference(self, fleet: ClusterFleet) -> None:
+        from ...trainer.reference_loop import run  # a role's loop is imported where its process begins
+        from .lineage import reference_columns
+
+        run(fleet, self.recipe, partial(reference_columns, self.clock))
 
     # ------------------------------------------------------------------------------------------------------ the whole
 

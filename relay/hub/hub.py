@@ -7,7 +7,7 @@ after the next message.
 import time
 from collections.abc import Callable, Mapping
 
-from ...comm.disk import describe_full, is_full, say
+from ...comm.disk import describe_unwritable, is_unwritable, say
 from ...comm.mailbox import Mailbox
 from ...comm.messages import (
     ActorFailed,
@@ -147,9 +147,9 @@ class Hub:
         try:
             folder.set_latest(message.step)
         except OSError as error:
-            if not is_full(error):
+            if not is_unwritable(error):
                 raise
-            say(describe_full(folder.root / "latest"))
+            say(describe_unwritable(folder.root / "latest"))
         if self.state.ending is None:  # at the end of the run it is saved once more, with what the rollouts leave
             self.saved_queue.save()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ...comm.disk import when_there_is_room
+from ...comm.disk import when_writable
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import HeldRows, ListStoredRows, Message, QueueSaved, Stop, StoredRows, TrainingDone
 from ...comm.messages.base import is_partial, process_of
@@ -213,4 +213,4 @@ def names_by_host(members: Iterable[Member]) -> dict[str, list[str]]:
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Write `summary.json`; a reader never sees a part of it. On a full disk it waits a moment for room."""
     path, text = run_dir / "summary.json", json.dumps(summary, indent=2) + "\n"
-    when_there_is_room(path, lambda: write_durably(path, text.encode()), SUMMARY_WAIT_S)
+    when_writable(path, lambda: write_durably(path, text.encode()), SUMMARY_WAIT_S)

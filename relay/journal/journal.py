@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...comm.disk import AppendFile, DiskReserve, describe_full, is_full
+from ...comm.disk import REMEDY, AppendFile, DiskReserve, describe_unwritable, is_unwritable
 from ...comm.errors import DiskFull, HeadraceError
 from ...comm.messages.base import RowId
 from ..checkpoints import sync_folder
@@ -59,9 +59,7 @@ class Journal:
         try:
             self._append(line)
         except OSError as error:
-            raise JournalError(
-                f"{self.path} cannot be written: {error}; make room there, or set another run.dir"
-            ) from error
+            raise JournalError(f"{self.path} cannot be written: {error}; {REMEDY}, or set another run.dir") from error
         if isinstance(event, Checkpointed):
             # A run may resume from it now, so it survives a power cut, with all before it.
             os.fsync(self._file.descriptor)
@@ -227,9 +225,9 @@ def _copy_bytes(path: Path, start: int, end: int, into: Path) -> None:
             os.fsync(copy.fileno())
     except OSError as error:
         into.unlink(missing_ok=True)
-        if not is_full(error):
+        if not is_unwritable(error):
             raise
-        raise DiskFull(f"{describe_full(into)}; make room there, the run can be resumed as before") from error
+        raise DiskFull(f"{describe_unwritable(into)}; {REMEDY}, the run can be resumed as before") from error
 
 
 def _true_beyond(

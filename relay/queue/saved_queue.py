@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ...comm import threads
-from ...comm.disk import make_folders, raise_if_full
+from ...comm.disk import make_folders, raise_if_unwritable
 from ...comm.errors import StorageFull, WaitTimeout
 from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from ...comm.waits import join_thread, waiting
@@ -165,7 +165,7 @@ def _write(columns: dict[str, np.ndarray], path: Path, listed: SavedList) -> Non
         save_file(columns, path, {"list": msgspec.json.encode(listed).decode()})
         share_by_umask(path)
     except SafetensorError as error:
-        raise_if_full(path.parent)
+        raise_if_unwritable(path.parent)
         raise OSError(str(error)) from error
 
 

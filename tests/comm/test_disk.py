@@ -10,9 +10,10 @@ from support.small_disk import fill, small_disk, use_up_inodes
 
 from headrace.comm import disk as disk_module
 from headrace.comm.clock import Clock
-from headrace.comm.disk import AppendFile, DiskReserve, raise_if_full
+from headrace.comm.disk import AppendFile, DiskReserve, raise_if_unwritable
 from headrace.comm.errors import DiskFull
 from headrace.comm.trace import Trace
+from headrace.launch.bench.faults.read_only import read_only
 from headrace.launch.processes.child import Child
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.trainer.board import Board
@@ -43,7 +44,25 @@ def test_a_record_that_does_not_fit_is_written_whole_once_there_is_room(
     assert (disk / "lines").read_bytes() == b"".join(records)
     full, again = capsys.readouterr().out.splitlines()
     assert full.startswith(f"run.dir is full: {disk / 'lines'}") and "0 bytes free" in full
-    assert "has room again" in again
+    assert "can be written again" in again
+
+
+def test_a_new_file_waits_while_its_folder_is_read_only(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    said, say, opened = threading.Event(), disk_module.say, list[Board]()
+    monkeypatch.setattr(disk_module, "say", lambda text: (say(text), said.set()))
+    starter = threading.Thread(target=lambda: opened.append(Board(disk / "tensorboard", 3, deadline_s=60)))
+    with read_only([disk]):
+        starter.start()
+        assert said.wait(60)
+        with pytest.raises(OSError, match="Read-only"):
+            raise_if_unwritable(disk)
+    starter.join(60)
+    opened[0].close()
+    refused, again = capsys.readouterr().out.splitlines()
+    assert refused.startswith(f"run.dir is read-only: {disk / 'tensorboard'} cannot be written")
+    assert "can be written again" in again
 
 
 def test_a_new_file_waits_for_an_inode_and_the_message_names_inodes(
@@ -102,9 +121,9 @@ def test_a_reserve_is_room_that_nothing_else_took(disk: Path):
     reserve = DiskReserve(disk)
     fill(disk)
     with pytest.raises(OSError, match="No space"):
-        raise_if_full(disk)
+        raise_if_unwritable(disk)
     reserve.release()
-    raise_if_full(disk)
+    raise_if_unwritable(disk)
     assert [path.name for path in disk.iterdir()] == ["ballast"]
 
 

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol, TypeVar
@@ -65,18 +65,22 @@ class History(msgspec.Struct, frozen=True):
 def history(choose: Chooser, steps: int, num_faults: int) -> History:
     """A history of so many steps and faults."""
     end = 100 * max(1, int(steps * STEP_S))
-    plan = [fault(choose, end) for _ in range(num_faults)]
     settings, has_evaluations = settings_of(choose), choose.pick((False, False, True))
+    kinds = {
+        kind: [role for role in roles if role != "reference" or "roles.reference" in settings]
+        for kind, roles in TARGETS.items()
+    }
+    plan = [fault(choose, end, kinds) for _ in range(num_faults)]
     if has_evaluations:
         settings |= {"eval.every": choose.pick((2, 5)), "eval.samples": choose.pick((1, 2))}
     unit_rows = choose.pick((1 << 20, 1 << 20, 1 << 20, TINY_UNIT))
     return History({"run.steps": steps} | settings, plan, unit_rows, has_evaluations)
 
 
-def fault(choose: Chooser, end: int) -> PlannedFault:
-    """A fault within the first `end` hundredths of a second."""
-    kind: Kind = choose.pick(list(TARGETS))
-    role, before = choose.pick(TARGETS[kind]), ""
+def fault(choose: Chooser, end: int, kinds: Mapping[Kind, Sequence[str]]) -> PlannedFault:
+    """A fault within the first `end` hundredths of a second; `kinds` has the roles that each kind can happen to."""
+    kind: Kind = choose.pick(list(kinds))
+    role, before = choose.pick(kinds[kind]), ""
     if kind == "kill at message":
         before = choose.pick(MESSAGES[role])
     if kind == "kill at event":
@@ -97,6 +101,8 @@ def settings_of(choose: Chooser) -> dict[str, Any]:
     }  # fmt: skip
     if settings["batch.samples_per_prompt"] > 1:
         settings["queue.filter_zero_std"] = choose.pick(("false", "false", "true"))
+    if references := choose.pick((0, 0, 1, 2)):
+        settings |= {"roles.reference": references, "algorithm.kl_coef": 0.1}
     if schedule == "headrace":
         bound = settings["queue.max_staleness"] = choose.pick(("null", 1, 2, 4))
         settings["queue.on_stale"] = choose.pick(("wait", "evict")) if bound != "null" else "wait"

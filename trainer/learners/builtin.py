@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from ...comm.disk import make_folders, raise_if_full, when_there_is_room
+from ...comm.disk import make_folders, raise_if_unwritable, when_writable
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
@@ -68,7 +68,7 @@ class ActorLearner(Actor):
         is_there = self._staged_version == self.version and (path / "hf").exists()
         if self.group.all_reduce_max([float(self.group.is_lead and not is_there)])[0]:
             weights, deadline_s = self._whole_weights(), self.recipe.comm.deadline_s
-            when_there_is_room(path, lambda: self._write_policy(path, weights), deadline_s)
+            when_writable(path, lambda: self._write_policy(path, weights), deadline_s)
         return str(path / "hf")
 
     def stage(self) -> Callable[[Path], None]:
@@ -120,7 +120,7 @@ class ActorLearner(Actor):
                 write_adapter(folder / "adapter", adapter, self.recipe.lora, self.adapter_base)
             save_policy(self.policy, folder / "hf", self.tokenizer, policy)
         except SafetensorError:
-            raise_if_full(folder)
+            raise_if_unwritable(folder)
             raise
 
     def close(self) -> None:
