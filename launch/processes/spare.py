@@ -20,8 +20,10 @@ SPARED: Mapping[str, Sequence[str]] = {
     "relay": ("headrace.relay.loop", "headrace.comm.store"),
 }
 """The roles that have spares, and the modules that these import."""
-SPARE_AFTER_S = 10.0
-"""Age of a process at which its spare starts: the start of a run is not slower for it."""
+SPARE_AFTER_ENV = "HEADRACE_SPARE_AFTER_S"
+SPARE_AFTER_S = float(os.environ.get(SPARE_AFTER_ENV, "10"))
+"""Age of a process at which its spare starts: the start of a run is not slower for it. `inf` in the environment is for runs of a few
+seconds, such as those of the tests, to which the imports of spares are most of their work."""
 _OPTION = b"--spare"
 """The word of its command line that makes a process a spare."""
 _READY, _TAKEN = "spare-ready", "spare-taken"

@@ -4,6 +4,7 @@ import pytest
 
 from headrace.launch.bench.faults.striker import Fault, open_striker
 from headrace.launch.bench.faults.workloads import summarize
+from headrace.launch.processes.spare import SPARE_AFTER_ENV
 
 SURVIVED = (
     Fault(("rollout-0",), "pulling"),
@@ -14,7 +15,10 @@ SURVIVED = (
 
 
 @pytest.mark.slow
-def test_a_run_survives_faults_at_its_failpoints_and_one_that_ends_it_is_resumed():
+def test_a_run_survives_faults_at_its_failpoints_and_one_that_ends_it_is_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delenv(SPARE_AFTER_ENV)
     with open_striker(seed=1, num_relays=1) as striker:
         for fault in (*SURVIVED, Fault(("host of rollout-0",))):
             strike = striker.strike(fault, with_spares=True)
