@@ -149,7 +149,7 @@ class FaultyJob:
         return [path for path in sorted(self.dir.iterdir()) if path.is_dir()]
 
     def console(self) -> str:
-        """What the run has printed."""
+        """The output of the run so far."""
         return (self.home / "console.log").read_text(encoding="utf-8", errors="replace")
 
     def console_tail(self) -> str:
