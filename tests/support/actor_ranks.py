@@ -1,18 +1,11 @@
-"""Ranks of a trainer as processes over Gloo: each trains a policy on its share of some sequences and saves the result.
+"""Ranks of a trainer as processes over Gloo: each trains a policy on its share of some sequences and saves the result."""
 
-    python -m support.actor_ranks FOLDER RANK JOB
-
-JOB is JSON of `Job`. The caller reads `RANK.pt`.
-"""
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from support import forks
 from support.policies import random_prompts
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -21,6 +14,14 @@ from headrace.relay.weights.layout import local_tensor
 from headrace.trainer.actor_group import ActorGroup, gather_full
 from headrace.trainer.policy.model import load_policy
 
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support import actor_ranks
+from headrace.launch.processes.role_process import end_process
+actor_ranks.main(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+end_process(0)
+"""
 SEQUENCES = random_prompts(8, longest=60)
 
 
@@ -36,17 +37,16 @@ class Job(msgspec.Struct, frozen=True):
 def run_ranks(job: Job, folder: Path) -> list[dict[str, Any]]:
     """The results of all ranks."""
     folder.mkdir()
-    command = [sys.executable, "-m", "support.actor_ranks", str(folder)]
-    text, here = msgspec.json.encode(job).decode(), Path(__file__).parents[1]
-    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    ranks = [subprocess.Popen([*command, str(rank), text], env=environment) for rank in range(job.size)]
+    text = msgspec.json.encode(job).decode()
+    ranks = [forks.start(RANK, [Path(__file__).parents[1], folder, rank, text]) for rank in range(job.size)]
+    for rank in ranks:
+        rank.join(240)
     try:
-        assert [rank.wait(240) for rank in ranks] == [0] * job.size
+        assert [rank.exitcode for rank in ranks] == [0] * job.size
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(60)
+            rank.join(60)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(job.size)]
 
 
@@ -81,15 +81,12 @@ def train(job: Job, group: ActorGroup) -> dict[str, Any]:
     return {"weights": weights, "norms": norms, "loading_kb": loaded, "shard_bytes": shards, "names": names}
 
 
-def main(folder: str, rank: int, job: Job) -> None:
-    """One rank."""
+def main(folder: str, rank: int, text: str) -> None:
+    """One rank; `text` is its job as JSON, and `RANK.pt` of the folder its result."""
+    job = msgspec.json.decode(text, type=Job)
     torch.set_num_threads(1)
     group = ActorGroup(rank, job.size, torch.device("cpu"), 120.0, job.trainer)
     if job.size > 1:
         group.connect(FileStore(f"{folder}/store", job.size))
     torch.save(train(job, group), f"{folder}/{rank}.pt")
     group.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=Job))

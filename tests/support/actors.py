@@ -1,7 +1,5 @@
 """Actors without a fleet, alone or as two FSDP ranks, and random batches for them."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from support import forks
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from headrace.comm.messages import GroupId, TrainBatch
@@ -87,12 +86,10 @@ def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
 
 def on_two_ranks(folder: Path, script: str, *args: object) -> None:
     """Run a script in two processes. It finds its rank of one `group`, and `args` as strings."""
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK + script + END, *map(str, [TESTS, folder / "ranks", rank, *args])])
-        for rank in range(2)
-    ]
-    codes = [process.wait(DEADLINE_S) for process in ranks]
-    assert codes == [0, 0]
+    ranks = [forks.start(RANK + script + END, [TESTS, folder / "ranks", rank, *args]) for rank in range(2)]
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 RANK = """
