@@ -1,7 +1,5 @@
 """Byte ranges and shards: sharded actor ranks publish the bytes of a single one."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support import sharded_model
+from support import forks, sharded_model
 from support.closing import at_end
 from support.sharded_model import CUTS, build
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,10 +154,10 @@ def published_by(num_ranks, link, dtype, tp):
     readers = [WeightReader(rollout, layout, settings, tp_rank=0)]
     here = str(Path(sharded_model.__file__).parents[1])
     arguments = [[hosted.address, str(rank), str(num_ranks), link, dtype, here, str(tp)] for rank in range(num_ranks)]
-    actors = [subprocess.Popen([sys.executable, "-c", ACTOR, *each]) for each in arguments]
+    actors = [forks.start(ACTOR, each) for each in arguments]
     try:
         with waiting("the actors", "version 2", 240) as wait:
-            wait.until(lambda: readers[0].newest() == 2 or any(actor.poll() for actor in actors))
+            wait.until(lambda: readers[0].newest() == 2 or any(actor.exitcode for actor in actors))
         if link == "auto":
             readers += [WeightReader(rollout, layout, settings, tp_rank=rank) for rank in range(1, tp)]
         taken = [np.zeros(layout.of_rank(rank).num_bytes, np.uint8) for rank in range(len(readers))]
@@ -167,7 +165,9 @@ def published_by(num_ranks, link, dtype, tp):
         assert len(receipts) == 1
         return receipts.pop().digest, taken
     finally:
-        assert [actor.wait(240) for actor in actors] == [0] * num_ranks
+        for actor in actors:
+            actor.join(240)
+        assert [actor.exitcode for actor in actors] == [0] * num_ranks
         for reader in readers:
             reader.close()
 
