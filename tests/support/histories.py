@@ -66,7 +66,7 @@ def history(choose: Chooser, steps: int, num_faults: int) -> History:
     """A history of so many steps and faults."""
     end = 100 * max(1, int(steps * STEP_S))
     settings, has_evaluations = settings_of(choose), choose.pick((False, False, True))
-    kinds = {
+    kinds: dict[Kind, list[str]] = {
         kind: [role for role in roles if role != "reference" or "roles.reference" in settings]
         for kind, roles in TARGETS.items()
     }

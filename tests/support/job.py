@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forks
 from support.policies import tiny_policy
 from support.polling import wait_for
 
@@ -57,16 +58,21 @@ class Job:
             "roles.rollout": 2,
         } | settings
         self.recipe: dict[str, Any] = {}
-        self.process: subprocess.Popen[str] | None = None
+        self.forks = False
+        """Whether its processes are forks of one that has imported torch."""
+        self.process: forks.Command | subprocess.Popen[bytes] | None = None
 
     def start(self, **settings: object) -> "Job":
         self.settings |= settings
         recipe = self.folder / "recipe.yaml"
         recipe.write_text(json.dumps(self.recipe))  # JSON is YAML
         words = [f"{key}={value}" for key, value in self.settings.items()]
-        command = [sys.executable, "-m", "headrace.launch.run", str(recipe), *words]
+        command = ["-m", "headrace.launch.run", str(recipe), *words]
+        if self.forks:
+            self.process = forks.Command(command, self.console)
+            return self
         with self.console.open("w") as stream:  # a pipe that no one reads would stop a long run
-            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, text=True)
+            self.process = subprocess.Popen([sys.executable, *command], stdout=stream, stderr=subprocess.STDOUT)
         return self
 
     def end(self) -> tuple[int, str]:
@@ -111,12 +117,15 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path):
+def job(tmp_path: Path, request: pytest.FixtureRequest):
+    """Makes runs, in a folder of their own; those of a slow test start each process anew, the others fork them."""
     tiny_policy(tmp_path, "llama")
+    is_slow = request.node.get_closest_marker("slow") is not None
     jobs: list[Job] = []
 
     def make(**settings: object) -> Job:
         jobs.append(Job(tmp_path, **{key.replace("__", "."): value for key, value in settings.items()}))
+        jobs[-1].forks = not is_slow
         return jobs[-1]
 
     yield make
