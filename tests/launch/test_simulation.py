@@ -1,5 +1,6 @@
 """Whole runs in virtual time under faults: every promise holds after each event, and each run repeats itself bit for bit."""
 
+import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,6 +21,15 @@ from headrace.relay.journal import events as ev
 from headrace.rollout.leases import HeldLeases
 
 T = TypeVar("T")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Each death of a process lets Python look for garbage: not among all that the tests have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class DrawnChooser:

@@ -63,7 +63,9 @@ def _fork_exec(
             prepare()
         if environment is not None:
             os.environ.clear()
-            os.environ.update(os.fsdecode(entry).partition("=")[::2] for entry in environment)
+            for entry in environment:
+                name, _, value = os.fsdecode(entry).partition("=")
+                os.environ[name] = value
         _show(texts)
         _run_module(texts[1:])
     finally:
