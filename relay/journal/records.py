@@ -269,6 +269,8 @@ class QueueIndex:
     """Columns that training needs besides those of the rollout."""
     ready: dict[GroupId, Group] = field(default_factory=dict)
     """Complete groups with these columns, which are not handed out."""
+    at_tasks: set[GroupId] = field(default_factory=set)
+    """Complete groups that lack some of these columns."""
     begun: Counter[int] = field(default_factory=Counter)
     """Groups of which a row is generated or being generated, by the group's version."""
     version_of: dict[GroupId, int] = field(default_factory=dict)
@@ -287,14 +289,17 @@ class QueueIndex:
             self.remove(group.id)
             self.version_of[group.id] = version
             self.begun[version] += 1
+        self.ready.pop(group.id, None)
+        self.at_tasks.discard(group.id)
         if group.has(self.needs):
             self.ready[group.id] = group
-        else:
-            self.ready.pop(group.id, None)
+        elif group.is_complete:
+            self.at_tasks.add(group.id)
 
     def remove(self, group_id: GroupId) -> None:
         """Forget a group that leaves the queue."""
         self.ready.pop(group_id, None)
+        self.at_tasks.discard(group_id)
         version = self.version_of.pop(group_id, None)
         if version is not None:
             self.begun[version] -= 1

@@ -22,7 +22,7 @@ if not __debug__:
 
 def apply(event: ev.Event, state: HubState) -> None:
     """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
-    counts = (state.num_queued, len(state.queue.ready), len(state.in_training))
+    counts = (state.num_queued, len(state.queue.ready), len(state.in_training), len(state.queue.at_tasks))
     state.window.pass_time(event.t, *counts, evaluating=state.evaluations.num_leased > 0)
     _change(event, state)
 

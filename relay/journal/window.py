@@ -5,6 +5,9 @@ a = mu L groups in generation (Little's law: mu its rate, L the time to generate
 probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin. Over a step, a is the time that
 groups spent in generation over the time that the trainer worked: groups that are filtered out count by themselves.
 
+Groups that wait for another task, such as the reference, are generated: where that task is the slowest, a longer queue would only make
+them older.
+
 The margin is learned. A step that starved raises it by the groups that were missing, and the window that starved is kept as a
 floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
 since a group that is not leased now is missing only a generation later.
@@ -61,7 +64,7 @@ class Window:
     group_s: float = 0.0
     """Seconds that groups spent in generation since then."""
     dry_s: float = 0.0
-    """Seconds since then in which the step lacked groups and none was ready."""
+    """Seconds since then in which the step lacked groups and none was generated."""
     least_ready: float = math.inf
     most_queued: int = 0
     ready_at: float = math.inf
@@ -93,20 +96,31 @@ class Window:
         self.per_step = 0
 
     def pass_time(
-        self, now: float, num_queued: int, num_ready: int, num_in_training: int, *, evaluating: bool = False
+        self,
+        now: float,
+        num_queued: int,
+        num_ready: int,
+        num_in_training: int,
+        num_at_tasks: int = 0,
+        *,
+        evaluating: bool = False,
     ) -> None:
-        """The counts have been these since the last call; `evaluating`: rollouts worked on an evaluation too."""
+        """The counts have been these since the last call; `evaluating`: rollouts worked on an evaluation too.
+
+        num_at_tasks: groups that are generated and wait for another task's columns.
+        """
         seconds = now - self.now
         self.now = now
         if seconds <= 0:
             return  # the wall clock was set back, or two events are of one moment
         self.is_unusual |= evaluating
-        if num_queued == num_ready and not math.isinf(self.ready_at):
+        num_in_generation = num_queued - num_ready - num_at_tasks
+        if not num_in_generation and not math.isinf(self.ready_at):
             self.ready_at = now
-        self.group_s += seconds * (num_queued - num_ready)
+        self.group_s += seconds * num_in_generation
         self.least_ready = min(self.least_ready, num_ready)
         self.most_queued = max(self.most_queued, num_queued)
-        if not num_ready and num_in_training < self.per_step:
+        if not num_ready and not num_at_tasks and num_in_training < self.per_step:
             self.dry_s += seconds
 
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:

@@ -82,12 +82,16 @@ def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     s = scene(tasks=TASKS)
     ready(s)
     assert train(s) == []
+    queue = s.hub.state.queue
+    assert (len(queue.at_tasks), len(queue.ready)) == (2, 0)
     first = take(s, "reference-0", tokens=10)
     assert first is not None and len(rows_of(first)) == 2
     s.say("reference-0", done(first))
+    assert (len(queue.at_tasks), len(queue.ready)) == (1, 0), "one is trained, which the hub handed out at once"
     second = take(s, "reference-0", request_id=2)
     assert second is not None and not rows_of(second) & rows_of(first)
     s.say("reference-0", done(second))
+    assert not queue.at_tasks
     handed = [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
     assert sum(len(batch.groups) for batch in handed) >= 1
     assert replay(s.path) == s.hub.state

@@ -256,3 +256,13 @@ def test_a_window_that_evaluations_always_share_is_measured_all_the_same():
     window.pass_time(window.now + STEP_S, 90, 10, 50, evaluating=True)
     window.end_step(100, STEP_S, 0.0)
     assert window.in_generation == before
+
+
+def test_a_slow_reference_leaves_the_window_as_it_is():
+    """A quarter as fast as the trainer: most groups wait for its columns, and the trainer waits too. More groups would only be older."""
+    window = started(40, 20)
+    before = window.limit
+    for _ in range(5):
+        window.pass_time(window.now + 4 * STEP_S, 60, 0, 50, 50)
+        window.end_step(100, STEP_S, 3 * STEP_S)
+    assert window.in_generation == pytest.approx(40) and window.limit == pytest.approx(before)
