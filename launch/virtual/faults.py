@@ -134,8 +134,10 @@ def _partition(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
 
 
 def _drain(fault: PlannedFault, run: "FaultyRun", name: str) -> bool:
-    if sum(member.role == "rollout" for member in run.cluster.members.values()) < 2:
+    rollouts = {member.name for member in run.cluster.members.values() if member.role == "rollout"}
+    if name in run.drained or len(rollouts - run.drained) < 2:
         return False
+    run.drained.add(name)
     run.cluster.mailboxes.open("ctl").send("hub", DrainRequested(name))
     return True
 

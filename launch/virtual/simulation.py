@@ -112,6 +112,8 @@ class FaultyRun:
         self.applied: Counter[str] = Counter()
         """Faults by kind and role that have really happened."""
         self.is_over = False
+        self.drained: set[str] = set()
+        """Rollouts that were asked to leave the present start of the run."""
         self.watched: tuple[str, str] | None = None
         """A role whose next death is followed by that of the processes of another one."""
         self._unit_rows = unit_rows
@@ -152,6 +154,7 @@ class FaultyRun:
         self.cluster = Cluster(self.world, f"run {self.num_starts}", self.recipe.comm, self._unit_rows)
         self.cluster.mailboxes.on_last = partial(self.kill, is_noticed=True, down_s=RESTART_S)
         self._parcels.clear()
+        self.drained.clear()
         self._status = ""
         roles = self.recipe.roles
         counts = {"hub": 1, "relay": roles.relay or 1, "actor": 1, "rollout": self._num_rollouts}
