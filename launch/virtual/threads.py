@@ -12,7 +12,7 @@ from typing import Any
 from ...comm.threads import Threads
 from .world import VirtualThread, World
 
-LEAST_SLEEP_S, LEAST_WAIT_S = 0.02, 1.0
+LEAST_SLEEP_S, LEAST_WAIT_S = 0.1, 1.0
 """Shortest sleep, and wait for a queue, of a thread that polls: shorter ones would cost much and show nothing."""
 
 

@@ -101,7 +101,7 @@ def settings_of(choose: Chooser) -> dict[str, Any]:
     }  # fmt: skip
     if settings["batch.samples_per_prompt"] > 1:
         settings["queue.filter_zero_std"] = choose.pick(("false", "false", "true"))
-    if references := choose.pick((0, 0, 1, 2)):
+    if references := choose.pick((0, 0, 0, 0, 0, 2)):
         settings |= {"roles.reference": references, "algorithm.kl_coef": 0.1}
     if schedule == "headrace":
         bound = settings["queue.max_staleness"] = choose.pick(("null", 1, 2, 4))
