@@ -7,14 +7,14 @@ accounting identity is a check and not a definition.
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...comm.disk import when_writable
 from ...comm.fleet import Fleet, Member
 from ...comm.messages import HeldRows, ListStoredRows, Message, QueueSaved, Stop, StoredRows, TrainingDone
-from ...comm.messages.base import is_partial, process_of
+from ...comm.messages.base import is_partial, storage_id_of
 from ...comm.waits import waiting
 from ..checkpoints import write_durably
 from ..journal import events as ev
@@ -86,7 +86,9 @@ class Shutdown:
         for missing in hub.leases.holders() - set(holdings):
             hub.on_process_death(missing, "gone when the run ended")
         units = self._collect(StoredRows, self._tell("relay", ListStoredRows(at_end=True), gone))
-        self._give_up({relay.name for relay in self.fleet.members("relay")} - set(units))
+        self._give_up_beside(
+            {storage_id_of(m.name, m.incarnation) for m in self.fleet.members("relay") if m.name in units}
+        )
         num_held = sum(self._num_leased(holder, holding) for holder, holding in holdings.items())
         num_ready = self._num_ready({key for unit in units.values() for key in unit.keys if not is_partial(key)})
         unassigned = [hub.state.groups[group_id] for group_id in hub.state.unassigned]
@@ -126,11 +128,14 @@ class Shutdown:
                     self._early[envelope.sender] = envelope.message
         return answers
 
-    def _give_up(self, relays: Iterable[str]) -> None:
-        """These relays did not answer: rows that they alone stored are lost, even if they were handed out."""
+    def _give_up_beside(self, units: Collection[str]) -> None:
+        """The relays of these units answered: rows in others alone are lost, even if they were handed out.
+
+        A relay may have died just before, and its next process answer: it has none of the rows of the unit before.
+        """
         state = self.hub.state
         stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
-        for unit in sorted(unit for unit in stored if process_of(unit) in relays):
+        for unit in sorted(stored.difference(units)):
             self.hub.on_storage_lost(unit, "gone when the run ended")
         lost = {row_id: row.attempt for row_id, row in state.rows(RowStatus.READY) if not row.storage_ids}
         if lost:
