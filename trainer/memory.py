@@ -17,8 +17,8 @@ PROCESS = "process"
 """The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
 TORCH_BYTES, TRANSFORMERS_BYTES = 0.155e9, 0.265e9
 """Of such a process with the CPU build of torch, without the pages of its libraries' files, which all processes share."""
-_HOLES = 0.1
-"""Of what comes and goes, the share that the C library's heap takes beside it within a step; measured, without a GPU."""
+_HOLES = 0.4
+"""Of what comes and goes, the share that the C library's heap takes beside it after some thirty steps; measured, without a GPU."""
 _PAGE_TOKENS = 64
 """Tokens of a page of the cache on a host without a GPU."""
 _KEPT_BYTES = 1 << 30

@@ -59,8 +59,8 @@ class Window:
     """Seconds of the last step in which the trainer waited and no group was ready."""
     per_step: int = 0
     now: float = 0.0
-    began: float = 0.0
-    """When the last step ended."""
+    elapsed_s: float = 0.0
+    """Seconds since the last step ended; the time by which a clock is set back is not taken off."""
     group_s: float = 0.0
     """Seconds that groups spent in generation since then."""
     dry_s: float = 0.0
@@ -113,6 +113,7 @@ class Window:
         self.now = now
         if seconds <= 0:
             return  # the wall clock was set back, or two events are of one moment
+        self.elapsed_s += seconds
         self.is_unusual |= evaluating
         num_in_generation = num_queued - num_ready - num_at_tasks
         if not num_in_generation and not math.isinf(self.ready_at):
@@ -127,12 +128,12 @@ class Window:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
         self.num_unusual = self.num_unusual + 1 if self.is_unusual or self._has_stalled else 0
         is_whole = self.per_step > 0 and busy_s > 0 and not 0 < self.num_unusual <= _UNUSUAL_STEPS
-        paused_s = self.now - self.began - busy_s - waited_s
+        paused_s = self.elapsed_s - busy_s - waited_s
         if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
             self._learn(num_groups, busy_s, waited_s)
-        self.per_step, self.began, self.is_unusual = num_groups, self.now, False
-        self.group_s, self.dry_s, self.least_ready, self.most_queued = 0.0, 0.0, math.inf, 0
-        self.silent_s = 0.0
+        self.per_step, self.is_unusual = num_groups, False
+        self.elapsed_s = self.group_s = self.dry_s = self.silent_s = 0.0
+        self.least_ready, self.most_queued = math.inf, 0
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
@@ -146,7 +147,7 @@ class Window:
     def publish(self, steps_late: int) -> None:
         """A version is complete, the one of the last step or an earlier one."""
         if self.per_step:
-            self.publish_s = _smoothed(self.publish_s, self.now - self.began + steps_late * self.step_s)
+            self.publish_s = _smoothed(self.publish_s, self.elapsed_s + steps_late * self.step_s)
 
     @property
     def _has_stalled(self) -> bool:

@@ -212,6 +212,16 @@ def test_the_clock_of_the_host_may_be_set_back():
     assert 40 <= window.limit <= 60
 
 
+def test_a_step_in_which_the_clock_was_set_forward_and_back_is_not_measured():
+    window = Window()
+    window.pass_time(1000.0, 0, 0, 0)
+    window.end_step(100, 3.0, 0.0)
+    window.pass_time(window.now + 2000, 60, 20, 50)
+    window.pass_time(window.now - 3000, 60, 20, 50)
+    pass_step(window, 40, 20)
+    assert math.isinf(window.limit), "2000 s in which groups seemed to be generated would make it wide"
+
+
 def test_a_trainer_that_reports_no_times_leaves_the_queue_as_it_begins():
     state = HubState()
     apply(ev.Opened(t=1.0, epoch=1, samples_per_prompt=1), state)
