@@ -15,7 +15,7 @@ from ...relay.journal.journal import replay
 from ...relay.journal.records import RowStatus
 from ...relay.journal.state import HubState, apply
 from ...relay.queue.schedules import schedule_of
-from .world import Killed, VirtualProcess
+from .processes import Killed, VirtualProcess
 
 if TYPE_CHECKING:
     from ...relay.hub.hub import Hub

@@ -23,7 +23,8 @@ from ...comm.storage.client import Columns
 from ...comm.waits import waiting
 from ...relay.weights.slots import Receipt, VersionNotAvailable
 from .network import MESSAGE_S, LinklessFleet
-from .world import Killed, VirtualProcess, World
+from .processes import Killed, VirtualProcess
+from .world import World
 
 LOOK_S = 0.3
 """Until a sender notices the hub's next process."""

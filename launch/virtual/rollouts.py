@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from ...rollout.migration.codec import MovedRow
 from ...rollout.partial_rows import StreamedRow
 from ...rollout.rewards.emulated import EmulatedRewards
 from ...rollout.row_writer import FinishedRow
-from .world import OwnClock, VirtualProcess, World
+from .world import OwnClock, World
+
+if TYPE_CHECKING:
+    from .processes import VirtualProcess
 
 UNIT = storage_id_of("relay-0", 1)
 """The storage unit that every row is said to be in."""
@@ -70,7 +74,7 @@ class Parcel:
     link: str = ""
     seconds: float | None = None
     done: bool = True
-    source: VirtualProcess | None = None
+    source: "VirtualProcess | None" = None
     error: str = ""
 
     def rows(self) -> list[MovedRow]:

@@ -33,9 +33,10 @@ from ...rollout.rewards.emulated import EmulatedRewards
 from ..resume import prepare_folder
 from .checks import Checks
 from .cluster import Cluster, ClusterFleet, WeightsReader
+from .processes import Killed, VirtualProcess, VirtualThread
 from .rollouts import Parcel, VirtualTransfers
 from .threads import VirtualThreads
-from .world import Killed, VirtualProcess, VirtualThread, World, WorldClock
+from .world import World, WorldClock
 
 if TYPE_CHECKING:
     from ...relay.hub.hub import Hub
@@ -310,10 +311,13 @@ class FaultyRun:
         return self.is_over
 
     def _threads(self) -> str:
-        return ", ".join(thread.name for thread in self.world.threads)
+        return ", ".join(thread.name for thread in self._alive())
+
+    def _alive(self) -> list[VirtualThread]:
+        return [thread for thread in self.world.threads if isinstance(thread, VirtualThread)]
 
     def _end_all(self) -> None:
-        for process in {thread.process for thread in self.world.threads}:
+        for process in {thread.process for thread in self._alive()}:
             process.kill()
         self._close_files("")
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...comm.threads import Threads
-from .world import VirtualThread, World
+from .processes import VirtualThread
+from .world import World
 
 LEAST_SLEEP_S, LEAST_WAIT_S = 0.1, 1.0
 """Shortest sleep, and wait for a queue, of a thread that polls: shorter ones would cost much and show nothing."""
@@ -29,8 +30,9 @@ class VirtualThreads(Threads):
         self._world.run_to(self._world.now + max(seconds, LEAST_SLEEP_S))
 
     def new_thread(self, target: Callable[[], object], name: str) -> threading.Thread:
-        assert self._world.current is not None, f"no process starts the thread {name}"
-        return VirtualThread(self._world, self._world.current.process, target, name)
+        starter = self._world.current
+        assert isinstance(starter, VirtualThread), f"no process starts the thread {name}"
+        return VirtualThread(self._world, starter.process, target, name)
 
     def new_queue(self) -> "queue.Queue[Any]":
         return VirtualQueue(self._world)

@@ -3,19 +3,38 @@
 A rollout's clock runs ahead of the heap: a turn of its loop begins at the time of its event, and passes the time of its work
 on a clock of its own; its next turn is an event at the end of it. So its messages leave when its work is done, and those that
 arrive meanwhile wait for its next turn, as in a process that sleeps. There is one trainer: its clock handles the events of the
-others while it waits. A simulation has threads: one of them runs at a time, and only while the world waits for it, so a run repeats itself.
+others while it waits. A simulation of whole processes has threads too (`processes.py`).
 """
 
 import heapq
 import itertools
 import math
-import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from ...comm.clock import Clock
 
-_TURN_S = 3600.0
-"""Longest real time between two turns of a thread: the run of which it is a part has been forgotten."""
+
+class Waiter(Protocol):
+    """What runs when the world lets it, until it waits again."""
+
+    is_ready: Callable[[], bool]
+    """Whether what it waits for is there."""
+    until: float
+    """When it stops waiting for that."""
+
+    @property
+    def frozen_until(self) -> float:
+        """Before that it does not run."""
+        ...
+
+    def wait(self, is_ready: Callable[[], bool], until: float) -> None:
+        """Let the world go on until something is true, or it is that moment. Called by the thread itself."""
+        ...
+
+    def resume(self) -> None:
+        """Let it run until it waits again or ends; raises its error. Called by the world."""
+        ...
 
 
 class World:
@@ -24,9 +43,9 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        self.threads: list[VirtualThread] = []
+        self.threads: list[Waiter] = []
         """Those that have started and not ended, in the order of their start."""
-        self.current: VirtualThread | None = None
+        self.current: Waiter | None = None
         """The thread that runs; None while the world handles an event."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -55,7 +74,7 @@ class World:
         now, moment = self.now, until
         for thread in self.threads:
             wakes_at = thread.until
-            if (frozen_until := thread.process.frozen_until) > now:
+            if (frozen_until := thread.frozen_until) > now:
                 wakes_at = frozen_until if thread.is_ready() else max(wakes_at, frozen_until)
             elif wakes_at <= now or thread.is_ready():
                 thread.resume()
@@ -71,98 +90,6 @@ class World:
             f"nothing is left to happen after {self.now:.1f} emulated seconds: the run stands still"
         )
         self.now = max(now, moment)
-
-
-class Killed(BaseException):
-    """Ends a thread of a process that was killed."""
-
-
-class VirtualProcess:
-    """One life of a process: its threads, and whether it is dead or frozen. `freeze` and `kill` may come at any wait."""
-
-    def __init__(self, name: str, incarnation: int) -> None:
-        self.name = name
-        self.incarnation = incarnation
-        self.threads: list[VirtualThread] = []
-        self.is_dead = False
-        self.frozen_until = -math.inf
-
-    def kill(self) -> None:
-        """End it at once. Called by a thread of its own, this raises `Killed` at the thread's next wait."""
-        self.is_dead = True
-        for thread in [thread for thread in self.threads if thread.is_alive() and not thread.is_current]:
-            thread.resume()
-
-
-class VirtualThread(threading.Thread):
-    """A thread of a process. It ends with the world's own thread, to which its error is raised."""
-
-    def __init__(self, world: World, process: VirtualProcess, target: Callable[[], object], name: str) -> None:
-        super().__init__(name=f"{process.name} {name}", daemon=True)
-        self.process = process
-        self._world = world
-        self._work = target
-        self._may_go, self._has_stopped = threading.Lock(), threading.Lock()
-        for lock in (self._may_go, self._has_stopped):
-            lock.acquire(blocking=False)
-        self.is_ready: Callable[[], bool] = lambda: True
-        """Whether what it waits for is there."""
-        self.until = math.inf
-        """When it stops waiting for that."""
-        self._has_ended = False
-        self._error: BaseException | None = None
-
-    def start(self) -> None:
-        super().start()
-        self.process.threads.append(self)
-        self._world.threads.append(self)
-
-    def run(self) -> None:
-        self._take(self._may_go)
-        try:
-            if not self.process.is_dead:
-                self._work()
-        except Killed:
-            pass
-        except BaseException as error:  # noqa: BLE001 - `resume` raises it in the world's thread
-            self._error = error
-        self._has_ended = True
-        self._has_stopped.release()
-
-    @property
-    def is_current(self) -> bool:
-        return self._world.current is self
-
-    def wait(self, is_ready: Callable[[], bool], until: float) -> None:
-        """Let the world go on until something is true, or it is that moment; raises `Killed`. Called by the thread itself."""
-        if not self.process.is_dead:
-            self.is_ready, self.until = is_ready, until
-            self._has_stopped.release()
-            self._take(self._may_go)
-        if self.process.is_dead:
-            raise Killed
-
-    def resume(self) -> None:
-        """Let it run until it waits again or ends; raises its error. Called by the world."""
-        before, self._world.current = self._world.current, self
-        self._may_go.release()
-        self._take(self._has_stopped)
-        self._world.current = before
-        if self._has_ended:
-            self._world.threads.remove(self)
-            if self._error is not None:
-                raise self._error
-
-    def _take(self, turn: "threading.Lock") -> None:
-        """Wait for this thread's turn, or for its end."""
-        assert turn.acquire(timeout=_TURN_S), f"{self.name} waits for its turn for {_TURN_S:.0f} s"
-
-    def is_alive(self) -> bool:
-        return self.ident is not None and not self._has_ended
-
-    def join(self, timeout: float | None = None) -> None:
-        until = math.inf if timeout is None else self._world.now + timeout
-        self._world.run_until(lambda: self._has_ended, until)
 
 
 class WorldClock(Clock):

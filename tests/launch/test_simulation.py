@@ -13,9 +13,10 @@ from support.histories import HISTORIES, History, SeededChooser, history, run
 
 from headrace.launch.virtual.cluster import Unit
 from headrace.launch.virtual.faults import PlannedFault
+from headrace.launch.virtual.processes import Killed, VirtualProcess, VirtualThread
 from headrace.launch.virtual.simulation import FaultyRun
 from headrace.launch.virtual.threads import VirtualThreads
-from headrace.launch.virtual.world import Killed, VirtualProcess, VirtualThread, World
+from headrace.launch.virtual.world import World
 from headrace.relay.hub.context import HubContext
 from headrace.relay.journal import events as ev
 from headrace.rollout.leases import HeldLeases
