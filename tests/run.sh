@@ -11,9 +11,18 @@ cores=$(env -u OMP_NUM_THREADS nproc)  # nproc obeys OMP_NUM_THREADS
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 ruff format --check .
 ruff check .
-pyright
-# One worker more than cores: tests of whole runs wait for their processes for a part of their time.
-python -m pytest -m "not slow" --numprocesses $((cores + 1)) --maxprocesses 16 --dist worksteal --durations 30 --durations-min 3 "$@"
+types=$(mktemp) pyright="" status=0
+trap 'rm -f "$types"; [ -z "$pyright" ] || kill "$pyright"' EXIT
+pyright > "$types" &  # beside the tests: it takes one core for most of a minute
+pyright=$!
+# Two workers more than cores: tests of whole runs wait for their processes for a part of their time.
+python -m pytest -m "not slow" --numprocesses $((cores + 2)) --maxprocesses 16 --dist worksteal --durations 30 --durations-min 3 "$@" || status=$?
+wait "$pyright" || status=$?
+pyright=""
+cat "$types"
+if [ "$status" != 0 ]; then
+    exit "$status"
+fi
 if [ -n "${CI:-}${NIGHTLY:-}" ]; then
     CORES=$cores bash tests/extras.sh
 fi
