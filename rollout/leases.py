@@ -152,15 +152,16 @@ class HeldLeases:
     def take(self, grant: LeaseGrant, version: int) -> list[tuple[Lease, list[LeasedRow]]]:
         """The groups of a grant with the trajectories to start, on `version`.
 
-        A grant for another version goes back to the hub, unless it answers the present request: then only the weights have
-        changed since.
+        A grant for another version goes back to the hub, unless it answers the present request and the weights are newer:
+        they have changed since. On older ones, taken to continue another's trajectories, its groups would be due earlier than the
+        hub has planned.
         """
         if self.is_answered(grant):
             return []  # a second answer to a repeated request
         self._answered = grant.request_id
         self._is_asking = self._is_asking and grant.request_id != self._request.request_id
-        is_present = grant.request_id == self._request.request_id
-        if grant.version != version and not is_present and not self._pacing.rules.mixes_versions:
+        may_be_newer = grant.request_id == self._request.request_id and grant.version <= version
+        if grant.version != version and not may_be_newer and not self._pacing.rules.mixes_versions:
             self._return(grant)
             return []
         self._evaluates, self._window = grant.is_evaluation, grant.window or self._window

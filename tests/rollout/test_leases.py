@@ -79,6 +79,13 @@ def test_a_grant_of_an_older_request_goes_back_after_a_change_of_weights(desk: D
     assert isinstance(returned, LeaseReturn) and returned.groups == [GROUP]
 
 
+def test_a_grant_of_the_present_request_goes_back_if_the_weights_are_older_by_then(desk: Desk):
+    request = desk.request(version=6)
+    assert not desk.leases.take(grant(request), version=5)
+    (returned,) = desk.heard()
+    assert isinstance(returned, LeaseReturn) and returned.groups == [GROUP], "the hub has counted with version 6"
+
+
 def test_a_rollout_takes_its_part_of_the_window_where_that_is_more_than_its_part_of_a_step(desk: Desk):
     asked: list[int] = []
     for version, window in ((0, 0), (1, 3), (2, 30), (3, 300), (4, 0), (5, 0)):
