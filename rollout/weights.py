@@ -8,11 +8,10 @@ import torch
 from ..comm.fleet import Fleet
 from ..comm.recipe import CommSettings, LoraSettings
 from ..relay.weights.checkpoint_source import CheckpointSource
-from ..relay.weights.device_versions import DeviceVersionReader
 from ..relay.weights.layout import Layout
 from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
-from ..relay.weights.slots import Receipt, StoredVersion
+from ..relay.weights.slots import Receipt
 from ..trainer.policy.adapter_files import read_adapter
 from ..trainer.policy.lora import A, B, adapter_shapes, merged, target_layers
 from ..trainer.policy.model import Policy, load_policy
@@ -48,23 +47,14 @@ class RolloutWeights:
         archive = None if run_dir is None else CheckpointSource(Path(run_dir), self._content.read_checkpoint)
         rank = split.rank if self.layout.tp > 1 else 0
         self._reader = WeightReader(fleet, self.layout, settings, archive, rank)
-        self._device_reader: DeviceVersionReader | None = None
-        if settings.cuda_ipc:
-            self._device_reader = DeviceVersionReader(fleet, self.layout, rank, self._reader.slots)
 
     def newest(self) -> int:
         """The newest version of the relay, -1 before the first; each turn of the loop calls it."""
-        check_ahead = True
-        if self._device_reader is not None:
-            self._device_reader.close_dead()
-            check_ahead = not self._device_reader.is_proven  # else the bytes in host memory are not taken
-        newest = self._reader.newest(check_ahead=check_ahead)
+        newest = self._reader.newest()
         return -1 if newest is None else newest
 
     def pull(self, deadline_s: float) -> Receipt:
         """Take the newest version. The policy must not run meanwhile."""
-        if (receipt := self._copied(self._reader.slots.newest_stored())) is not None:
-            return receipt
         return self._switched(self._reader.pull(self._content.buffer, deadline_s))
 
     def pull_version(self, version: int) -> Receipt:
@@ -72,22 +62,7 @@ class RolloutWeights:
 
         Raises `VersionNotAvailable` if neither has it; the weights are undefined then.
         """
-        if (receipt := self._copied(self._reader.slots.find(version))) is not None:
-            return receipt
         return self._switched(self._reader.pull_version(version, self._content.buffer))
-
-    def _copied(self, stored: StoredVersion | None) -> Receipt | None:
-        """Take a version that the relay has from the actor's device; None if it cannot be had there.
-
-        The digest of the receipt is the one that the relay checked; the copy's own bytes are compared for the first version alone.
-        """
-        reader, content = self._device_reader, self._content
-        if reader is None or stored is None or isinstance(content, _Adapter):
-            return None
-        if not reader.read(stored, content.flat):
-            return None
-        self.version = stored.version
-        return Receipt(stored.version, stored.digest)
 
     def _switched(self, receipt: Receipt) -> Receipt:
         self._content.apply()
@@ -95,8 +70,6 @@ class RolloutWeights:
         return receipt
 
     def close(self) -> None:
-        if self._device_reader is not None:
-            self._device_reader.close()
         self._reader.close()
 
 
@@ -109,16 +82,16 @@ class _Whole:
         own = self.layout.of_rank(tensor_parallel.rank)
         self.buffer: np.ndarray = host_buffer(own.num_bytes)
         self._dtype = policy.dtype
-        self.flat = torch.from_numpy(self.buffer).to(device)
+        self._flat = torch.from_numpy(self.buffer).to(device)
         """The bytes that the parameters are views of: those in `buffer`, or on another device a copy."""
         policy.split(tensor_parallel)
-        policy.bind(own.views(self.flat))
+        policy.bind(own.views(self._flat))
         policy.to(device)
 
     def apply(self) -> None:
         """Use the bytes in `buffer`."""
-        if self.flat.device.type != "cpu":
-            self.flat.copy_(torch.from_numpy(self.buffer))
+        if self._flat.device.type != "cpu":
+            self._flat.copy_(torch.from_numpy(self.buffer))
 
     def read_checkpoint(self, folder: Path) -> dict[str, torch.Tensor]:
         return load_policy(folder / "hf", self._dtype).weights()

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,12 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from support.exact import packed_logprobs as trainer_logprobs
 
-from headrace.comm.links.device_memory import DeviceBuffer, Handle
 from headrace.comm.recipe import Recipe
 from headrace.launch.bench.policies import build
 from headrace.launch.config.load import read_recipe
@@ -217,30 +214,6 @@ def copies(folder: Path) -> None:
                 num_bytes / seconds(lambda into=into, source=source: into.copy_(source, non_blocking=True), 10) / 1e9
             )
         show(way, gb_s=speeds["ours"], of_pinned=speeds["ours"] / speeds["torch"])
-    another_process(device)
-
-
-OWNER = """
-import sys, msgspec, torch
-from headrace.comm.links.device_memory import DeviceBuffer
-(buffer,) = DeviceBuffer.allocate(1, int(sys.argv[1]), torch.device(sys.argv[2]))
-print(msgspec.json.encode(buffer.handle).decode(), int(buffer.tensor.fill_(7).sum(dtype=torch.int64)), flush=True)
-sys.stdin.read()
-"""
-
-
-def another_process(local: torch.Tensor) -> None:
-    """A copy from the device memory of another process (`comm.cuda_ipc`) over one of the same size within this process."""
-    command = [sys.executable, "-c", OWNER, str(local.numel()), str(DEVICE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        handle = msgspec.json.decode(owner.stdout.readline().split()[0], type=Handle)
-        source, into = DeviceBuffer.open(handle).tensor, torch.empty_like(local)
-        theirs, ours = (seconds(lambda each=each: into.copy_(each), 10) for each in (source, local))
-        into.copy_(source)
-        show(
-            "another process", gb_s=local.numel() / theirs / 1e9, of_local=ours / theirs, right=bool((into == 7).all())
-        )
 
 
 def profile(folder: Path) -> None:

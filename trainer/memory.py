@@ -184,8 +184,6 @@ def actor_memory(
         states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
     if recipe.batch.updates_per_version > 1 and recipe.algorithm.proximal == "version":
         states["weights of the version's start"] = 4 * share
-    if recipe.comm.cuda_ipc:
-        states["versions for rollouts"] = 2 * sizes.version_bytes(recipe) / ranks
     chunk = chunk or (CHUNK_BYTES if on_gpu else HOST_CHUNK_BYTES)
     work = _work(sizes, recipe, checkpointing=checkpointing, on_gpu=on_gpu, row_tokens=row_tokens, chunk=chunk)
     published = sizes.version_bytes(recipe) / actors

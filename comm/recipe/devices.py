@@ -88,8 +88,6 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Encrypt connections and messages between processes (extra `tls`); keys are made for each start of the run."""
     link: Literal["auto", "shm", "tcp", "nccl"] = "auto"
     """Transport of the weights; `auto` is shared memory on one host and tcp between hosts."""
-    cuda_ipc: bool = False
-    """Rollouts copy weights from GPU to GPU on the actor's host; costs two copies of the served weights on the actor's GPUs."""
     delta: bool = False
     """Send only the difference from the last version over links. This pays off on slow links."""
     chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 25)] | None = None

@@ -16,8 +16,6 @@ def check_comm(recipe: Recipe) -> None:
         raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if comm.tls:
         _check_tls(recipe)
-    if comm.cuda_ipc:
-        _check_cuda_ipc(recipe)
 
 
 def _check_tls(recipe: Recipe) -> None:
@@ -26,13 +24,3 @@ def _check_tls(recipe: Recipe) -> None:
     from ...comm.links.tls import TlsIdentity
 
     TlsIdentity()
-
-
-def _check_cuda_ipc(recipe: Recipe) -> None:
-    """The weights are on a GPU at both ends."""
-    if recipe.lora.rank:
-        raise SettingError("comm.cuda_ipc: not with lora.rank, whose versions are small; leave it at false")
-    if recipe.trainer.offload:
-        raise SettingError("comm.cuda_ipc: not with trainer.offload, which keeps the weights in host memory")
-    if recipe.rollout.engine not in ("builtin", "transformers"):
-        raise SettingError(f"comm.cuda_ipc: rollout.engine={recipe.rollout.engine} takes its weights from host memory")

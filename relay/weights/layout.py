@@ -55,16 +55,14 @@ class Entry:
             at += (end - start) * row_bytes
 
     @torch.no_grad()
-    def write(self, tensor: Tensor, low: int, high: int, buffer: np.ndarray | Tensor) -> None:
-        """Cast and copy rows [low, high) of a tensor that has all columns into the bytes of one run, on any device.
+    def write(self, tensor: Tensor, low: int, high: int, buffer: np.ndarray) -> None:
+        """Cast and copy rows [low, high) of a tensor that has all columns into the bytes of one run.
 
         From a GPU the copy may still be running on return.
         """
         rows = (tensor if tensor.dim() else tensor[None])[low:high]
         part = rows if self.columns is None else rows[:, slice(*self.columns)]
-        if isinstance(buffer, Tensor):
-            buffer.view(self.dtype).view(part.shape).copy_(part, non_blocking=True)
-        elif part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous():
+        if part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous():
             np.copyto(buffer, part.detach().reshape(-1).view(torch.uint8).numpy())  # twice as fast as `copy_`
         else:
             torch.from_numpy(buffer).view(self.dtype).view(part.shape).copy_(part, non_blocking=True)
@@ -149,8 +147,8 @@ class Layout:
         views = {e.name: flat[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape) for e in self.entries}
         return views | {alias: views[name] for alias, name in self.aliases.items()}
 
-    def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray | Tensor) -> None:
-        """Cast and copy all tensors to their places in the buffer, on any device. Raises `KeyError` for a missing one."""
+    def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
+        """Cast and copy all tensors to their places in the buffer. Raises `KeyError` for a missing one."""
         for entry in self.entries:
             tensor = tensors[entry.name]
             for low, high, start, end in entry.runs(0, num_rows(tensor)):

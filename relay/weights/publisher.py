@@ -1,7 +1,6 @@
 """The trainer's side of the weights: it publishes versions.
 
-`WeightPublisher.publish` returns after one copy into host memory (with `comm.cuda_ipc` one on the device before it); a thread does
-the rest, so no relay can stall the trainer.
+`WeightPublisher.publish` returns after one copy into host memory; a thread does the rest, so no relay can stall the trainer.
 A version that has not begun to leave is superseded by the next one; one that has begun to leave is finished first.
 """
 
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
@@ -23,7 +21,6 @@ from ...comm.messages.weights import SlotReserved
 from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
 from .chain import chain_order
-from .device_versions import DeviceVersions
 from .layout import Layout
 from .pinned import host_buffer
 from .protocol import IDLE_S, SILENCE_S, send_idle
@@ -32,8 +29,6 @@ from .shards import WeightShard
 from .slots import Receipt
 
 _log = logging.getLogger(__name__)
-_OWNS_ROWS = "owns_rows"
-"""The announcement of an actor rank whose part of a version has rows (`comm.cuda_ipc`); of replicas only the first ones have."""
 _CLOSE_S = 15.0
 _RETRY_S = 0.05
 
@@ -58,10 +53,6 @@ class WeightPublisher:
         self._fleet = fleet
         self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._handover = _Handover(self._part, incarnation or fleet.incarnation)
-        self._device: DeviceVersions | None = None
-        self._wants_device = settings.cuda_ipc and self._part.num_bytes > 0
-        if self._wants_device:
-            fleet.announce(**{_OWNS_ROWS: ""})
         sender = _Sender(fleet, self._mailbox, settings, self._part, self._handover)
         self._thread = threading.Thread(target=sender.run, name=f"{fleet.name} publisher", daemon=True)
 
@@ -83,17 +74,11 @@ class WeightPublisher:
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt:
         """Copy the tensors (cast to the layout's dtype) to host memory and return; that is the trainer's whole stall.
 
-        With `comm.cuda_ipc` they are copied on the device first, and those bytes to host memory.
-
         Raises the error that ended the thread, if it has ended.
         """
         self.start()
-        device = self._device_versions(tensors)
         pending = self._handover.begin(version)
-        if device is None:
-            self._part.write(tensors, pending.buffer)
-        else:
-            torch.from_numpy(pending.buffer).copy_(device.write(version, tensors))
+        self._part.write(tensors, pending.buffer)
         self._handover.commit(pending)
         return Receipt(version, "")
 
@@ -102,26 +87,6 @@ class WeightPublisher:
         self._handover.close(lambda: bool(self._fleet.alive_members("relay", having="segment")))
         join_thread(self._thread, _CLOSE_S)
         self._mailbox.close()
-        self._close_device()
-
-    def _device_versions(self, tensors: Mapping[str, Tensor]) -> DeviceVersions | None:
-        """The versions on the device of these tensors, once a rollout of this host can open them, if all rows are on this host."""
-        if not self._wants_device:
-            return None
-        host, owners = self._fleet.me.host, self._fleet.alive_members("actor", having=_OWNS_ROWS)
-        if elsewhere := ", ".join(m.name for m in owners if m.host != host):
-            _log.warning("comm.cuda_ipc: weights take the way through the relay: %s is on another host", elsewhere)
-            self._wants_device = False
-            self._close_device()
-        elif self._device is None and any(m.host == host for m in self._fleet.members("rollout")):
-            self._device = DeviceVersions.open(self._fleet, self._part, self._handover.incarnation, tensors)
-            self._wants_device = self._device is not None
-        return self._device
-
-    def _close_device(self) -> None:
-        if self._device is not None:
-            self._device.close()
-            self._device = None
 
 
 class _Handover:

@@ -71,15 +71,15 @@ class WeightReader:
         self._check: Future[None] | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix=f"{fleet.name} digest")
 
-    def newest(self, *, check_ahead: bool = True) -> int | None:
+    def newest(self) -> int | None:
         """The newest complete version; None before the first. A few reads of memory.
 
-        check_ahead: another thread checks the bytes of a version seen for the first time against its digest, so `pull` can skip that.
+        Another thread checks the bytes of a version seen for the first time against its digest, so `pull` can skip that.
         """
         self._start_mirror()
         if (newest := self.slots.newest_stored()) is None:
             return None
-        if check_ahead and self.checked != newest and (self._check is None or self._check.done()):
+        if self.checked != newest and (self._check is None or self._check.done()):
             self._check = self._hasher.submit(self._check_ahead, newest)
         return newest.version
 

@@ -77,8 +77,8 @@ class WeightShard:
         offer = Offer(version, layout.num_bytes, layout.fingerprint, self.num_parts, self.index, spans)
         return msgspec.structs.replace(offer, incarnation=incarnation)
 
-    def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray | Tensor) -> None:
-        """Cast and copy this rank's rows into a buffer of the part's bytes, uint8 [num_bytes] on any device."""
+    def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
+        """Cast and copy this rank's rows into a buffer of the part's bytes, uint8 [num_bytes]."""
         if self.num_parts == 1:
             self.layout.write(tensors, buffer)
             return

@@ -69,10 +69,8 @@ def choose_slot(stored: Sequence[StoredVersion | None], newest: int | None, lock
 class VersionSlots:
     """The versions of one segment. One thread writes; any number of processes and threads read."""
 
-    def __init__(self, segment: Segment, num_slots: int = NUM_SLOTS) -> None:
-        """`num_slots` are those that `prepare` allocates."""
+    def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._num_slots = num_slots
         self._mapped: dict[int, np.ndarray | None] = {}
         """The slots that `pin` has mapped; None for those that are not pinned."""
 
@@ -88,7 +86,7 @@ class VersionSlots:
                 "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
             )
         if not self.fingerprint:
-            self.segment.allocate(self._num_slots, num_bytes)
+            self.segment.allocate(NUM_SLOTS, num_bytes)
             self.segment.slot(0)
             self.segment.words[_LAYOUT] = fingerprint
 
@@ -134,12 +132,6 @@ class VersionSlots:
         if self._slot(write.slot)[_GENERATION] == write.generation:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
-
-    def withdraw(self) -> None:
-        """Make all versions unreadable: the memory that they are in is about to go."""
-        for index in range(self.segment.num_slots):
-            words = self._slot(index)
-            words[_GENERATION] += 1 + words[_GENERATION] % 2
 
     def pin(self, slot: int) -> None:
         """Map a slot's pages, and pin them for copies from a GPU, once."""

@@ -41,7 +41,7 @@ emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulat
 emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.lengths emulated.train_us
 emulated.update_s emulated.micro_batch_s emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
 emulated.reshard_gb_s emulated.buffer_kb
-comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.cuda_ipc comm.delta comm.chunk_bytes comm.max_bytes_per_s
+comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.delta comm.chunk_bytes comm.max_bytes_per_s
 """
 
 

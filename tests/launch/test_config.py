@@ -171,20 +171,6 @@ def test_a_new_run_folder_is_readable_as_the_umask_says_and_an_old_one_stays_as_
     assert make_run_folder(tmp_path / "shared").stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("lora.rank=8", "not with lora.rank"),
-        ("trainer.offload=true", "not with trainer.offload"),
-        ("rollout.engine=mine.py:Engine", "rollout.engine=mine.py:Engine takes its weights from host memory"),
-    ],
-)
-def test_copies_from_gpu_to_gpu_need_the_weights_on_a_gpu_at_both_ends(word: str, reason: str):
-    check_combinations(read_recipe(None, ["comm.cuda_ipc=true"]))
-    with pytest.raises(SettingError, match=f"comm.cuda_ipc: {reason}"):
-        check_combinations(read_recipe(None, ["comm.cuda_ipc=true", word]))
-
-
 def test_processes_beat_more_often_than_they_expire():
     with pytest.raises(SettingError, match="comm.expiry_s=10: at least twice comm.heartbeat_s=6"):
         check_combinations(read_recipe(None, ["comm.heartbeat_s=6"]))

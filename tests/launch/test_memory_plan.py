@@ -106,13 +106,6 @@ def test_rollouts_that_share_a_gpu_take_equal_parts_of_it(dry_run):
     assert "+ rollout 34.0 =" in next(line for line in text.splitlines() if "1 GPU: actor" in line)
 
 
-def test_versions_for_rollouts_are_two_on_the_actor_s_gpus_and_each_rank_has_its_part(dry_run):
-    words = (*LONG, "roles.actor=4", "roles.rollout=4", "--gpus=8x80")
-    code, text = dry_run(LARGE, *words, "comm.cuda_ipc=true")
-    assert code == 0 and "versions for rollouts 7.616" in text  # 2 x 7.616e9 parameters x 2 bytes / 4 ranks
-    assert "versions for rollouts" not in dry_run(LARGE, *words)[1]
-
-
 def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_for():
     words = [
         "model.dtype=bfloat16",
