@@ -4,15 +4,11 @@ from typing import Protocol
 
 import numpy as np
 
-from .seal import Seal
-
 
 class Link(Protocol):
     """One end of a link. Buffers are one-dimensional uint8 arrays of any length, 0 included."""
 
     backend: str
-    seal: Seal | None
-    """Of the frames on this link, once the hand-shake has run; None within a process."""
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
         """Send all bytes of `buffer`, which is free for reuse afterwards. Raises `LinkBroken`."""

@@ -7,7 +7,6 @@ import numpy as np
 
 from ..errors import LinkBroken
 from ..signing import derive_key
-from .seal import Seal
 from .tcp import TcpLink
 from .tls import TlsIdentity
 
@@ -18,7 +17,7 @@ _PROOF_BYTES = 32
 def authenticate(
     link: TcpLink, name: str, end: int, secret: bytes, deadline_s: float, tls: TlsIdentity | None = None
 ) -> None:
-    """Prove to the other end that this one knows `secret`, check its proof, and agree on the key of the link's seal.
+    """Prove to the other end that this one knows `secret`, and check its proof.
 
     With `tls` the link is encrypted first; the proofs then hold for this TLS connection alone and cannot be passed on.
     On failure closes the link and raises `LinkBroken`.
@@ -31,9 +30,6 @@ def authenticate(
     if not hmac.compare_digest(proof.tobytes(), _proof(secret, name, 1 - end, mine, binding).tobytes()):
         link.close()
         raise LinkBroken(f"link {name}: the other end does not know the run's secret")
-    first, second = (mine, theirs) if end == 0 else (theirs, mine)
-    agreed = f"{name} ".encode() + first.tobytes() + second.tobytes()
-    link.seal = Seal(hmac.digest(derive_key(secret, "seals"), agreed, "sha256"), end)
 
 
 def _exchange(link: TcpLink, end: int, mine: np.ndarray, theirs: np.ndarray, deadline_s: float) -> None:

@@ -136,7 +136,6 @@ class ThrottledLink:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.backend = link.backend
-        self.seal = link.seal
         self.receive = link.receive
         self.close = link.close
         self._link = link

@@ -48,7 +48,6 @@ class StagedLink:
         self, backend: str, group: ProcessGroup, end: int, device: torch.device, control_link: "TcpLink"
     ) -> None:
         self.backend = backend
-        self.seal = control_link.seal
         self._control_link = control_link
         self._group: ProcessGroup | None = group
         self._end = end

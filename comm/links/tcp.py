@@ -12,7 +12,6 @@ import numpy as np
 from ..errors import LinkBroken
 
 if TYPE_CHECKING:
-    from .seal import Seal
     from .tls import TlsIdentity
 
 _UNANSWERED_MS = 20_000
@@ -29,7 +28,6 @@ class TcpLink:
     backend = "tcp"
 
     def __init__(self, connection: socket.socket) -> None:
-        self.seal: Seal | None = None
         self._socket: socket.socket | ssl.SSLSocket = connection
         self._timeouts: dict[int, float] = {}
         # The kernel keeps the deadlines: it then moves a whole buffer in one call, without a poll for every segment.

@@ -1,4 +1,4 @@
-"""The run's secret, the key of the seals of messages and handshakes: `HEADRACE_SECRET`, or a file in a folder that its owner alone can enter.
+"""The run's secret, with which messages are signed and connections proved: `HEADRACE_SECRET`, or a file in a folder that its owner alone can enter.
 
 A recipe from the store counts only if it is signed with the secret: it names code that a process runs.
 """

@@ -22,7 +22,6 @@ from headrace.comm.links import staged
 from headrace.comm.links.host import join_address
 from headrace.comm.links.opening import ThrottledLink, open_link
 from headrace.comm.links.process_group import open_group
-from headrace.comm.links.seal import Seal
 from headrace.comm.links.staged import StagedLink
 from headrace.comm.links.tls import TlsIdentity
 from headrace.comm.signing import verify_entry
@@ -322,27 +321,3 @@ def test_a_throttled_link_makes_up_for_a_sleep_that_was_too_long():
     for _ in range(20):
         throttled.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.003)
-
-
-def test_a_seal_accepts_the_frames_of_the_other_end_in_their_order_and_nothing_else():
-    sender, receiver = Seal(b"key", 0), Seal(b"key", 1)
-    for body in (b"", b"first", b"second"):
-        assert receiver.open(sender.seal(body)) == body
-    frame = sender.seal(b"third")
-    forged = [b"", frame[:-1], b"T" + frame[1:], Seal(b"other key", 0).seal(b"third"), Seal(b"key", 1).seal(b"third")]
-    for each in [*forged, Seal(b"key", 0).seal(b"third")]:  # the last is a frame of before, sent again
-        with pytest.raises(LinkBroken):
-            opened_later(receiver, each)
-
-
-def test_a_frame_that_is_sent_back_is_refused_by_the_end_that_sealed_it():
-    sender = Seal(b"key", 0)
-    with pytest.raises(LinkBroken):
-        sender.open(sender.seal(b"first"))
-
-
-def opened_later(receiver, frame):
-    """The body that a copy of the receiver finds in the frame. A real connection ends with its first forged frame."""
-    again = Seal(b"key", 1)
-    again._num_received = receiver._num_received
-    return again.open(frame)

@@ -3,6 +3,7 @@
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -23,10 +24,14 @@ TEXT = b"48 clips in April" * 4
 
 
 class Eavesdropper:
-    """Passes the bytes of one connection on in both directions and keeps them; with `tls` it is an end of both halves."""
+    """Passes the bytes of one connection on in both directions and keeps them; with `tls` it is an end of both halves.
+
+    `change` edits what the client receives.
+    """
 
     def __init__(self, address, tls=None):
         self.heard = bytearray()
+        self.change: Callable[[bytes], bytes] = bytes
         self.tls = tls
         host, _, port = address.rpartition(":")
         self.listener = socket.create_server((host, 0))
@@ -49,7 +54,7 @@ class Eavesdropper:
         try:
             while data := source.recv(1 << 16):
                 self.heard += data
-                to.sendall(data)
+                to.sendall(self.change(data) if to is self.outer else data)
         except OSError:
             pass
         for each in (source, to):
@@ -77,6 +82,19 @@ def test_a_row_cannot_be_read_on_its_way(encrypted):
     path.close()
     unit.close()
     assert (TEXT in path.heard) == (not encrypted)
+
+
+def test_a_row_cannot_be_changed_on_its_way():
+    unit = StorageServer("127.0.0.1", SECRET, tls=TlsIdentity()).start()
+    path = Eavesdropper(unit.address)
+    client = StorageClient(path.address, SECRET, through_memory=False, tls=TlsIdentity())
+    client.put("row", {"prompt": np.frombuffer(TEXT, np.uint8)})
+    path.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(PeerGone, match="(?i)bad record mac"):
+        client.get("row")
+    client.close()
+    path.close()
+    unit.close()
 
 
 def test_a_program_on_the_path_cannot_be_an_end_of_both_halves():

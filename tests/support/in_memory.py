@@ -18,7 +18,6 @@ from headrace.comm.errors import LinkBroken
 from headrace.comm.fleet import Fleet, Member, member_name, sorted_members
 from headrace.comm.links.base import Link
 from headrace.comm.links.opening import throttled
-from headrace.comm.links.seal import Seal
 from headrace.comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
 from headrace.comm.recipe import CommSettings
 from headrace.comm.signing import MessageSigner
@@ -91,7 +90,6 @@ class MemoryLink:
     """A link within one process. The pieces need not match; `send` waits while more than 64 MiB are under way."""
 
     backend = "memory"
-    seal: Seal | None = None
 
     def __init__(self, out: _Pipe, into: _Pipe) -> None:
         self._out = out

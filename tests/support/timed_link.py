@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.comm.errors import LinkBroken
-from headrace.comm.links.seal import Seal
 
 
 @dataclass(slots=True)
@@ -29,7 +28,6 @@ class TimedLink:
     start_s: float
     byte_s: float
     backend: str = "timed"
-    seal: Seal | None = None
     _free_at: float = 0.0
     _pieces: deque[tuple[float, np.ndarray]] = field(default_factory=deque)
 

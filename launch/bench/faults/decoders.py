@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from ....comm.errors import LinkBroken, MessageRefused, SettingError
-from ....comm.links.seal import Seal
 from ....comm.messages import (
     GroupId,
     Lease,
@@ -63,9 +62,8 @@ class BytesLink:
 
     backend = "memory"
 
-    def __init__(self, data: bytes = b"", seal: Seal | None = None) -> None:
+    def __init__(self, data: bytes = b"") -> None:
         self.data = bytearray(data)
-        self.seal = seal
         self._at = 0
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
@@ -141,9 +139,6 @@ def _of_links() -> list[Decoder]:
     def reads(decoder: msgspec.msgpack.Decoder[Any]) -> Callable[[bytes], object]:
         return lambda data: receive_storage_frame(BytesLink(data), decoder, 1.0)
 
-    def sealed(data: bytes) -> object:
-        return receive_storage_frame(BytesLink(data, Seal(_SECRET, 1)), storage.REQUESTS, 1.0)
-
     errors = (MessageRefused, LinkBroken)
     version_frames = [_sent(weights.send_frame, frame) for frame in (_OFFER, weights.Accept(64), weights.Trailer("ab"))]
     return [
@@ -151,7 +146,6 @@ def _of_links() -> list[Decoder]:
         Decoder("unit-answers", _storage_frames(answers), reads(storage.ANSWERS), errors),
         Decoder("unit-hellos", _storage_frames(hellos), reads(storage.HELLOS), errors),
         Decoder("unit-attachments", _storage_frames(attachments), reads(storage.ATTACHMENTS), errors),
-        Decoder("sealed-frames", _storage_frames(requests, Seal(_SECRET, 0)), sealed, errors),
         Decoder(
             "version-frames",
             version_frames,
@@ -161,13 +155,8 @@ def _of_links() -> list[Decoder]:
     ]
 
 
-def _storage_frames(messages: Sequence[msgspec.Struct], seal: Seal | None = None) -> list[bytes]:
-    frames: list[bytes] = []
-    for message in messages:
-        link = BytesLink(seal=seal)
-        send_storage_frame(link, message, 1.0)
-        frames.append(bytes(link.data))
-    return frames
+def _storage_frames(messages: Sequence[msgspec.Struct]) -> list[bytes]:
+    return [_sent(send_storage_frame, message) for message in messages]
 
 
 def _sent(send: Callable[[Any, Any, float], None], frame: object) -> bytes:

@@ -9,9 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from support.closing import hang_up
 
-from headrace.comm.errors import PeerGone
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import MOST_STRANGERS, StorageServer
 from headrace.comm.waits import waiting
@@ -22,54 +20,6 @@ def unit():
     unit = StorageServer("127.0.0.1", b"secret").start()
     yield unit
     unit.close()
-
-
-class Proxy:
-    """Passes the bytes of one connection on in both directions, the hand-shake included; `change` edits those to the client."""
-
-    def __init__(self, address, change):
-        self.change = change
-        host, _, port = address.rpartition(":")
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.server = socket.create_connection((host, int(port)))
-        self.threads = [threading.Thread(target=self.serve)]
-        self.threads[0].start()
-
-    def serve(self):
-        self.client = self.listener.accept()[0]
-        self.threads.append(threading.Thread(target=self.copy, args=(self.client, self.server, bytes)))
-        self.threads[-1].start()
-        self.copy(self.server, self.client, self.change)
-
-    def copy(self, source, to, change):
-        try:
-            while data := source.recv(1 << 16):
-                to.sendall(change(data))
-        except OSError:
-            pass
-        for each in (source, to):
-            hang_up(each)
-
-    def close(self):
-        self.listener.close()
-        for each in (self.server, self.client):
-            hang_up(each)
-        for thread in self.threads:
-            thread.join(60)
-
-
-def test_a_proxy_that_knows_no_secret_cannot_change_a_row(unit):
-    writer = StorageClient(unit.address, b"secret")
-    writer.put("row", {"reward": np.array([0.25])})
-    quarter, thousand = np.array([0.25]).tobytes(), np.array([1000.0]).tobytes()
-    proxy = Proxy(unit.address, lambda data: data.replace(b"reward", b"rEward").replace(quarter, thousand))
-    reader = StorageClient(proxy.address, b"secret", through_memory=False)
-    with pytest.raises(PeerGone, match="the other end did not send"):
-        reader.get("row")
-    reader.close()
-    writer.close()
-    proxy.close()
 
 
 def test_random_bytes_end_their_own_connection_alone(unit):

@@ -19,7 +19,7 @@ def test_no_malformed_input_escapes_from_a_reader(tmp_path):
 
 def test_what_was_valid_is_accepted_by_its_reader(tmp_path):
     for decoder in all_decoders(tmp_path):
-        for seed in decoder.seeds if decoder.name not in ("sealed-frames", "version-frames") else decoder.seeds[:1]:
+        for seed in decoder.seeds if decoder.name != "version-frames" else decoder.seeds[:1]:
             decoder.read(seed)
 
 

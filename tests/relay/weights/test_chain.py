@@ -135,7 +135,7 @@ class GatedLink:
     """A link that sends through a gate."""
 
     def __init__(self, link, gate):
-        self.backend, self.receive, self.close, self.seal = link.backend, link.receive, link.close, link.seal
+        self.backend, self.receive, self.close = link.backend, link.receive, link.close
         self.link, self.gate = link, gate
 
     def send(self, buffer, deadline_s):
