@@ -1,6 +1,5 @@
-"""Environment variables, keys of the store and memory for the children of a supervisor. Without numpy and torch, so a supervisor stays small."""
+"""Environment variables and keys of the store. Without numpy and torch, so a supervisor stays small."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ JOINING = "HEADRACE_JOINING"
 RUN_ID = "HEADRACE_RUN_ID"
 """Set for the processes of a supervisor: a text that no other start of the run has."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
-"""Descriptor of a relay's shared memory; other processes on the host open it as /proc/<supervisor pid>/fd/<number>."""
+"""Descriptor of a relay's shared memory, which its supervisor has under the same number."""
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The GPUs of a job, and of a supervisor's child; empty hides every GPU."""
@@ -73,18 +72,3 @@ def environment_of_users_code() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_RUN}
     return kept | environment_of_threads(1)
-
-
-def create_memfd(name: str) -> int:
-    """A memfd that only grows: a mapping of it never loses its pages."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    return fd
-
-
-def is_sealed(fd: int) -> bool:
-    """Whether a descriptor is one that `create_memfd` made, as far as the kernel can tell."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # a file of a disk has no seals
-        return False

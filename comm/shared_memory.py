@@ -1,9 +1,7 @@
 """A relay's shared memory: a header page and equal slots in a memfd that the relay's supervisor owns.
 
-The supervisor creates the memfd and passes it to its child in `HEADRACE_SEGMENT_FD`; other processes on the host open it as
-/proc/<supervisor>/fd/<number>. So no name is left over, and the memory survives the relay's process and ends with the
-supervisor. The path that others get names a token too, which the header page must hold: the number of a descriptor may by then
-belong to another file. The memfd is sealed against shrinking, so no other process can take mapped pages away.
+The supervisor creates the memfd and passes it to its child in `HEADRACE_SEGMENT_FD`; other processes on the host open the
+supervisor's descriptor (`comm/memfd.py`). So the memory survives the relay's process and ends with the supervisor.
 
 Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks of a dead process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader
 checks again after its copy, tells whether the copy is valid.
@@ -12,7 +10,6 @@ checks again after its copy, tells whether the copy is valid.
 import fcntl
 import mmap
 import os
-import secrets
 import struct
 import threading
 from collections import defaultdict
@@ -20,14 +17,12 @@ from enum import Enum
 
 import numpy as np
 
-from .environment import SEGMENT_FD, create_memfd, is_sealed
-from .errors import PeerGone
+from .environment import SEGMENT_FD
+from .memfd import HEAD_BYTES, create_memory, open_memory, path_of
 
 HEADER_BYTES = 4096
 _PAGE = 4096
 _SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the owner's
-_TOKEN_BYTES = 32  # at the end of the header page
-_TOKEN_AT = HEADER_BYTES - _TOKEN_BYTES
 
 
 class Lock(Enum):
@@ -41,16 +36,15 @@ class Lock(Enum):
 class Segment:
     """One opening of the memfd, with its own locks and its own mapping."""
 
-    def __init__(self, fd: int, file: str) -> None:
+    def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
         self._lock = threading.Lock()
         self._shared_locks: dict[int, int] = defaultdict(int)
         if os.fstat(fd).st_size < HEADER_BYTES:
             os.ftruncate(fd, HEADER_BYTES)
-            os.pwrite(fd, secrets.token_bytes(_TOKEN_BYTES), _TOKEN_AT)
-        self.path = f"{file}#{os.pread(fd, _TOKEN_BYTES, _TOKEN_AT).hex()}"
+        self.path = path
         """For `open` in other processes of the host."""
-        words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64, count=_TOKEN_AT // 8)
+        words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), dtype=np.int64, offset=HEAD_BYTES)
         self._shape = words[:_SHAPE_WORDS]
         self.words = words[_SHAPE_WORDS:]
         """The header's int64 words for the user of the slots; all 0 in a new segment."""
@@ -60,28 +54,21 @@ class Segment:
     @staticmethod
     def create_anonymous(name: str = "headrace") -> "Segment":
         """A segment that this process owns itself, for processes without a supervisor."""
-        fd = create_memfd(name)
-        return Segment(fd, f"/proc/{os.getpid()}/fd/{fd}")
+        fd = create_memory(name)
+        return Segment(fd, path_of(fd, os.getpid(), fd))
 
     @staticmethod
     def inherited() -> "Segment":
         """The segment that the supervisor passed in the environment; without one, a segment that this process owns."""
         if (number := os.environ.get(SEGMENT_FD)) is None:
             return Segment.create_anonymous()
-        return Segment(os.dup(int(number)), f"/proc/{os.getppid()}/fd/{number}")
+        fd = os.dup(int(number))
+        return Segment(fd, path_of(fd, os.getppid(), int(number)))
 
     @staticmethod
     def open(path: str) -> "Segment":
         """Another process's segment; raises `PeerGone` when its owner is gone."""
-        file, _, token = path.partition("#")
-        try:
-            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise PeerGone(f"no segment at {file}: {error}") from error
-        if not is_sealed(fd) or os.pread(fd, _TOKEN_BYTES, _TOKEN_AT).hex() != token:
-            os.close(fd)
-            raise PeerGone(f"{file} is another file than the segment announced")
-        return Segment(fd, file)
+        return Segment(open_memory(path), path)
 
     @property
     def slot_bytes(self) -> int:

@@ -111,6 +111,11 @@ def test_every_wait_has_a_deadline():
             assert not is_bare, f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
 
 
+def test_one_module_makes_memory_without_a_name():
+    calls = {name_of(path) for path in SOURCES if "memfd_create(" in path.read_text()}
+    assert calls == {"comm.memfd"}
+
+
 READER = "trainer.checkpoint_reader"
 """The one module that reads pickles, which DCP writes: through an unpickler that knows every name which it may meet."""
 

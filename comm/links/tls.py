@@ -5,12 +5,12 @@ certificate that the connecting end has seen (channel binding "tls-server-end-po
 """
 
 import hashlib
-import os
 import socket
 import ssl
 from datetime import UTC, datetime, timedelta
 
 from ..errors import SettingError
+from ..memfd import file_in_memory
 
 _NAME = "headrace"
 _VALID = timedelta(days=3650)
@@ -28,10 +28,8 @@ class TlsIdentity:
         for context in (self._listening, self._connecting):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._listening.num_tickets = 0  # no session is resumed, and a ticket would hide the end of a connection
-        with os.fdopen(os.memfd_create("tls"), "wb") as file:  # ssl reads a key from a file only
-            file.write(key + certificate)
-            file.flush()
-            self._listening.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        with file_in_memory(key + certificate) as path:
+            self._listening.load_cert_chain(path)
         self._certificate = ssl.PEM_cert_to_DER_cert(certificate.decode())
 
     def wrap(self, connection: socket.socket, end: int) -> ssl.SSLSocket:

@@ -12,7 +12,7 @@ class MigrateOrder(Message, frozen=True):
 
 
 class TransferOffered(Message, frozen=True):
-    """A rollout offers trajectories of `version` to another: `num_bytes` in the file at `path`, or over `link`."""
+    """A rollout offers trajectories of `version` to another: `num_bytes` in the memory at `path`, or over `link`."""
 
     request_id: int
     version: int

@@ -1,22 +1,22 @@
 """The memory of a storage unit: a memfd that every process on the unit's host reads and writes directly.
 
-Bytes move by `pwritev` and `preadv`. The file is never mapped, so a truncated page cannot raise SIGBUS in a reader, and the
-columns of a row are written in one call without being joined first.
+Bytes move by `pwritev` and `preadv`, so the columns of a row are written in one call without being joined first.
 """
 
 import bisect
+import contextlib
+import mmap
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import PeerGone, StorageFull
+from ..errors import StorageFull
+from ..memfd import HEAD_BYTES, create_memory, path_of
 
 ALIGN = 64
 """Blocks start at multiples of this, in the arena and in a reader's buffer."""
-MAGIC_BYTES = 64
 _SPARE_BYTES = 512 << 20
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux
 
@@ -49,18 +49,6 @@ class ArenaFile:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-
-    @staticmethod
-    def open(path: str, magic: bytes) -> "ArenaFile":
-        """Open the arena at `path` on this host; raises `PeerGone` unless the file begins with `magic`."""
-        try:
-            file = ArenaFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        except OSError as error:
-            raise PeerGone(f"no arena at {path}: {error}") from error
-        if os.pread(file._fd, MAGIC_BYTES, 0) != magic:
-            file.close()
-            raise PeerGone(f"{path} is another arena than the one announced")
-        return file
 
     def write(self, offset: int, buffers: Sequence[np.ndarray]) -> None:
         """Write uint8 buffers one after the other from `offset` on. Raises `StorageFull` when the host is out of memory."""
@@ -95,19 +83,18 @@ class Arena(ArenaFile):
     """The owner's descriptor and its allocator: first fit, neighbouring holes merge. One thread at a time."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(os.memfd_create("headrace-rows"))
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.magic = secrets.token_bytes(MAGIC_BYTES)
+        super().__init__(create_memory("headrace rows"))
+        self.path = path_of(self._fd, os.getpid(), self._fd)
+        """For `open_memory` in other processes of the host."""
         self._capacity_bytes = capacity_bytes
-        os.pwrite(self._fd, self.magic, 0)
-        self._end = self._high_water = MAGIC_BYTES
+        self._end = self._high_water = HEAD_BYTES
         self._holes: list[tuple[int, int]] = []
         """Offset and bytes of each free range below `_end`, by offset."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved."""
-        return self._end - MAGIC_BYTES - sum(size for _, size in self._holes)
+        return self._end - HEAD_BYTES - sum(size for _, size in self._holes)
 
     @property
     def resident_bytes(self) -> int:
@@ -147,4 +134,13 @@ class Arena(ArenaFile):
         # Writing pages again costs a third of new pages, so some are kept.
         if self._high_water - self._end > max(_SPARE_BYTES, self._end):
             self._high_water = self._end + _SPARE_BYTES
-            os.ftruncate(self._fd, self._high_water)
+            self._give_back(self._high_water)
+
+    def _give_back(self, start: int) -> None:
+        """Return the pages behind `start` to the host; the file keeps its length, and they read as zeros."""
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(self._fd).st_size
+        # Pages that the host does not take are kept for the next rows.
+        with contextlib.suppress(OSError):
+            if start < end:
+                with mmap.mmap(self._fd, end - start, offset=start) as pages:
+                    pages.madvise(mmap.MADV_REMOVE)

@@ -19,6 +19,7 @@ from ..links.handshake import authenticate
 from ..links.host import host_id, split_address
 from ..links.tcp import TcpLink
 from ..links.tls import TlsIdentity
+from ..memfd import open_memory
 from ..waits import waiting
 from .arena import ArenaFile, round_up
 from .codec import LINK_NAME, decode_columns, encode_columns, receive_frame, send_frame, wrong_columns
@@ -76,7 +77,7 @@ class StorageClient:
             hello = receive_frame(self._link, HELLOS, deadline_s)
         if through_memory and hello.host == host_id():
             with contextlib.suppress(PeerGone):  # the unit's user may have closed its memory to others
-                self._arena = ArenaFile.open(hello.path, hello.magic)
+                self._arena = ArenaFile(open_memory(hello.path))
         self._close = weakref.finalize(self, _close, self._link, self._arena)
 
     def put(self, key: str, columns: Columns) -> int:

@@ -47,13 +47,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The unit's answer to `Attach`: a client on this host that finds `magic` at the head of the file at `path` may read and
-    write there.
-    """
+    """The unit's answer to `Attach`: a client on this host may read and write the memory at `path`."""
 
     host: str
     path: str
-    magic: bytes
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):

@@ -149,7 +149,7 @@ class StorageServer:
             client = receive_frame(link, ATTACHMENTS, _HANDSHAKE_S)
             with self._lock:
                 self._links[link] = client
-            send_frame(link, Hello(host_id(), self.arena.path, self.arena.magic), _TRANSFER_S)
+            send_frame(link, Hello(host_id(), self.arena.path), _TRANSFER_S)
             while not isinstance(request := receive_frame(link, REQUESTS, _IDLE_S), Goodbye):
                 send_frame(link, answer := self._answer(link, request, reserved), _TRANSFER_S)
                 if isinstance(request, Locate) and request.with_bytes and isinstance(answer, Located):

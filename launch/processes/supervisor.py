@@ -22,11 +22,11 @@ from ...comm.environment import (
     SEGMENT_FD,
     STREAMING_COPY_ENV,
     VISIBLE_DEVICES,
-    create_memfd,
     environment_of_threads,
 )
 from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT
 from ...comm.links.host import listening_address
+from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ...relay.hub.exits import ProcessExit, report_exit
@@ -185,7 +185,7 @@ class Supervisor:
         if self.hosts_store:
             self._start_worker("store")
         if self.placement.role == "relay":
-            self.segment = create_memfd(f"headrace-{self.placement.name}")
+            self.segment = create_memory(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
                 self._start_worker("hub")
         self._start_worker(self.placement.name)

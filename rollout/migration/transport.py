@@ -1,7 +1,6 @@
 """Moves the bytes of trajectories between rollouts: through shared memory on one host, else over a link.
 
-On one host the bytes are in a memfd, which the other process opens as /proc/<pid>/fd/<number>: it has no name that a crash
-could leave behind, and ends with its holders. Threads of the caller's pool serve links, so that a slow network slows no
+On one host the bytes are in memory that the other process opens (`comm/memfd.py`). Threads of the caller's pool serve links, so that a slow network slows no
 generator.
 """
 
@@ -18,6 +17,7 @@ import numpy as np
 from ...comm.errors import HeadraceError, PeerGone
 from ...comm.fleet import Fleet, Member, is_shared
 from ...comm.links.opening import Link, remote_backend
+from ...comm.memfd import HEAD_BYTES, create_memory, open_memory, path_of
 from ...comm.messages.migration import TransferOffered
 from .codec import MovedRow, decode_rows, encode_rows
 
@@ -104,9 +104,10 @@ class OutgoingTransfer:
         self._fd = -1
         self._open: Link | None = None
         if is_shared(to, fleet, fleet.settings):
-            self._fd = os.memfd_create("headrace trajectories")
-            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+            self._fd = create_memory("headrace trajectories", self.num_bytes)
+            self.path = path_of(self._fd, os.getpid(), self._fd)
             with os.fdopen(self._fd, "wb", closefd=False) as file:
+                file.seek(HEAD_BYTES)
                 file.writelines(piece.data for piece in pieces)
             self.seconds = time.monotonic() - started
         else:
@@ -150,13 +151,11 @@ class IncomingTransfer:
 
 
 def _from_memory(fleet: Fleet, offer: TransferOffered, link_s: float) -> np.ndarray:
-    try:
-        fd = os.open(offer.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise PeerGone(f"{fleet.name}: no transfer at {offer.path}: {error}") from error
+    fd = open_memory(offer.path)
     try:
         # Private and writable, since torch takes no memory that it may not write to.
-        return np.ndarray(offer.num_bytes, np.uint8, mmap.mmap(fd, offer.num_bytes, mmap.MAP_PRIVATE))
+        memory = mmap.mmap(fd, HEAD_BYTES + offer.num_bytes, mmap.MAP_PRIVATE)
+        return np.ndarray(offer.num_bytes, np.uint8, memory, HEAD_BYTES)
     except ValueError as error:
         raise PeerGone(f"{fleet.name}: transfer at {offer.path} is too short: {error}") from error
     finally:

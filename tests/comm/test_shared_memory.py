@@ -126,27 +126,3 @@ def test_views_outlive_the_opening(segment):
     segment.close()
     view[:] = 1
     assert int(np.sum(view)) == 10_000
-
-
-def test_a_path_that_names_another_file_is_refused_and_the_file_stays_as_it_is(segment, tmp_path):
-    victim = tmp_path / "victim.txt"
-    victim.write_text("thirty bytes of another program")
-    _, _, token = segment.path.partition("#")
-    with pytest.raises(PeerGone, match="another file"):
-        Segment.open(f"{victim}#{token}")
-    assert victim.read_text() == "thirty bytes of another program"
-
-
-def test_a_descriptor_that_belongs_to_another_segment_by_now_is_refused(segment):
-    other = Segment.create_anonymous()
-    file, _, _ = other.path.partition("#")
-    _, _, token = segment.path.partition("#")
-    with pytest.raises(PeerGone, match="another file"):
-        Segment.open(f"{file}#{token}")
-    other.close()
-
-
-def test_nobody_can_take_mapped_pages_away(segment):
-    file, _, _ = segment.path.partition("#")
-    with pytest.raises(PermissionError):
-        os.truncate(file, 4096)

@@ -1,5 +1,6 @@
 """Trajectories move between rollouts: the results do not change, and each row ends exactly once, even if a rollout dies."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from support.policies import random_prompts
 from support.rollout_play import FAST_LINK, PARAMS, SAMPLES, EngineGenerator, Play
 
 from headrace.comm.errors import MessageRefused
+from headrace.comm.memfd import HEAD_BYTES, open_memory
 from headrace.comm.messages import RowId
 from headrace.comm.messages.migration import (
     ClaimResult,
@@ -203,7 +205,9 @@ def test_refused_trajectories_return_and_the_reason_is_counted(
     play.order(source, target)
     if reason == "broken":
         (move,) = source.migration.pending.values()
-        Path(move.transfer.path).write_bytes(bytes(move.transfer.num_bytes))
+        fd = open_memory(move.transfer.path)
+        os.pwrite(fd, bytes(move.transfer.num_bytes), HEAD_BYTES)
+        os.close(fd)
     assert play.finish() == undisturbed
     assert play.hub.repacking.refusals == {reason: 1} and play.hub.state.num_moved == 0
 

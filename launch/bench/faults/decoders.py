@@ -133,7 +133,7 @@ def _of_links() -> list[Decoder]:
         storage.NotFound("0.3.0@1"),
         storage.Refused("full", is_full=True),
     )
-    hellos = (storage.Hello("host", "/proc/1/fd/3", b"magic"),)
+    hellos = (storage.Hello("host", "/proc/1/fd/3#ab"),)
     attachments = (storage.Attach("rollout-0", 2),)
 
     def reads(decoder: msgspec.msgpack.Decoder[Any]) -> Callable[[bytes], object]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from support.closing import at_end
 
-from headrace.comm.environment import SEGMENT_FD, create_memfd
+from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.fleet import Fleet
+from headrace.comm.memfd import create_memory
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
@@ -48,7 +49,7 @@ class Processes:
 
     def relay(self, index):
         if index == len(self.segments):
-            self.segments.append(create_memfd("headrace-test"))
+            self.segments.append(create_memory("headrace-test"))
             self.relays.append(None)
         fd = self.segments[index]
         command = [sys.executable, "-c", RELAY, self.hosted.address, str(index), self.settings.link]
