@@ -3,7 +3,6 @@
 import errno
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,10 +43,8 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def when_writable(path: Path, write: Callable[[], T], deadline_s: float, gives_up: threading.Event | None = None) -> T:
+def when_writable(path: Path, write: Callable[[], T], deadline_s: float) -> T:
     """Call `write` until the disk of `path` takes it, at most for `deadline_s`; `write` undoes what it leaves half.
-
-    Another thread that sets `gives_up` ends the wait.
 
     Raises `DiskFull` after the deadline, and at once any error with another cause.
     """
@@ -58,8 +55,8 @@ def when_writable(path: Path, write: Callable[[], T], deadline_s: float, gives_u
             raise
     say(f"{describe_unwritable(path)}; the run waits until it can be, at most {deadline_s:g} s")
     with waiting("the disk", f"room for {path}", deadline_s) as wait:
-        gives_up = gives_up or threading.Event()
-        while wait.remaining_s > 0 and not gives_up.wait(min(RETRY_S, wait.remaining_s)):
+        while wait.remaining_s > 0:
+            time.sleep(min(RETRY_S, wait.remaining_s))
             try:
                 result = write()
             except OSError as error:
@@ -95,22 +92,16 @@ def make_folders(above: Path, *names: str) -> Path:
 class AppendFile:
     """A file that only grows, by whole records: one that does not fit is cut off again, and waits for room."""
 
-    def __init__(self, path: Path, deadline_s: float, *, durable: bool = False) -> None:
-        """Opens the file, and waits for room if it is a new one on a full disk. Raises `DiskFull`.
-
-        `durable`: a record is on the disk when `append` returns; one that does not come there is cut off again.
-        """
+    def __init__(self, path: Path, deadline_s: float) -> None:
+        """Opens the file, and waits for room if it is a new one on a full disk. Raises `DiskFull`."""
         self.path = path
         self.deadline_s = deadline_s
-        self.gives_up = threading.Event()
-        """Once it is set, no record waits for room."""
-        self._durable = durable
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self.descriptor = when_writable(path, lambda: os.open(path, flags, 0o644), deadline_s)
 
     def append(self, record: bytes) -> None:
         """Returns after the operating system has the record. Raises `DiskFull`, or an `OSError` with another cause."""
-        when_writable(self.path, lambda: self._write(memoryview(record)), self.deadline_s, self.gives_up)
+        when_writable(self.path, lambda: self._write(memoryview(record)), self.deadline_s)
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -122,8 +113,6 @@ class AppendFile:
         try:
             while record:  # a disk that becomes full accepts a part of it first
                 record = record[os.write(self.descriptor, record) :]
-            if self._durable:
-                os.fsync(self.descriptor)
         except OSError:
             os.ftruncate(self.descriptor, num_bytes)
             raise

@@ -14,24 +14,13 @@ from typing import NamedTuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from ..relay.checkpoints import CheckpointFolder
-from ..relay.dataset.stream_file import STREAM_FILE
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
 from .config.load import CONFIG_FILE, read_recipe
 from .report.summary import read_summary
 
 JOURNAL, METRICS, ROWS = "journal.jsonl", "metrics.jsonl", "rows"
-_OF_ONE_RUN = (
-    JOURNAL,
-    METRICS,
-    EVALUATIONS_FILE,
-    STREAM_FILE,
-    ROWS,
-    "checkpoints",
-    "queue",
-    "tensorboard",
-    "start_adapter",
-)
+_OF_ONE_RUN = (JOURNAL, METRICS, EVALUATIONS_FILE, ROWS, "checkpoints", "queue", "tensorboard", "start_adapter")
 """The files that a run starting at step 1 does not take over from a run before it."""
 _START = ("model.path", "lora.rank", "lora.targets", "lora.alpha", "lora.path")
 """Settings of the weights that a run begins with."""

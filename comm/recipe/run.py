@@ -67,8 +67,6 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Subset (configuration) of a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
-    streaming: bool = False
-    """Read the data set as it is used, as `datasets` does with `streaming=True`: for sets larger than the disk (docs/data.md)."""
     prompt_column: str = "prompt"
     """Column of the prompts: text, or chat messages with `role` and `content`."""
     system_prompt: str = ""
@@ -79,8 +77,6 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
-    buffer_size: Count = 1000
-    """Rows of a stream that are shuffled together; twice as many are read ahead."""
     curriculum: str = ""
     """`FILE.py:FUNCTION`: the chance from 0 to 1 that a row is taken, by the steps trained so far and the row (docs/data.md)."""
     too_long: Literal["error", "drop"] = "error"

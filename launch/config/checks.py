@@ -164,8 +164,6 @@ def _check_emulation(recipe: Recipe) -> None:
         raise SettingError("batch.passes: emulated devices train each group once")
     if emulated and recipe.lora.rank:
         raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
-    if emulated and recipe.data.streaming:
-        raise SettingError("data.streaming: emulated devices run on a clock of their own; set it to false")
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
     if recipe.emulated.colocated and recipe.run.schedule != "sync":

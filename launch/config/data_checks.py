@@ -7,7 +7,6 @@ from msgspec import structs
 
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
-from ...relay.dataset.gym_tasks import REASONING_GYM
 from ...relay.dataset.opening import checked_prompts, open_rows
 from .model_files import ModelFiles
 
@@ -28,7 +27,6 @@ def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
     """The prompts of the data, of each set at most `most`; every row is checked. Raises `SettingError`."""
     if not any(settings.paths):
         raise SettingError("data.path is not set; it names a file or data set with a column of prompts")
-    _check_streaming(settings)
     weights = settings.weights
     if weights and (len(weights) != len(settings.paths) or not sum(weights)):
         raise SettingError(
@@ -39,16 +37,6 @@ def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
     each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
     prompts = [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column, most)]
     return CheckedData(prompts, [msgspec.json.decode(rows[0]) for rows, _ in each])
-
-
-def _check_streaming(settings: DataSettings) -> None:
-    """A stream is of one data set of the `datasets` library."""
-    if not settings.streaming:
-        return
-    if len(settings.paths) > 1:
-        raise SettingError("data.streaming: data.path names several sets; a stream is of one")
-    if any(path.startswith(REASONING_GYM) for path in settings.paths):
-        raise SettingError("data.streaming: tasks of reasoning-gym are made when they are read; leave it out")
 
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:

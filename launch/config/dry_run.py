@@ -152,7 +152,7 @@ def _batch(recipe: Recipe) -> Iterator[str]:
 
 
 def _epochs(recipe: Recipe) -> str:
-    if recipe.data.streaming or recipe.data.weights or not all(path.endswith(".jsonl") for path in recipe.data.paths):
+    if recipe.data.weights or not all(path.endswith(".jsonl") for path in recipe.data.paths):
         return ""
     try:
         num_rows = sum(len(JsonLines(Path(path))) for path in recipe.data.paths)

@@ -15,30 +15,17 @@ class PromptSource(Protocol):
     """Names the group of each position, and has its row."""
 
     sizes: tuple[int, ...]
-    """Rows of each set; the order of the data follows from them. A stream's number is unknown: 0."""
+    """Rows of each set; the order of the data follows from them."""
     whole_turn: int
     """Any so many positions one after the other have each prompt among them."""
 
-    def group_at(self, cursor: int) -> GroupId | None:
-        """The group that the `cursor`-th first lease starts; None while its row is still to be read. Raises `SettingError`."""
+    def group_at(self, cursor: int) -> GroupId:
+        """The group that the `cursor`-th first lease starts."""
         ...
 
     def row(self, group: GroupId) -> msgspec.Raw:
-        """The row of a group, as JSON."""
+        """The row of a group, as JSON. Raises `SettingError` if it cannot be read any more."""
         ...
-
-    def row_name(self, group: GroupId) -> str:
-        """The row of a group, in messages."""
-        return f"row {group.prompt + 1}"
-
-    def start(self, cursor: int) -> None:
-        """Begin to read rows, if that takes a thread; the run continues at `cursor`. Raises `SettingError`."""
-
-    def stop(self) -> None:
-        """Read no more rows; those that were read can still be had."""
-
-    def close(self) -> None:
-        """End what `start` began."""
 
 
 class PromptPool(PromptSource):

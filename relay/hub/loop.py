@@ -72,10 +72,8 @@ def run(
         hub.saved_queue.restore()
     while (end := loop.step()) is None:
         pass
-    hub.prompts.pool.stop()  # on a full disk the last records need the room
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
     write_summary(Path(recipe.run.dir), ended | {"hosts": names_by_host(loop.seen.values())})
-    hub.prompts.pool.close()
     hub.context.journal.close()
     hub.mailbox.close()
 
@@ -87,7 +85,6 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     pool = open_prompts(recipe)
     check_journal_is_there(Path(recipe.run.dir), fleet.incarnation)
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
-    pool.start(state.cursor)
     schedule, sampler = schedule_of(recipe), open_sampler(queue.sampler)
     calls_s = (recipe.comm.deadline_s, recipe.reward.timeout_s, recipe.environment.timeout_s)
     micro_tokens = recipe.optimizer.micro_batch * recipe.roles.actor
@@ -131,8 +128,6 @@ class HubLoop:
         is_last = isinstance(message, TrainingDone | Failed | Interrupted)
         if is_last or threads.seconds() - self._checked_at >= WATCH_S:
             self._check_fleet()
-        if envelope is None and self.hub.prompts.is_waiting:
-            self.hub.advance()
         if envelope is None or (self._broken is not None and isinstance(message, Failed | Interrupted)):
             return None  # a broken process is the cause of the message; the next step tells it
         match message:
@@ -318,10 +313,6 @@ def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> No
         )
     if before.num_rows and len(before.num_rows) != len(opened.num_rows):
         raise SettingError(f"data.path: the run in {recipe.run.dir} began with {len(before.num_rows)} sets")
-    if before.num_rows and (0 in before.num_rows) != recipe.data.streaming:
-        raise SettingError(
-            f"data.streaming: the run in {recipe.run.dir} began {'without' if recipe.data.streaming else 'with'} it"
-        )
     for path, had, has in zip(recipe.data.paths, before.num_rows, opened.num_rows, strict=False):
         if had != has:
             raise SettingError(

@@ -6,7 +6,6 @@ for a response or the template refuses it. Every later turn of a dropped prompt 
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from ...comm.recipe import Recipe
 from ..dataset.opening import open_rows
 from ..dataset.order import MixedPrompts, PromptPool, PromptSource
 from ..dataset.rows import row_problem
-from ..dataset.stream import StreamedPrompts
 from ..journal import events as ev
 from ..journal.records import RowStatus
 from .context import Handler, HubContext
@@ -58,8 +56,6 @@ def open_curriculum(recipe: Recipe) -> Curriculum | None:
 def open_prompts(recipe: Recipe) -> PromptSource:
     """The prompts that `data.*` describes, in the order of a run. Raises `SettingError`."""
     settings, seed = recipe.data, recipe.run.seed
-    if settings.streaming:  # the other processes wait while the hub waits for a row
-        return StreamedPrompts(settings, seed, Path(recipe.run.dir), recipe.comm.deadline_s / 2)
     each = [open_rows(msgspec.structs.replace(settings, path=path)) for path in settings.paths]
     pools = [PromptPool(rows, shuffle=settings.shuffle, seed=seed) for rows in each]
     return pools[0] if len(pools) == 1 else MixedPrompts(pools, settings.weights or [len(rows) for rows in each], seed)
@@ -72,20 +68,10 @@ class Prompts(Handler):
         super().__init__(context)
         self.pool = pool
         self._curriculum = curriculum
-        self._awaited: tuple[int, int, int] | None = None
-        """Step and position of a search that waits for a row, and the prompts that it has passed over."""
         self.routes = {PromptRefused: self._on_refused}
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the next prompt is still to be read."""
-        return self._awaited is not None
-
     def next(self) -> tuple[GroupId, int] | None:
-        """The next group of the data, and the number of prompts passed over before it.
-
-        None while its row is still to be read. Without any that can be used: None, and the run ends.
-        """
+        """The next group of the data, and the number of prompts passed over before it; None, and the run ends, if none can be used."""
         try:
             return self._search()
         except SettingError as error:
@@ -93,20 +79,16 @@ class Prompts(Handler):
             return None
 
     def _search(self) -> tuple[GroupId, int] | None:
-        until, step, cursor = time.monotonic() + _LONGEST_SEARCH_S, self.state.step, self.state.cursor
-        first = self._awaited[2] if self._awaited and self._awaited[:2] == (step, cursor) else 0
-        self._awaited = None
-        if self._curriculum and not first:
+        until = time.monotonic() + _LONGEST_SEARCH_S
+        if self._curriculum:
             self._curriculum.had_chance = False
-        for passed_over in range(first, _LONGEST_SEARCH):
+        for passed_over in range(_LONGEST_SEARCH):
             if passed_over >= self.pool.whole_turn and not (self._curriculum and self._curriculum.had_chance):
                 break
             if time.monotonic() >= until:
                 self.context.failure = f"data.path: no prompt that can be used was found in {_LONGEST_SEARCH_S:g} s"
                 return None
-            if (group_id := self.pool.group_at(cursor + passed_over)) is None:
-                self._awaited = step, cursor, passed_over
-                return None
+            group_id = self.pool.group_at(self.state.cursor + passed_over)
             if self.is_offered(group_id):
                 return group_id, passed_over
             if self.context.failure:
@@ -127,8 +109,7 @@ class Prompts(Handler):
 
     def between(self, cursor: int) -> list[GroupId]:
         """The groups of the data from the present position up to another one, those that are passed over included."""
-        groups = map(self.pool.group_at, range(self.state.cursor, cursor))
-        return [group_id for group_id in groups if group_id is not None]
+        return [*map(self.pool.group_at, range(self.state.cursor, cursor))]
 
     def is_offered(self, group_id: GroupId) -> bool:
         """Whether a prompt is given to rollouts; one whose row cannot be used is dropped here."""
@@ -139,14 +120,14 @@ class Prompts(Handler):
     def is_usable(self, group_id: GroupId) -> bool:
         """Whether the row of a group can be read; else its prompt is dropped."""
         if problem := row_problem(bytes(self.pool.row(group_id))):
-            self._drop(group_id, f"{self.pool.row_name(group_id)} {problem}")
+            self._drop(group_id, f"row {group_id.prompt + 1} {problem}")
         return not problem
 
     def _is_taken(self, curriculum: Curriculum, group_id: GroupId, row: bytes) -> bool:
         try:
             return curriculum.takes(self.state.step, group_id, msgspec.json.decode(row))
         except Exception as error:  # noqa: BLE001 - the run ends with any error of the user's function
-            self.context.failure = f"data.curriculum: {self.pool.row_name(group_id)}: {type(error).__name__}: {error}"
+            self.context.failure = f"data.curriculum: row {group_id.prompt + 1}: {type(error).__name__}: {error}"
             return False
 
     def _on_refused(self, _sender: str, message: PromptRefused) -> None:

@@ -70,8 +70,7 @@ def evaluation_data(data: DataSettings, settings: EvalSettings) -> dict[str, Dat
     """The settings that read each file: those of `data`, with its path and `eval.split`."""
     named = evaluation_names(settings)
     return {
-        name: msgspec.structs.replace(data, path=path, weights=(), split=settings.split, streaming=False)
-        for name, path in named.items()
+        name: msgspec.structs.replace(data, path=path, weights=(), split=settings.split) for name, path in named.items()
     }
 
 

@@ -12,8 +12,8 @@ SETTINGS = """
 run.dir run.seed run.steps run.schedule run.mode run.save_rows run.resume
 roles.actor roles.relay roles.rollout roles.reference roles.task
 model.path model.dtype
-data.path data.weights data.subset data.split data.streaming data.prompt_column data.system_prompt data.chat_template
-data.chat_template_kwargs data.shuffle data.buffer_size data.curriculum data.too_long
+data.path data.weights data.subset data.split data.prompt_column data.system_prompt data.chat_template
+data.chat_template_kwargs data.shuffle data.curriculum data.too_long
 reward.path reward.weights reward.batch reward.timeout_s reward.workers
 environment.path environment.tools environment.max_turns environment.timeout_s environment.workers
 batch.prompts_per_step batch.samples_per_prompt batch.updates_per_version batch.passes

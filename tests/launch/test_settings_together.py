@@ -44,7 +44,6 @@ EXCLUDED = [
     ("emulated.speed=2", "emulated.speed: only emulated devices"),
     (f"{EMULATED} batch.passes=2", "batch.passes: emulated devices"),
     (f"{EMULATED} lora.rank=2", "lora.rank: emulated devices"),
-    (f"{EMULATED} data.streaming=true", "data.streaming: emulated devices"),
     (f"{EMULATED} roles.actor=2", "roles.actor: one process emulates"),
     (f"{EMULATED} emulated.colocated=true", "emulated.colocated: only run.schedule=sync"),
     ("optimizer.min_lr_ratio=.1", "optimizer.min_lr_ratio: only with lr_schedule=cosine"),

@@ -1,10 +1,9 @@
-"""A whole run, in memory, whose prompts are streamed, chosen by a curriculum or dropped: it is resumed and replayed to the bit."""
+"""A whole run, in memory, whose prompts are chosen by a curriculum or dropped: it is resumed and replayed to the bit."""
 
 import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from support.system import System
@@ -17,13 +16,9 @@ STEPS = 6
 CURRICULUM = "def easy_first(step, row):\n    return (row['level'] <= step) * 0.7\n"
 
 
-def data_system(folder: Path, kind: str, **settings: object) -> System:
-    """A run whose sixth prompt is too long; in a file that is not streamed the seventh row is not JSON."""
+def data_system(folder: Path, **settings: object) -> System:
+    """A run whose sixth prompt is too long, and whose seventh row is not JSON."""
     folder.mkdir(exist_ok=True)
-    chosen: dict[str, object] = {"data.curriculum": f"{folder}/curriculum.py:easy_first"}
-    if kind == "stream":
-        pytest.importorskip("datasets", reason="streams need the `datasets` package")
-        chosen = {"data.streaming": True, "data.buffer_size": 6}
     system = System(
         folder,
         **{
@@ -33,13 +28,13 @@ def data_system(folder: Path, kind: str, **settings: object) -> System:
             "checkpoint.every": 2,
             "run.save_rows": "all",
             "data.too_long": "drop",
-            **chosen,
+            "data.curriculum": f"{folder}/curriculum.py:easy_first",
             **settings,
         },
     )
     (folder / "curriculum.py").write_text(CURRICULUM)
     rows = [json.dumps({"prompt": f"say {i}" if i != 5 else "x" * 300, "level": i % 5}) for i in range(20)]
-    rows[6] = rows[6] if kind == "stream" else "not JSON"
+    rows[6] = "not JSON"
     (folder / "data.jsonl").write_text("".join(row + "\n" for row in rows))
     return system
 
@@ -50,15 +45,14 @@ def trained(system: System) -> list[dict[str, torch.Tensor]]:
     return [{re.sub(r"@\d+", "", name): rows for name, rows in load_file(file).items()} for file in files]
 
 
-@pytest.mark.parametrize("kind", ["stream", pytest.param("curriculum", marks=pytest.mark.slow)])
-def test_a_run_that_is_interrupted_trains_the_rows_of_one_that_is_not(tmp_path: Path, kind: str):
-    whole = data_system(tmp_path / "whole", kind).start_all(num_rollouts=1)
+def test_a_run_that_is_interrupted_trains_the_rows_of_one_that_is_not(tmp_path: Path):
+    whole = data_system(tmp_path / "whole").start_all(num_rollouts=1)
     whole.wait()
-    first = data_system(tmp_path / "run", kind).start_all(num_rollouts=1)
+    first = data_system(tmp_path / "run").start_all(num_rollouts=1)
     first.until(lambda: first.num_steps() >= 3)
     first.interrupt()
     first.wait()
-    again = data_system(tmp_path / "run", kind, **{"run.resume": "auto"}).start_all(num_rollouts=1)
+    again = data_system(tmp_path / "run", **{"run.resume": "auto"}).start_all(num_rollouts=1)
     again.wait()
     for step, (expected, found) in enumerate(zip(trained(whole), trained(again), strict=True)):
         assert expected.keys() == found.keys(), step
@@ -68,6 +62,5 @@ def test_a_run_that_is_interrupted_trains_the_rows_of_one_that_is_not(tmp_path: 
         account = account_dict(replay(system.dir / "journal.jsonl"))
         assert (account["trained"], account["holds"]) == (4 * STEPS, True)
         assert replay_steps(system.recipe) == 0
-    if kind == "curriculum":
-        steps = [event for event in again.events() if isinstance(event, Leased | GroupRestored)]
-        assert sum(event.passed_over for event in steps) > 0
+    steps = [event for event in again.events() if isinstance(event, Leased | GroupRestored)]
+    assert sum(event.passed_over for event in steps) > 0

@@ -50,7 +50,6 @@ def dying_hub(fleet: Fleet, recipe: Recipe) -> None:
     with pytest.raises(Died):
         while loop.step() is None:
             pass
-    hub.prompts.pool.close()
     journal.close()
     hub.mailbox.close()
 

@@ -274,7 +274,7 @@ def test_a_subset_of_a_hub_data_set_is_loaded(monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or ROWS)
     open_rows(DataSettings(path="openai/gsm8k", subset="main", split="test"))
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "streaming": False})]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 
 def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) -> PromptSource:
@@ -285,8 +285,7 @@ def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) 
 
 
 def prompts_of(pool: PromptSource, cursors: range) -> list[str]:
-    groups = [group for cursor in cursors if (group := pool.group_at(cursor))]
-    return [json.loads(bytes(pool.row(group)))["prompt"] for group in groups]
+    return [json.loads(bytes(pool.row(pool.group_at(cursor))))["prompt"] for cursor in cursors]
 
 
 def test_several_files_are_mixed_and_each_row_comes_once_in_an_epoch(tmp_path: Path):

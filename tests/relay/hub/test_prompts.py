@@ -2,16 +2,12 @@
 
 import json
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.closing import at_end
 from support.hub_scene import Scene
-from support.in_memory import MemoryFleet
 
 from headrace.comm.messages import (
     DropRows,
@@ -23,12 +19,9 @@ from headrace.comm.messages import (
     SavedRow,
 )
 from headrace.comm.messages.base import GroupId
-from headrace.comm.recipe import DataSettings
 from headrace.relay.dataset.order import MixedPrompts, PromptPool
 from headrace.relay.dataset.rows import JsonLines
-from headrace.relay.dataset.stream import StreamedPrompts
 from headrace.relay.hub import prompts
-from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
@@ -193,74 +186,3 @@ def test_a_saved_queue_takes_its_place_behind_a_dropped_prompt(scene: Scene, tmp
     assert list(scene.hub.state.groups) == [GroupId(0, 0), GroupId(0, 2)] and scene.hub.state.cursor == 3
     assert leased(scene, 1, 3) == [GroupId(0, 0), GroupId(0, 2), GroupId(0, 3)]
     assert replay(scene.path) == scene.hub.state
-
-
-class Gate:
-    """A stream whose rows wait until it is opened."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.is_open = num_rows, threading.Event()
-
-    def __iter__(self) -> Iterator[dict[str, object]]:
-        for number in range(self.num_rows):
-            assert self.is_open.wait(60)
-            yield {"prompt": f"p{number}", "level": number}
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-
-def with_stream(scene: Scene, folder: Path, deadline_s: float, chance: Callable[[int, dict[str, Any]], float]) -> None:
-    data = DataSettings(path="owner/set", streaming=True, shuffle=False, buffer_size=1)
-    pool = StreamedPrompts(data, 1, folder, deadline_s)
-    scene.hub.prompts.__init__(scene.hub.context, pool, Curriculum(chance, seed=1))
-    pool.start(0)
-    at_end(pool.close)
-
-
-def until(scene: Scene, condition: Callable[[], object]) -> None:
-    loop, deadline = HubLoop(scene.hub, MemoryFleet.join_network(scene.network, "hub")), time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        loop.step()
-
-
-def test_a_request_waits_for_the_rows_of_a_stream_and_asks_for_none_twice(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
-    gate, asked = Gate(9), list[int]()
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: gate)
-    with_stream(scene, tmp_path, 60, lambda step, row: asked.append(row["level"]) or row["level"] == 4)
-    scene.say("rollout-0", LeaseRequest(1, 0, 1))
-    assert not scene.heard("rollout-0") and scene.hub.prompts.is_waiting and not scene.hub.context.failure
-    gate.is_open.set()
-    until(scene, lambda: scene.hub.state.groups)
-    (grant,) = scene.heard("rollout-0")
-    assert isinstance(grant, LeaseGrant) and [lease.group for lease in grant.leases] == [GroupId(0, 4)]
-    assert json.loads(bytes(grant.leases[0].row))["prompt"] == "p4" and scene.hub.state.cursor == 5
-    assert asked == [0, 1, 2, 3, 4] and replay(scene.path) == scene.hub.state
-
-
-def test_a_row_of_a_stream_is_named_by_its_place_in_the_file(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
-    gate = Gate(9)
-    gate.is_open.set()
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: gate)
-    with_stream(scene, tmp_path, 60, lambda step, row: 1 / row["level"])
-    scene.say("rollout-0", LeaseRequest(1, 0, 1))
-    until(scene, lambda: scene.hub.context.failure)
-    assert "row 1 of stream.jsonl (its lines with # not counted): ZeroDivisionError" in scene.hub.context.failure
-
-
-def test_a_stream_without_rows_ends_the_run_with_the_reason(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    datasets = pytest.importorskip("datasets", reason="streams need the `datasets` package")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Gate(0))
-    with_stream(scene, tmp_path, 60, lambda step, row: True)
-    scene.say("rollout-0", LeaseRequest(1, 0, 1))
-    until(scene, lambda: scene.hub.context.failure)
-    assert scene.hub.context.failure == "data.path: owner/set has no rows"

@@ -47,11 +47,9 @@ def recipe_of(run_dir: Path, mode: str = "auto") -> Recipe:
     return Recipe(run=settings, batch=BatchSettings(samples_per_prompt=1), data=DataSettings(path=("a", "b")))
 
 
-def resume(
-    run_dir: Path, run_id: str = "second", mode: str = "auto", num_rows: tuple[int, ...] = ()
-) -> tuple[HubState, Journal]:
+def resume(run_dir: Path, run_id: str = "second", num_rows: tuple[int, ...] = ()) -> tuple[HubState, Journal]:
     """The work of the launcher, unless the hub is started again within the run; then the work of the hub."""
-    recipe, opened = recipe_of(run_dir, mode), last_opened(run_dir / "journal.jsonl")
+    recipe, opened = recipe_of(run_dir), last_opened(run_dir / "journal.jsonl")
     if opened is None or opened.run_id != run_id:
         prepare_folder(recipe)
     return open_journal(run_dir, recipe, (), run_id, Clock(), num_rows)
@@ -85,17 +83,6 @@ def test_the_lines_that_a_resumed_run_gives_up_are_kept_beside_its_journal(tmp_p
     assert metrics.read_text() == '{"step": 2}\n{"step": 3}\n'
     assert {path.name for path in run_dir.glob("rows.discarded-1/*")} == {"step_3.safetensors"}
     assert not (run_dir / "journal.jsonl.new").exists()
-
-
-def test_a_run_without_a_checkpoint_to_continue_takes_no_row_that_an_earlier_run_read(tmp_path: Path):
-    run_dir = interrupted_run(tmp_path / "run")
-    (run_dir / "stream.jsonl").write_text("old rows")
-    resume(run_dir)[1].close()
-    assert (run_dir / "stream.jsonl").exists(), "a run that continues needs them"
-    assert not list(run_dir.glob("stream.jsonl.discarded-*"))
-    resume(run_dir, "third", mode="restart")[1].close()
-    (kept,) = run_dir.glob("stream.jsonl.discarded-*")
-    assert not (run_dir / "stream.jsonl").exists() and kept.read_text() == "old rows"
 
 
 def test_the_journal_of_a_run_that_still_runs_is_not_touched(tmp_path: Path):
@@ -134,13 +121,6 @@ def test_a_run_is_not_continued_with_another_number_of_rows(tmp_path: Path, num_
             open_journal(run_dir, recipe_of(run_dir), (), run_id, Clock(), num_rows)
     assert sorted(run_dir.iterdir()) == files
     resume(run_dir, "third", num_rows=(5, 7))[1].close()
-
-
-def test_a_run_with_a_stream_is_not_continued_without_it(tmp_path: Path):
-    run_dir = interrupted_run(tmp_path / "run")
-    resume(run_dir, num_rows=(0,))[1].close()
-    with pytest.raises(SettingError, match=r"data\.streaming: the run in .*run began with it"):
-        resume(run_dir, "third", num_rows=(7,))
 
 
 def test_a_hub_that_is_started_again_opens_no_empty_journal_in_place_of_one_that_is_gone(tmp_path: Path):
