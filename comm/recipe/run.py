@@ -60,7 +60,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`data.*`: the prompts."""
 
     path: str | tuple[str, ...] = ""
-    """JSONL or parquet file, Hugging Face data set, `reasoning-gym/NAME?KEY=VALUE`, or a list of these, whose rows are mixed."""
+    """JSONL or parquet file, Hugging Face data set, `FILE.py:NAME` (docs/data.md), or a list of these, whose rows are mixed."""
     weights: tuple[NotNegative, ...] = ()
     """Shares of the sets of `path` in the prompts; empty is each set's share of the rows."""
     subset: str = ""

@@ -4,7 +4,6 @@ from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
-from ...relay.dataset.gym_tasks import REASONING_GYM
 from ...relay.journal.evaluations import pass_sizes
 from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
 from .data_checks import CheckedData, check_data
@@ -22,8 +21,6 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
         raise SettingError(
             f"eval.samples={settings.samples}: greedy responses to a prompt are equal; set eval.temperature above 0"
         )
-    if settings.max_prompts is None and any(path.startswith(REASONING_GYM) for path in settings.paths):
-        raise SettingError("eval.max_prompts: reasoning-gym makes tasks without end; set how many are evaluated")
     if recipe.comm.deadline_s < 2 * WAIT_S:
         raise SettingError(
             f"comm.deadline_s: with eval.path at least {2 * WAIT_S:g}, since the trainer may wait for an evaluation"

@@ -1,7 +1,7 @@
 """Opens what `data.path` names.
 
 Rows come from a JSONL file, a parquet file or a Hugging Face data set, each when its turn comes. JSONL needs no extra package. For the
-other forms the `datasets` library reads. Tasks of reasoning-gym are made.
+other forms the `datasets` library reads. Rows of a user's Python file are made.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings
-from .gym_tasks import REASONING_GYM, ReasoningGymRows
 from .prompt_rows import in_form
 from .rows import DatasetRows, JsonLines, row_problem
 from .tables import TableRows, load_table
+from .user_rows import UserRows, is_python
 
 CHECKED_ROWS = 1 << 16
 """Rows of a set that are checked before the run; a later row is checked when its turn comes."""
-_CHECKED_TASKS = 256
-"""Tasks that are made, that are checked."""
+_CHECKED_MADE = 256
+"""Rows of a Python file that are checked, since each may take long to make."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
 
@@ -29,11 +29,12 @@ def open_rows(settings: DataSettings) -> DatasetRows:
     """The rows of one file or data set, as `data.*` describes them. Raises `SettingError` if they cannot be read or are empty."""
     (name,) = settings.paths
     path = Path(name)
-    if name.startswith(REASONING_GYM):
-        return in_form(ReasoningGymRows(name, settings.split), settings)
     is_table = path.suffix == ".parquet" or path.is_dir()
     is_hub_id = not path.exists() and path.suffix not in _FILES and not path.is_absolute() and name.count("/") <= 1
-    rows = TableRows(load_table(settings, name)) if is_table or is_hub_id else JsonLines(path)
+    if is_python(name):
+        rows = UserRows(name)
+    else:
+        rows = TableRows(load_table(settings, name)) if is_table or is_hub_id else JsonLines(path)
     if not len(rows):
         raise SettingError(f"data.path: {name} has no rows")
     return in_form(rows, settings)
@@ -46,7 +47,7 @@ def checked_prompts(
 
     Raises `SettingError` at the first row without one.
     """
-    limit = _CHECKED_TASKS if path.startswith(REASONING_GYM) else CHECKED_ROWS
+    limit = _CHECKED_MADE if is_python(path) else CHECKED_ROWS
     for index in range(min(len(rows), most or limit, limit)):
         row = rows[index]
         if problem := row_problem(row, column):

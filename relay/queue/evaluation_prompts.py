@@ -1,7 +1,5 @@
 """The prompts of `eval.path`, file after file, and when an evaluation is due."""
 
-import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +8,9 @@ import msgspec
 from ...comm.errors import SettingError
 from ...comm.messages.base import GroupId
 from ...comm.recipe import DataSettings, EvalSettings, Recipe
-from ..dataset.gym_tasks import REASONING_GYM
 from ..dataset.opening import open_rows
 from ..dataset.rows import DatasetRows
+from ..dataset.user_rows import is_python
 
 
 class EvaluationPrompts:
@@ -52,14 +50,10 @@ class EvaluationPrompts:
 
 
 def evaluation_names(settings: EvalSettings) -> dict[str, str]:
-    """The path of each file by its name in the metrics: its stem, or a task's name, with its settings where several have it. Raises `SettingError` if two have one name."""
+    """The path of each file by its name in the metrics: its stem, or what is behind `FILE.py:`. Raises `SettingError` if two have one name."""
     named: dict[str, str] = {}
-    kinds = Counter(path.partition("?")[0] for path in settings.paths if path.startswith(REASONING_GYM))
     for path in settings.paths:
-        kind, _, its_settings = path.partition("?") if path.startswith(REASONING_GYM) else (path, "", "")
-        name = Path(kind).stem
-        if its_settings and kinds[kind] > 1:
-            name += "-" + re.sub(r"[^\w.=-]+", "_", its_settings)
+        name = path.partition(":")[2] if is_python(path) else Path(path).stem
         if name in named:
             raise SettingError(f"eval.path: {named[name]} and {path} would both be eval/{name}/...; rename one")
         named[name] = path

@@ -4,15 +4,10 @@ All but `length` are called per sample with the text of the response, so they se
 is the column `ground_truth`, `reward_model.ground_truth`, `answer` or `solution`.
 """
 
-import json
 import re
 from decimal import Decimal, InvalidOperation
-from functools import cache, lru_cache
-from typing import Any
 
-from ...relay.dataset.gym_tasks import open_tasks
-
-NEEDS = {"math": "math_verify", "reasoning-gym": "reasoning_gym"}
+NEEDS = {"math": "math_verify"}
 """The package that a function needs, from an extra of the function's name."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _MARKED = re.compile(r"####\s*\$?-?\d[\d,]*(?:\.\d+)?\.?\s*")
@@ -23,7 +18,6 @@ _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _SPACE = re.compile(r"(?<=\d) (?=\d{3}\b)")
 _QUANTITY = re.compile(r"[-+]?[\d.,]+ ?(?!(?:pi|sqrt|sin|cos|tan|log|ln|exp)\b)[A-Za-z]{2,}(?:[ /][A-Za-z]+)*")
 """A number with spaces between its thousands, and one with a unit in words: LaTeX reads both as products."""
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*\S.*", re.DOTALL)
 
 
@@ -73,35 +67,7 @@ def length(completion_ids: list[list[int]]) -> list[float]:
     return [-len(ids) / 1000 for ids in completion_ids]
 
 
-def reasoning_gym(solution_str: str, task: dict[str, Any]) -> float:
-    """The score of a task of reasoning-gym by its own rule, from 0 to 1.
-
-    The answer is in the last `<answer>...</answer>` of the response; without one it is all of the response behind `</think>`.
-    """
-    found = _ANSWER.findall(solution_str)
-    answer = found[-1] if found else solution_str.rpartition("</think>")[2]
-    made_by = json.dumps({key: value for key, value in task.items() if key != "index"}, sort_keys=True)
-    made = _task(made_by, task["index"])
-    try:
-        return float(_tasks(made_by).score_answer(answer.strip(), made))
-    except Exception:  # noqa: BLE001 - not all rules expect that an answer may be anything
-        return 0.0
-
-
-@cache
-def _tasks(made_by: str) -> Any:
-    return open_tasks(json.loads(made_by))
-
-
-@lru_cache(1 << 10)
-def _task(made_by: str, index: int) -> Any:
-    """The task itself: JSON would have changed the types in its metadata."""
-    return _tasks(made_by)[index]
-
-
-READY = {
-    function.__name__.replace("_", "-"): function for function in (math, gsm8k, format, marked, length, reasoning_gym)
-}
+READY = {function.__name__: function for function in (math, gsm8k, format, marked, length)}
 
 
 def _text(ground_truth: str | float) -> str:

@@ -91,7 +91,7 @@ def load_functions(functions: Mapping[str, str], max_steps: int = 0) -> list[Rew
     """The functions of `reward.path` by name, ready ones too. A user's file may import modules of its own folder."""
     loaded: list[RewardFunction] = []
     for name, path in functions.items():
-        path = path if ":" in path else f"{_READY}:{path.replace('-', '_')}"
+        path = path if ":" in path else f"{_READY}:{path}"
         sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
         loaded.append(RewardFunction(name, load_object("reward.path", path), max_steps))
     return loaded

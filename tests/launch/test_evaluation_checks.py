@@ -26,10 +26,9 @@ def test_the_prompts_of_each_file_are_read(prompts: Path):
     assert not check_evaluation(read_recipe(None, [f"eval.path={prompts}", "eval.every=0"]))
 
 
-def test_tasks_of_one_kind_are_named_by_their_settings():
-    easy, hard, other = "reasoning-gym/legs?most=3&least=1", "reasoning-gym/legs", "reasoning-gym/gcd?a=[1, 2]"
-    named = evaluation_names(EvalSettings(path=(easy, hard, other)))
-    assert named == {"legs-most=3_least=1": easy, "legs": hard, "gcd": other}
+def test_sets_of_a_python_file_are_named_by_what_is_behind_the_colon():
+    easy, hard, other = "tasks/legs.py:Easy", "tasks/legs.py:Hard", "gsm8k/test.jsonl"
+    assert evaluation_names(EvalSettings(path=(easy, hard, other))) == {"Easy": easy, "Hard": hard, "test": other}
 
 
 @pytest.mark.parametrize(
@@ -37,12 +36,9 @@ def test_tasks_of_one_kind_are_named_by_their_settings():
     [
         (["eval.path=none.jsonl"], r"eval\.path: none\.jsonl does not exist"),
         (["eval.path=[{0},sub/easy.jsonl]"], r"eval\.path: .* would both be eval/easy/"),
-        (
-            ["eval.path=['reasoning-gym/gcd?a=1','reasoning-gym/gcd?a=1']", "eval.max_prompts=3"],
-            r"eval\.path: .* would both be eval/gcd-a=1/",
-        ),
+        (["eval.path=[gcd.py:Test,legs.py:Test]"], r"eval\.path: gcd\.py:Test and .* would both be eval/Test/"),
+        (["eval.path=none.py:Test"], r"eval\.path: none\.py does not exist"),
         (["eval.path={0}", "eval.samples=4"], r"eval\.samples=4: greedy"),
-        (["eval.path=reasoning-gym/leg_counting"], r"eval\.max_prompts: reasoning-gym makes tasks without end"),
         (["eval.path={0}", "eval.temperature=1e-9"], r"eval\.temperature"),
         (["checkpoint.best=eval/easy/avg@1", "checkpoint.every=50"], r"checkpoint\.best=.*: nothing is evaluated"),
         (

@@ -82,7 +82,7 @@ def test_a_column_that_only_some_sets_have_is_a_warning(tmp_path):
     assert "score needs 'answer'" in warning and warning.endswith("has solution")
 
 
-@pytest.mark.parametrize("name", sorted(set(READY) - {"reasoning-gym"}))
+@pytest.mark.parametrize("name", sorted(READY))
 def test_a_ready_reward_names_the_column_that_it_needs(name):
     settings = RewardSettings(path=name)
     assert check_reward_arguments(settings, [ROW], "data.path") == []

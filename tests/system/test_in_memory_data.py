@@ -1,4 +1,4 @@
-"""A whole run, in memory, whose prompts are chosen by a curriculum or dropped: it is resumed and replayed to the bit."""
+"""A whole run, in memory, whose prompts come from two files, chosen by a curriculum or dropped: it is resumed and replayed to the bit."""
 
 import json
 import re
@@ -14,10 +14,11 @@ from headrace.trainer.replay import replay_steps
 
 STEPS = 6
 CURRICULUM = "def easy_first(step, row):\n    return (row['level'] <= step) * 0.7\n"
+ROWS = "ROWS = [{'prompt': f'tell {i}', 'level': i} for i in range(5)]\n"
 
 
 def data_system(folder: Path, **settings: object) -> System:
-    """A run whose sixth prompt is too long, and whose seventh row is not JSON."""
+    """A run whose sixth prompt is too long, and whose seventh row is not JSON; five more rows are of a Python file."""
     folder.mkdir(exist_ok=True)
     system = System(
         folder,
@@ -27,12 +28,14 @@ def data_system(folder: Path, **settings: object) -> System:
             "run.steps": STEPS,
             "checkpoint.every": 2,
             "run.save_rows": "all",
+            "data.path": f"[{folder}/data.jsonl, {folder}/rows.py:ROWS]",
             "data.too_long": "drop",
             "data.curriculum": f"{folder}/curriculum.py:easy_first",
             **settings,
         },
     )
     (folder / "curriculum.py").write_text(CURRICULUM)
+    (folder / "rows.py").write_text(ROWS)
     rows = [json.dumps({"prompt": f"say {i}" if i != 5 else "x" * 300, "level": i % 5}) for i in range(20)]
     rows[6] = "not JSON"
     (folder / "data.jsonl").write_text("".join(row + "\n" for row in rows))
@@ -58,6 +61,7 @@ def test_a_run_that_is_interrupted_trains_the_rows_of_one_that_is_not(tmp_path: 
         assert expected.keys() == found.keys(), step
         assert all(torch.equal(expected[name], found[name]) for name in expected), step
     assert any(isinstance(event, PromptDropped) for event in whole.events())
+    assert any(isinstance(event, Leased) and event.group.prompt >= 20 for event in whole.events())
     for system in (whole, again):
         account = account_dict(replay(system.dir / "journal.jsonl"))
         assert (account["trained"], account["holds"]) == (4 * STEPS, True)

@@ -2,14 +2,11 @@
 
 import json
 import os
-import sys
 import tracemalloc
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from headrace.comm.errors import SettingError
@@ -20,7 +17,6 @@ from headrace.relay.dataset.order import PromptSource
 from headrace.relay.dataset.rows import MAX_NESTED, MAX_ROW_BYTES, as_json, row_problem
 from headrace.relay.dataset.tables import TableRows
 from headrace.relay.hub.prompts import open_prompts
-from headrace.rollout.rewards.ready import reasoning_gym
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
 datasets = pytest.importorskip("datasets", reason="parquet and Hugging Face data sets need the `datasets` package")
@@ -163,64 +159,6 @@ def test_of_a_large_set_the_first_rows_are_checked_before_the_run(tmp_path: Path
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "x"}\n' * CHECKED_ROWS + "not JSON\n")
     assert len(check_data(DataSettings(path=str(path))).prompts) == CHECKED_ROWS
-
-
-@pytest.mark.extra
-def test_tasks_of_reasoning_gym_are_the_same_for_a_split_and_others_for_another_one():
-    pytest.importorskip("reasoning_gym")
-    settings = DataSettings(path="reasoning-gym/leg_counting", system_prompt="Think.")
-    rows, again, test = (
-        open_rows(msgspec.structs.replace(settings, split=split)) for split in ("train", "train", "test")
-    )
-    assert rows[7] == again[7] and rows[7] != rows[8] and len(rows) == 1 << 20
-    assert not {test[i] for i in range(50)} & {rows[i] for i in range(50)}
-    row = json.loads(rows[7])
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"].isdigit()
-    with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/no: .*no"):
-        open_rows(DataSettings(path="reasoning-gym/no"))
-
-
-@pytest.mark.extra
-def test_settings_of_reasoning_gym_follow_the_name_of_the_tasks():
-    pytest.importorskip("reasoning_gym")
-    rows = open_rows(DataSettings(path="reasoning-gym/leg_counting?min_animals=2&max_animals=2"))
-    assert all(len(json.loads(rows[index])["metadata"]["animals"]) == 2 for index in range(20))
-    words = "[{name: leg_counting, weight: 3, config: {max_animals: 4}}, {name: simple_equations}]"
-    rows = open_rows(DataSettings(path=f"reasoning-gym/composite?datasets={words}"))
-    made = [json.loads(rows[index]) for index in range(200)]
-    assert 130 < sum(row["metadata"]["source_dataset"] == "leg_counting" for row in made) < 170
-    for row in made:
-        assert reasoning_gym(f"<answer>{row['answer']}</answer>", row["task"]) == 1.0
-    with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/leg_counting\?animals=3: .*animals"):
-        open_rows(DataSettings(path="reasoning-gym/leg_counting?animals=3"))
-
-
-@pytest.mark.parametrize("query", ["seed=3", "max_animals", "", "a=1&b", "a=[1"])
-def test_a_setting_of_tasks_that_cannot_be_read_is_named(query: str):
-    with pytest.raises(SettingError, match=r"data\.path: reasoning-gym/leg_counting\?.*(KEY=VALUE|is not YAML)"):
-        open_rows(DataSettings(path=f"reasoning-gym/leg_counting?{query or '='}"))
-
-
-def test_a_task_that_is_read_again_is_not_made_again(monkeypatch: pytest.MonkeyPatch):
-    made: list[int] = []
-
-    class Tasks:
-        def __getitem__(self, index: int) -> dict[str, object]:
-            made.append(index)
-            return {"question": f"q{index}", "answer": "a", "metadata": {}}
-
-    package = SimpleNamespace(create_dataset=lambda name, **_: Tasks())
-    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    path = "reasoning-gym/slow"
-    rows = open_rows(DataSettings(path=path))
-    assert rows[3] == rows[3] and made == [3]
-    assert list(checked_prompts(rows, path, most=3)) == ["q0", "q1", "q2"] and made == [3, 0, 1, 2]
-
-
-def test_the_error_for_tasks_without_their_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(SettingError, match=r"data\.path: .* pip install reasoning-gym"):
-        open_rows(DataSettings(path="reasoning-gym/leg_counting"))
 
 
 def test_a_missing_number_of_a_table_is_null():

@@ -21,6 +21,7 @@ from headrace.comm.messages import (
 from headrace.comm.messages.base import GroupId
 from headrace.relay.dataset.order import MixedPrompts, PromptPool
 from headrace.relay.dataset.rows import JsonLines
+from headrace.relay.dataset.user_rows import UserRows
 from headrace.relay.hub import prompts
 from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
@@ -126,6 +127,17 @@ def test_the_good_prompts_of_a_set_with_a_small_weight_are_found_among_dropped_o
     pools = [PromptPool(JsonLines(tmp_path / name), shuffle=False, seed=0) for name in ("large", "small")]
     scene.hub.prompts.pool = MixedPrompts(pools, (17, 1), seed=0)
     assert leased(scene, 1, 1) == [GroupId(0, 17)] and not scene.hub.context.failure
+
+
+def test_an_error_of_the_python_file_that_makes_the_rows_ends_the_run_with_its_line(scene: Scene, tmp_path: Path):
+    text = "class Rows(list):\n    def __getitem__(self, index):\n        return {'prompt': {0: 'p'}[index]}\n"
+    (tmp_path / "rows.py").write_text(f"{text}\n\nROWS = Rows([1, 2])\n")
+    scene.hub.prompts.pool = PromptPool(UserRows(f"{tmp_path}/rows.py:ROWS"), shuffle=False, seed=0)
+    assert leased(scene, 1, 1) == [GroupId(0, 0)]
+    scene.say("rollout-0", LeaseRequest(2, 0, 1))
+    assert re.fullmatch(
+        r"data\.path: .*/rows\.py:ROWS: row 2: KeyError: 1 \(.*/rows\.py:3\)", scene.hub.context.failure
+    )
 
 
 def with_curriculum(scene: Scene, folder: Path, chance: Callable[[int, dict[str, Any]], float]) -> None:

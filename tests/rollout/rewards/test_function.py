@@ -2,16 +2,14 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.assets import GSM8K
 
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
-from headrace.rollout.rewards.ready import format, gsm8k, length, math, reasoning_gym
+from headrace.rollout.rewards.ready import format, gsm8k, length, math
 from headrace.rollout.rewards.worker import explain
 
 BATCH = {
@@ -130,29 +128,6 @@ def test_gsm8k_compares_the_last_number_exactly(response: str, truth: Any, rewar
 def test_a_ground_truth_without_a_number_is_an_error():
     with pytest.raises(ValueError, match="has no number"):
         gsm8k("3", "three")
-
-
-@pytest.mark.extra
-def test_a_task_of_reasoning_gym_is_scored_by_its_own_rule():
-    pytest.importorskip("reasoning_gym")
-    task = {"name": "leg_counting", "seed": 3, "size": 100, "index": 5}
-    responses = [
-        "118",
-        "so <answer> 1 </answer> no <answer>\n118\n</answer>",
-        "<think>118</think>7",
-        "118 <answer>7</answer>",
-    ]
-    assert [reasoning_gym(each, task) for each in responses] == [1.0, 1.0, 0.0, 0.0]
-    assert 0 < reasoning_gym("it is 118", task) < 1, "the rule of this task"
-
-
-def test_a_task_that_cannot_be_made_is_an_error_and_a_rule_that_fails_scores_0(monkeypatch: pytest.MonkeyPatch):
-    package = SimpleNamespace(create_dataset=lambda name, **_: ["only one"])
-    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    task = {"name": "no such kind", "seed": 3, "size": 100, "index": 0}
-    assert reasoning_gym("118", task) == 0, "a list has no rule"
-    with pytest.raises(IndexError):
-        reasoning_gym("118", task | {"index": 5})
 
 
 def test_a_ground_truth_with_an_exponent_is_that_number():
