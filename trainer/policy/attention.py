@@ -7,7 +7,7 @@ given to the forward pass: `PackedAttention` in training, paged ones in the gene
 from collections.abc import Sequence
 from functools import cached_property
 from inspect import signature
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .length_classes import length_classes
-from .narrow_attention import WIDTH, NarrowAttention
 
 NAME = "headrace"
 """The attention implementation's name within transformers."""
@@ -78,24 +77,16 @@ AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentTy
 AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # pyright: ignore[reportArgumentType]
 
 
-def kernel_of(
-    device: str, dtype: torch.dtype, head_dim: int, spec: AttentionSpec
-) -> Literal["varlen", "narrow", "padded"]:
-    """The kernel of `PackedAttention` for tensors of this kind on this type of device."""
-    if spec.is_plain:
-        if device == "cuda" and dtype in (torch.bfloat16, torch.float16):
-            return "varlen"
-        if device == "cpu" and dtype == torch.float32 and head_dim <= WIDTH:
-            return "narrow"
-    return "padded"
+def takes_varlen(device: str, dtype: torch.dtype, spec: AttentionSpec) -> bool:
+    """Whether `varlen_attention` computes it for tensors of this kind on this type of device."""
+    return spec.is_plain and device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 class PackedAttention:
     """Causal attention over whole sequences packed one after the other in one row. Differentiable.
 
-    On a GPU in half precision, PyTorch's `varlen_attn`; on a CPU with narrow heads, `NarrowAttention`. Elsewhere sequences of
-    about equal length are padded on the right into one batch: the padding comes after every real query, so the causal mask
-    hides it.
+    On a GPU in half precision, PyTorch's `varlen_attn`. Elsewhere sequences of about equal length are padded on the right into
+    one batch: the padding comes after every real query, so the causal mask hides it.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -105,12 +96,9 @@ class PackedAttention:
         self._starts = torch.tensor([0, *lengths]).cumsum(0)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        kernel = kernel_of(query.device.type, query.dtype, query.shape[2], spec)
-        if kernel == "varlen":
+        if takes_varlen(query.device.type, query.dtype, spec):
             starts = self._device_starts
             return varlen_attention(query, key, value, (starts, starts), (self._longest, self._longest), spec)
-        if kernel == "narrow":
-            return self._narrow(query, key, value, spec.scale, spec.window)
         outputs = []
         classes, inverse = self._padded
         for tokens, size in classes:
@@ -122,10 +110,6 @@ class PackedAttention:
     @cached_property
     def _device_starts(self) -> Tensor:
         return self._starts.to(self._device, torch.int32)
-
-    @cached_property
-    def _narrow(self) -> NarrowAttention:
-        return NarrowAttention(self._lengths)
 
     @cached_property
     def _padded(self) -> tuple[list[tuple[Tensor, tuple[int, int]]], Tensor]:
@@ -155,7 +139,7 @@ class ChunkAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """query [T, heads, d], key and value [S, kv_heads, d] -> [T, heads, d]."""
-        if kernel_of(query.device.type, query.dtype, query.shape[2], spec) == "varlen":
+        if takes_varlen(query.device.type, query.dtype, spec):
             starts, longest = (self._starts, self._key_starts), (max(self._lengths), max(self._key_lengths))
             return varlen_attention(query, key, value, starts, longest, spec)
         outputs = []

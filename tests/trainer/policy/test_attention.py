@@ -14,12 +14,11 @@ from headrace.trainer.policy.attention import (
     AttentionSpec,
     ChunkAttention,
     PackedAttention,
-    kernel_of,
+    takes_varlen,
     varlen_attention,
 )
 from headrace.trainer.policy.length_classes import length_classes
 from headrace.trainer.policy.model import load_policy
-from headrace.trainer.policy.narrow_attention import NarrowAttention
 
 LENGTHS = [1, 70, 33, 64, 70, 5, 130]
 NUM_TOKENS = sum(LENGTHS)
@@ -66,29 +65,10 @@ def test_attention_in_bfloat16_on_a_cpu_and_its_gradient_are_those_of_the_formul
         assert (mine - exact).norm() < 0.01 * exact.norm()
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 64, 500])
+@pytest.mark.parametrize("window", [None, 1, 20, 500])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (4, 1)])
-def test_narrow_attention_and_its_gradient_are_those_of_the_formula(num_heads, num_kv_heads, window):
-    tensors, spec = inputs(num_heads, num_kv_heads, 8), AttentionSpec(0.3, window)
-    expected = with_gradient(by_formula(*tensors, LENGTHS, LENGTHS, spec), tensors)
-    found = with_gradient(NarrowAttention(LENGTHS)(*tensors, spec.scale, spec.window), tensors)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("scale", [30.0, 3000.0])
-def test_narrow_attention_takes_scores_beyond_the_powers_of_2_that_a_float_holds(scale):
-    tensors, spec = inputs(4, 2, 8), AttentionSpec(scale)
-    expected = with_gradient(by_formula(*tensors, LENGTHS, LENGTHS, spec), tensors)
-    found = with_gradient(NarrowAttention(LENGTHS)(*tensors, spec.scale, None), tensors)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale**2)
-
-
-@pytest.mark.parametrize("head_dim", [8, 16])
-@pytest.mark.parametrize("window", [None, 20])
-def test_packed_attention_is_that_of_the_formula_with_every_kernel_of_a_cpu(head_dim, window):
-    tensors, spec = inputs(4, 2, head_dim, torch.float32), AttentionSpec(0.3, window)
+def test_attention_in_fp32_on_a_cpu_and_its_gradient_are_those_of_the_formula(num_heads, num_kv_heads, window):
+    tensors, spec = inputs(num_heads, num_kv_heads, 8, torch.float32), AttentionSpec(0.3, window)
     query, key, value = (x.detach().double().requires_grad_() for x in tensors)
     expected = with_gradient(by_formula(query, key, value, LENGTHS, LENGTHS, spec), (query, key, value))
     found = with_gradient(PackedAttention(LENGTHS)(0, *tensors, spec), tensors)
@@ -97,20 +77,17 @@ def test_packed_attention_is_that_of_the_formula_with_every_kernel_of_a_cpu(head
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "softcap", "kernel"),
+    ("device", "dtype", "softcap", "is_taken"),
     [
-        ("cuda", torch.bfloat16, 64, None, "varlen"),
-        ("cuda", torch.float16, 8, None, "varlen"),
-        ("cuda", torch.float32, 64, None, "padded"),
-        ("cuda", torch.bfloat16, 64, 50.0, "padded"),
-        ("cpu", torch.float32, 8, None, "narrow"),
-        ("cpu", torch.float32, 16, None, "padded"),
-        ("cpu", torch.bfloat16, 8, None, "padded"),
-        ("cpu", torch.float32, 8, 50.0, "padded"),
+        ("cuda", torch.bfloat16, None, True),
+        ("cuda", torch.float16, None, True),
+        ("cuda", torch.float32, None, False),
+        ("cuda", torch.bfloat16, 50.0, False),
+        ("cpu", torch.bfloat16, None, False),
     ],
 )
-def test_the_kernel_follows_from_device_type_and_head(device, dtype, head_dim, softcap, kernel):
-    assert kernel_of(device, dtype, head_dim, AttentionSpec(1.0, None, softcap)) == kernel
+def test_the_varlen_kernel_is_for_half_precision_on_a_gpu(device, dtype, softcap, is_taken):
+    assert takes_varlen(device, dtype, AttentionSpec(1.0, None, softcap)) == is_taken
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
@@ -159,14 +136,14 @@ def test_the_varlen_kernel_gets_key_heads_as_they_are_where_the_version_allows(k
     assert kernel_by_formula
 
 
-@pytest.mark.parametrize("kernel", ["padded", "varlen"])
+@pytest.mark.parametrize("is_varlen", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_chunks_of_long_prompts_see_all_tokens_before_them(kernel_by_formula, monkeypatch, kernel, window):
-    monkeypatch.setattr(attention, "kernel_of", lambda *_: kernel)
+def test_chunks_of_long_prompts_see_all_tokens_before_them(kernel_by_formula, monkeypatch, is_varlen, window):
+    monkeypatch.setattr(attention, "takes_varlen", lambda *_: is_varlen)
     (query, key, value), spec = inputs(4, 2, 8, count=90), AttentionSpec(0.3, window)
     out = ChunkAttention([10, 20], [50, 40])(query[60:], key, value, spec)
     torch.testing.assert_close(out, by_formula(query[60:], key, value, [10, 20], [50, 40], spec))
-    assert len(kernel_by_formula) == (kernel == "varlen")
+    assert len(kernel_by_formula) == is_varlen
 
 
 def test_under_a_mask_grouped_heads_are_left_to_a_kernel_on_a_cpu_only():
