@@ -30,5 +30,4 @@ if [ -n "${NIGHTLY:-}" ]; then
     with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton_compiled.py
 fi
 TRITON_INTERPRET=1 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
-    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py \
-    tests/rollout/engine/test_exact_kernels.py tests/trainer/policy/test_exact_kernels.py
+    tests/trainer/policy/test_kernels.py tests/rollout/engine/test_exact_kernels.py tests/trainer/policy/test_exact_kernels.py

@@ -58,8 +58,7 @@ figures environment 20
 mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
 tests gpu-tests 85 -m gpu "${files[@]}"
 tests kernels 60 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
-    tests/rollout/engine/test_triton_filters.py tests/trainer/policy/test_kernels.py \
-    tests/trainer/policy/test_exact_kernels.py tests/rollout/engine/test_exact_kernels.py
+    tests/trainer/policy/test_kernels.py tests/trainer/policy/test_exact_kernels.py tests/rollout/engine/test_exact_kernels.py
 wait "$making"
 figures exact 30
 run=$logs/quickstart

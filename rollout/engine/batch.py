@@ -1,6 +1,5 @@
 """The rows that decode together, as arrays. The small changes of a step are made in place."""
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,6 @@ from .to_device import to_device, to_device_together
 
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
-    from .kernels.seen_tokens import SeenTokens
     from .page_pool import PagePool
     from .sequence import Sequence
 
@@ -24,7 +22,7 @@ class DecodeBatch:
     (`advance`). Numpy arrays are on the host, tensors on the device; all int64.
     """
 
-    def __init__(self, pool: "PagePool", policy: "Policy", seen: "SeenTokens | None" = None) -> None:
+    def __init__(self, pool: "PagePool", policy: "Policy") -> None:
         self.vocab_size, self.device = policy.vocab_size, policy.device
         self.pool = pool
         self.max_pages = pool.pages_for(policy.context)
@@ -37,17 +35,15 @@ class DecodeBatch:
         """Row, column and page of each entry that this step's `extend` added to the table."""
         self.at_refill: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         """On the device, the positions and the table (int32, as wide as the longest row) that the rows began with."""
-        self.seen = seen
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def refill(self, sequences: "list[Sequence]", entered: "Collection[Sequence]" = ()) -> None:
-        """Make these sequences the rows, in this order; `entered` are those of them that have come since the last refill."""
+    def refill(self, sequences: "list[Sequence]") -> None:
+        """Make these sequences the rows, in this order."""
         self.generation += 1
         self.num_refills += 1
         self.grown = []
-        seen = {} if self.seen is None else self.seen.columns(self.sequences, sequences, entered)
         self.sequences = list(sequences)
         count = len(sequences)
         self.positions = np.array([s.num_cached for s in sequences], dtype=np.int64)
@@ -66,18 +62,13 @@ class DecodeBatch:
                 "positions": self.positions.copy(),
                 "table": self.table[:, :width].astype(np.int32),
                 **sampling_columns(params, [s.key for s in sequences]),
-                **seen,
             },
             self.device,
         )
         self.tokens, self.num_drawn = columns["tokens"], columns["num_drawn"]
         self.at_refill = columns["positions"], columns["table"]
-        if self.seen is None:
-            self.sampling = SamplingBatch(params, columns)
-            self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
-        else:
-            self.seen.update(columns)
-            self.sampling = SamplingBatch(params, columns, self.seen.bits[:count])
+        self.sampling = SamplingBatch(params, columns)
+        self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
 
     def extend(self) -> None:
         """Add the pages that the scheduler gave to the running sequences since."""

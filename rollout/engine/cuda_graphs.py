@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sampling import Filters, Sample, SamplingBatch, sample
+from .sampling import Sample, SamplingBatch, sample
 from .to_device import to_device
 
 if TYPE_CHECKING:
@@ -21,17 +21,12 @@ if TYPE_CHECKING:
     from .attention.cuda import TableAttention
     from .batch import DecodeBatch
 
-_OFF = (0, 1.0, 0.0, 1.0)
-"""Of `Filters`, in rows without any."""
 _NARROWEST, _WIDER = 1024, 4
 """Tokens of the narrowest graph's rows; how many times wider the next ones are."""
 
 
 class DecodeGraphs:
-    """Decode steps by number of rows, pages of the longest, and whether a row has a filter or a penalty, captured when first needed.
-
-    Unused rows decode token 0 into page 0.
-    """
+    """Decode steps by number of rows and pages of the longest, captured when first needed. Unused rows decode token 0 into page 0."""
 
     def __init__(
         self,
@@ -51,27 +46,21 @@ class DecodeGraphs:
         page_size = attention.cache.page_size
         self._widths = [*_powers(_NARROWEST // page_size or 1, _WIDER, max_pages), max_pages]
         """Pages of the longest row, likewise: a launch has a program for each part of the widest row's pages."""
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._tokens, self._positions, self._num_drawn, self._keys = (
             torch.zeros(max_running, dtype=torch.long, device=device) for _ in range(4)
         )
         self._table = torch.zeros(max_running, max_pages, dtype=torch.int32, device=device)
         self._scale = torch.ones(max_running, 1, device=device)
         self._is_greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
-        self._filters = Filters(
-            torch.zeros(max_running, 1, dtype=torch.long, device=device),
-            *(torch.zeros(max_running, 1, device=device) for _ in range(3)),
-        )
-        self._seen = torch.zeros(0)
-        """The batch's."""
         self._logprobs = torch.zeros(max_running, device=device)
         self._num_refills = -1
         self._pool: Any = None
 
     @staticmethod
     def can_run(batch: "DecodeBatch") -> bool:
-        """Whether all rows sample in a way that is captured: without kernels, filters are not."""
-        return batch.sampling.filters is None or batch.seen is not None
+        """Whether all rows sample in the plain way that is captured: filters and penalties are operators over all logits."""
+        return batch.sampling.filters is None
 
     def decode(self, batch: "DecodeBatch") -> Sample:
         rows = len(batch)
@@ -84,7 +73,7 @@ class DecodeGraphs:
             self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
         num_pages = int(batch.num_pages.max())
         width = next(width for width in self._widths if width >= num_pages)
-        key = size, width, batch.sampling.filters is not None
+        key = size, width
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         self._graphs[key].replay()
@@ -106,40 +95,33 @@ class DecodeGraphs:
         self._is_greedy[:rows] = batch.sampling.is_greedy
         self._scale[:rows] = 1.0 if batch.sampling.scale is None else batch.sampling.scale
         self._table[:rows, : table.shape[1]] = table
-        if batch.sampling.filters is not None and batch.seen is not None:
-            self._seen = batch.seen.bits
-            for tensor, values, off in zip(self._filters, batch.sampling.filters, _OFF, strict=True):
-                tensor[:rows] = values
-                tensor[rows:size].fill_(off)
 
-    def _step(self, size: int, width: int, is_filtered: bool) -> None:
+    def _step(self, size: int, width: int) -> None:
         positions = self._positions[:size]
         self._attention.use(self._table[:size, :width], (positions + 1).int())
         hidden = self._forward(self._tokens[:size], positions, self._attention)
-        filters = Filters(*(tensor[:size] for tensor in self._filters)) if is_filtered else None
-        seen = self._seen[:size] if is_filtered else None
-        rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size], filters, seen)
+        rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
         drawn = self._sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
         self._tokens[:size].copy_(drawn.tokens)
         self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)
         self._num_drawn[:size].add_(1)
 
-    def _capture(self, size: int, width: int, is_filtered: bool) -> torch.cuda.CUDAGraph:
-        state = (self._tokens, self._positions, self._num_drawn, self._seen)
+    def _capture(self, size: int, width: int) -> torch.cuda.CUDAGraph:
+        state = (self._tokens, self._positions, self._num_drawn)
         before = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # The first run compiles and selects kernels, which must not be captured.
-            self._step(size, width, is_filtered)
+            self._step(size, width)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # One memory pool for all: only one graph runs at a time, and its results are copied out.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # By default an allocation in another thread, such as a transfer of weights, would spoil the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(size, width, is_filtered)
+            self._step(size, width)
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         return graph

@@ -92,7 +92,7 @@ class Engine:
         kept, in_ranges = plan.max_kept if prefix_cache else 0, self.runner.attention.name == "pool"
         self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
-        self.batch = DecodeBatch(self.pool, policy, self.runner.seen)
+        self.batch = DecodeBatch(self.pool, policy)
         self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
@@ -167,15 +167,14 @@ class Engine:
             finished += self._drain()
         scheduler.requeue_outdated()
         has_changed = bool(scheduler.make_room())
-        entered: list[Sequence] = []
         if self._in_flight is None:
             if chunks := scheduler.next_chunks():
                 self.cache.copy_pages(self.pool.take_copies())
                 self.runner.prefill(chunks)
-            entered = scheduler.fork_ready()
-        if has_changed or entered or self.batch.sequences != scheduler.running:
+            has_changed |= bool(scheduler.fork_ready())
+        if has_changed or self.batch.sequences != scheduler.running:
             scheduler.compact()
-            self.batch.refill(scheduler.running, entered)
+            self.batch.refill(scheduler.running)
         elif len(self.batch):
             self.batch.extend()
         self.cache.copy_pages(self.pool.take_copies())

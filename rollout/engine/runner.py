@@ -16,7 +16,6 @@ from .attention.backends import DecodeAttention, choose
 from .attention.cuda import TableAttention
 from .attention.prefill import ExactPrefillAttention, PrefillAttention
 from .cuda_graphs import DecodeGraphs
-from .kernels.seen_tokens import SeenTokens
 from .sampling import Sample, SamplingBatch, has_kernels, sample
 from .to_device import to_device
 
@@ -35,9 +34,8 @@ UNPROVEN = "exact mode is unproven on a GPU until `bash tests/gpu.sh` has passed
 class Runner:
     """Runs the policy for an engine: chunks of prompts into the cache, one token for every row of a batch.
 
-    `description` names the choices. The space for logits, and for the bits of `seen` tokens where sampling is kernels (a 32nd of
-    it), is kept, so that a step allocates little. A runner takes memory of a GPU, and the cache gets the rest: make the runner,
-    then the cache, then call `use`.
+    `description` names the choices. The space for logits is kept, so that a step allocates little. A runner takes memory of a
+    GPU, and the cache gets the rest: make the runner, then the cache, then call `use`.
     """
 
     cache: "KVCache"
@@ -58,9 +56,7 @@ class Runner:
         self.head = Head(policy, self.exact)
         rows = 1 if self.exact is None else self.exact.rows
         self._logits = torch.empty(-(-max_running // rows) * rows, policy.vocab_size, device=policy.device)
-        uses_kernels = has_kernels(policy.device)
-        self._scratch = None if uses_kernels else torch.empty_like(self._logits)
-        self.seen = SeenTokens(max_running, policy.vocab_size, policy.device) if uses_kernels else None
+        self._scratch = None if has_kernels(policy.device) else torch.empty_like(self._logits)
         self._graphs: DecodeGraphs | None = None
 
     def use(self, cache: "KVCache", attention: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...comm.errors import SettingError
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from .streams import uniforms
+from .to_device import to_device
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -26,7 +27,7 @@ _HAS_TRITON = find_spec("triton") is not None
 class SamplingParams:
     """Sampling of one prompt's responses. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
-    Of equally likely tokens at the border of top_k or top_p, a GPU keeps all, and a CPU only as many as the filter needs.
+    Of equally likely tokens at the border of top_k or top_p only as many are kept as the filter needs.
     """
 
     max_new_tokens: int = 256
@@ -121,10 +122,8 @@ class Filters(NamedTuple):
 class SamplingBatch:
     """The sampling parameters of the sequences that decode together, by row, on the device of the logits."""
 
-    def __init__(
-        self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor], seen: Tensor | None = None
-    ) -> None:
-        """columns: those of `sampling_columns`, on the device; seen: for kernels, the bits of `SeenTokens`."""
+    def __init__(self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor]) -> None:
+        """columns: those of `sampling_columns`, on the device."""
         self.keys, self.is_greedy = columns["keys"], columns["is_greedy"]
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
@@ -132,25 +131,24 @@ class SamplingBatch:
         self.has_filter = any(p.has_filter for p in params)
         self.filters = Filters(*(columns[name] for name in Filters._fields)) if "penalty" in columns else None
         """None where all rows are plain."""
-        self.seen = seen
+        self.seen: Tensor | None = None
         self._has_penalty = any(p.repetition_penalty != 1 for p in params)
 
     @classmethod
-    def fixed(
-        cls, keys: Tensor, scale: Tensor, is_greedy: Tensor, filters: Filters | None = None, seen: Tensor | None = None
-    ) -> "SamplingBatch":
-        """Rows with parameters in tensors that may be overwritten: for captured graphs. Without filters they are plain."""
-        rows = cls([], {"keys": keys, "is_greedy": is_greedy}, seen)
-        rows.scale, rows.filters, rows.has_filter = scale, filters, filters is not None
+    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
+        """Plain rows with parameters in tensors that may be overwritten: for captured graphs."""
+        rows = cls([], {"keys": keys, "is_greedy": is_greedy})
+        rows.scale = scale
         rows.has_greedy = rows.has_random = True
         return rows
 
     def record_tokens(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
-        """For operators, mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
+        """Mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
         if self._has_penalty:
-            self.seen = torch.zeros(len(self.keys), vocab_size, dtype=torch.bool, device=self.keys.device)
-            for seen, own in zip(self.seen, tokens, strict=True):
-                seen[torch.tensor(own, device=self.keys.device)] = True
+            seen = np.zeros((len(self.keys), vocab_size), dtype=bool)
+            for row, own in zip(seen, tokens, strict=True):
+                row[own] = True
+            self.seen = to_device(seen, self.keys.device)
 
 
 class Sample(NamedTuple):
@@ -176,17 +174,11 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
     Greedy rows report it at temperature 1. A row whose logits are not finite gets the log-probability NaN. logits: fp32 [B, vocab], may be overwritten; positions: int64 [B], index in the response
     of the token to draw; scratch: a tensor of the logits' shape, which saves an allocation where `has_kernels` is false.
     """
-    if has_kernels(logits.device):  # Triton is installed only where there is a GPU
+    if rows.filters is None and has_kernels(logits.device):
+        from .triton_draw import draw  # Triton is installed only where there is a GPU
+
         scale = logits.new_ones(len(logits), 1) if rows.scale is None else rows.scale
-        inputs = logits, scale, rows.is_greedy, rows.keys, positions
-        if rows.filters is None:
-            from .kernels.draw import draw
-
-            return Sample(*draw(*inputs))
-        assert rows.seen is not None, "the kernel of filters needs the bits of `SeenTokens`"
-        from .kernels.filters import draw_filtered
-
-        return Sample(*draw_filtered(*inputs, rows.filters, rows.seen))
+        return Sample(*draw(logits, scale, rows.is_greedy, rows.keys, positions))
     scratch = torch.empty_like(logits) if scratch is None else scratch
     scaled = logits if rows.scale is None else logits.mul_(rows.scale)
     logprobs = torch.ops.aten._log_softmax.out(scaled, -1, False, out=scratch)
@@ -208,7 +200,7 @@ def sample(logits: Tensor, rows: SamplingBatch, positions: Tensor, scratch: Tens
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether sampling is kernels on this device. They take no `scratch`, and `seen` as bits."""
+    """Whether plain sampling is kernels on this device. They take no `scratch`."""
     return device.type == "cuda" and _HAS_TRITON
 
 

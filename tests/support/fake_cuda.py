@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from pytest import MonkeyPatch
@@ -15,7 +14,6 @@ from headrace.rollout import Engine
 from headrace.rollout.engine import cuda_graphs, sampling
 from headrace.rollout.engine.attention.cuda import TableAttention
 from headrace.rollout.engine.cuda_graphs import DecodeGraphs
-from headrace.rollout.engine.kernels.seen_tokens import SeenTokens
 from headrace.rollout.engine.sampling import SamplingBatch
 from headrace.trainer.policy.attention import masked_attention
 
@@ -150,21 +148,12 @@ def rotated(heads, rule):
     return torch.cat((x, rest), -1)
 
 
-def draw(logits, scale, is_greedy, keys, positions, filters=None, seen=None):
-    """`kernels.draw` by its formula, which is that of the operators."""
-    rows = SamplingBatch.fixed(keys, scale, is_greedy, filters, seen)
+def draw(logits, scale, is_greedy, keys, positions):
+    """`triton_draw` by its formula, which is that of the operators."""
+    rows = SamplingBatch.fixed(keys, scale, is_greedy)
     with MonkeyPatch.context() as patch:
         patch.setattr(sampling, "has_kernels", lambda device: False)
         return sampling.sample(logits.clone(), rows, positions)
-
-
-def draw_filtered(logits, scale, is_greedy, keys, positions, filters, seen):
-    """`kernels.filters` by its formula."""
-    flags = np.unpackbits(seen.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]].astype(bool)
-    drawn = draw(logits, scale, is_greedy, keys, positions, filters, torch.from_numpy(flags))
-    for word, token in zip(seen, drawn.tokens.tolist(), strict=True):
-        word[token // 32] |= int(np.uint32(1 << token % 32).view(np.int32))
-    return drawn
 
 
 def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
@@ -174,12 +163,9 @@ def use_kernels(engine: Engine, monkeypatch) -> LaunchCount:
     monkeypatch.setitem(sys.modules, f"{kernels}.gate", SimpleNamespace(silu_mul=count.one(silu_mul)))
     monkeypatch.setitem(sys.modules, f"{kernels}.heads", SimpleNamespace(store_heads=count.one(store_heads)))
     monkeypatch.setattr(torch.nn.functional, "rms_norm", count.one(F.rms_norm, "rms_norm"))  # one kernel on a GPU
-    modules = {"draw": (draw, "sums", "draw"), "filters": (draw_filtered, "filtered_sums", "filtered_draw")}
-    for name, (function, *launches) in modules.items():
-        module = SimpleNamespace(**{function.__name__: count.one(function, *launches)})
-        monkeypatch.setitem(sys.modules, f"headrace.rollout.engine.kernels.{name}", module)
+    sampler = SimpleNamespace(draw=count.one(draw, "sums", "draw"))
+    monkeypatch.setitem(sys.modules, "headrace.rollout.engine.triton_draw", sampler)
     monkeypatch.setattr(sampling, "has_kernels", lambda device: True)
-    engine.batch.seen = SeenTokens(engine.scheduler.max_running, engine.policy.vocab_size, torch.device("cpu"))
     attention = engine.runner.attention
     assert isinstance(attention, TableAttention)
     monkeypatch.setattr(attention, "attend", count.one(attention.attend, "split", "merge"))

@@ -1,7 +1,6 @@
 """The captured decode step, by graphs that stand for CUDA's: the same tokens as steps one by one."""
 
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,7 +31,7 @@ def test_captured_steps_draw_what_single_steps_draw_over_rows_and_widths_that_ch
     decode, cuda = use_graphs(engine, monkeypatch)
     assert [c.token_ids for c in engine.generate(prompts, params)] == expected
     graphs = decode._graphs
-    assert {width for _, width, _ in graphs} == {4, 8}, (
+    assert {width for _, width in graphs} == {4, 8}, (
         "not 16 and 32: a step takes the narrowest that holds its longest row"
     )
     assert len(cuda.captures) == len(graphs)
@@ -59,7 +58,7 @@ def test_a_launch_is_as_wide_as_the_rows_and_not_as_the_context(tmp_path, monkey
     decode, _ = use_graphs(engine, monkeypatch)
     assert decode._widths == [16, 64, 256, 1024, 1563]
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
-    assert [*decode._graphs] == [(1, 16, False)]
+    assert [*decode._graphs] == [(1, 16)]
 
 
 def test_values_for_a_gpu_are_pinned_and_do_not_wait_for_its_steps(monkeypatch):
@@ -96,8 +95,7 @@ def test_the_kernels_of_a_gpu_compute_what_the_operators_compute_in_every_family
     assert (logprobs - others).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 9, "repetition_penalty": 1.2}])
-def test_rows_that_change_are_one_copy_to_the_device_and_a_steady_step_is_none(tmp_path, monkeypatch, filters):
+def test_rows_that_change_are_one_copy_to_the_device_and_a_steady_step_is_none(tmp_path, monkeypatch):
     engine = Engine(tiny_policy(tmp_path), max_running=4)
     use_graphs(engine, monkeypatch)
     launches = use_kernels(engine, monkeypatch)
@@ -106,7 +104,7 @@ def test_rows_that_change_are_one_copy_to_the_device_and_a_steady_step_is_none(t
     for module, name in ((batch, "to_device_together"), (batch, "to_device"), (cuda_graphs, "to_device")):
         copy = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, copy=copy: copies.append(args) or copy(*args))
-    engine.add_group([5], SamplingParams(max_new_tokens=30, ignore_eos=True, **filters), range(3))
+    engine.add_group([5], SamplingParams(max_new_tokens=30, ignore_eos=True), range(3))
     engine.step()  # the capture
     for changes, num_copies in ((False, 0), (True, 1)):
         if changes:
@@ -132,20 +130,16 @@ def test_arrays_that_travel_together_arrive_as_they_were(monkeypatch):
         assert found[name].dtype == torch.from_numpy(array).dtype and np.array_equal(found[name].numpy(), array), name
 
 
-def launches_of_a_step(path, monkeypatch, is_filtered=False) -> Counter[str]:
+def launches_of_a_step(path, monkeypatch) -> Counter[str]:
     engine = Engine(path, max_running=4)
     graphs, _ = use_graphs(engine, monkeypatch)
     launches = use_kernels(engine, monkeypatch)
-    params = SamplingParams(max_new_tokens=50)
-    if is_filtered:
-        params = replace(params, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
-    engine.add_group([5, 6, 7], params, range(4))
+    engine.add_group([5, 6, 7], SamplingParams(max_new_tokens=50), range(4))
     for _ in range(3):
         engine.step()
-    assert {is_filtered} == {key[2] for key in graphs._graphs}
     launches.names.clear()
     with torch.no_grad(), launches:
-        graphs._step(4, 1, is_filtered)
+        graphs._step(4, 1)
     return Counter(launches.names)
 
 
@@ -161,18 +155,13 @@ def test_a_layer_that_decodes_is_ten_launches_and_the_rest_of_a_step_thirteen(tm
     assert (two - layer - layer).total() <= 13
 
 
-def test_filters_and_penalties_are_two_launches_in_place_of_two(tmp_path, monkeypatch):
-    plain, filtered = (launches_of_a_step(tiny_policy(tmp_path), monkeypatch, is_on) for is_on in (False, True))
-    assert filtered - plain == {"filtered_sums": 1, "filtered_draw": 1} and plain - filtered == {"sums": 1, "draw": 1}
-
-
 MIXED = [
     {}, {"top_k": 5}, {"temperature": 0.0, "repetition_penalty": 1.6}, {"top_p": 0.7, "temperature": 0.8}, {"min_p": 0.1},
     {"repetition_penalty": 1.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8}, {"temperature": 0.0},
 ]  # fmt: skip
 
 
-def test_captured_steps_draw_what_single_steps_draw_under_filters_and_penalties(path, monkeypatch):
+def test_batches_with_filters_or_penalties_run_beside_the_graphs_and_plain_ones_in_them(path, monkeypatch):
     """Rows with and without them come and go, lose their pages and continue, and change places."""
     prompts = random_prompts(16, longest=60)
     kinds = [*MIXED, *MIXED[1:5], {}, {}, {}, {}]
@@ -180,11 +169,13 @@ def test_captured_steps_draw_what_single_steps_draw_under_filters_and_penalties(
     scarce = {"max_running": 12, "page_size": 16, "kv_gb": 35 * 16 * 512 / 1e9}
     expected = Engine(path, **scarce).generate(prompts, params)
     engine = Engine(path, **scarce)
-    decode, _ = use_graphs(engine, monkeypatch)
-    use_kernels(engine, monkeypatch)
+    graphs, _ = use_graphs(engine, monkeypatch)
+    launches = use_kernels(engine, monkeypatch)
+    monkeypatch.setattr(graphs, "decode", launches.one(graphs.decode, "captured"))
     engine._is_async = True
-    assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
-    assert {True, False} == {is_filtered for _, _, is_filtered in decode._graphs}
+    with launches:
+        assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
+    assert "captured" in launches.names and "sort" in launches.names
     assert engine.scheduler.num_preempted > 0
 
 
@@ -209,11 +200,9 @@ def test_a_sequence_that_returns_has_seen_the_tokens_of_its_environment(tmp_path
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_before_the_cache_is_planned_a_runner_takes_space_for_seen_tokens_or_for_operators(
+def test_a_runner_takes_space_for_the_results_of_operators_where_plain_sampling_has_no_kernels(
     tmp_path, monkeypatch, has_kernels
 ):
     monkeypatch.setattr(runner, "has_kernels", lambda device: has_kernels)
-    found = runner.Runner(load_policy(tiny_policy(tmp_path / "a")), 2, exact=False)
-    assert (found._scratch is None) == (found.seen is not None) == has_kernels
-    engine = Engine(tiny_policy(tmp_path / "b"), max_running=2)
-    assert engine.batch.seen is engine.runner.seen and (engine.batch.seen is not None) == has_kernels
+    found = runner.Runner(load_policy(tiny_policy(tmp_path)), 2, exact=False)
+    assert (found._scratch is None) == has_kernels

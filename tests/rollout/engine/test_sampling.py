@@ -1,18 +1,15 @@
 """Sampling: counter-based random numbers, frequencies, filters, greedy rows."""
 
-import sys
-from types import SimpleNamespace
+from itertools import product
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as peer
 
 from headrace.comm.errors import SettingError
 from headrace.rollout.engine import sampling
-from headrace.rollout.engine.kernels.seen_tokens import SeenTokens
 from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
-from headrace.rollout.engine.sequence import Sequence
 from headrace.rollout.engine.streams import stream_key, uniforms
 from headrace.rollout.engine.to_device import to_device_together
 
@@ -63,6 +60,25 @@ def test_top_k_top_p_and_min_p_drop_the_unlikely_and_renormalise():
         assert (frequencies[count:] == 0).all()
         assert (frequencies[:count] - expected).abs().max() < 0.03
         assert torch.allclose(logprobs, logits.log_softmax(0)[tokens], atol=1e-6)
+
+
+def test_filters_and_penalties_are_those_of_transformers():
+    params = [
+        SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+        for top_k, top_p, min_p, penalty in product((0, 7, 300, 1000), (1.0, 0.3, 0.95), (0.0, 0.02), (1.0, 0.7, 1.4))
+    ]
+    numbers = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(len(params), 600, generator=numbers)
+    tokens = torch.randint(0, 600, (len(params), 90), generator=numbers)
+    rows = batch_of(params, range(len(params)))
+    rows.record_tokens(tokens.tolist(), vocab_size=600)
+    found = sampling._filtered(sampling._penalized(logits, rows), rows)
+    for row, own in enumerate(params):
+        processors = LogitsProcessorList([peer.RepetitionPenaltyLogitsProcessor(own.repetition_penalty)])
+        processors += [peer.TopKLogitsWarper(own.top_k)] if own.top_k else []
+        processors += [peer.TopPLogitsWarper(own.top_p), peer.MinPLogitsWarper(own.min_p)]
+        expected = processors(tokens[row : row + 1], logits[row : row + 1])[0]  # pyright: ignore[reportArgumentType]
+        assert torch.equal(found[row], expected), own
 
 
 def test_top_p_keeps_no_token_beyond_those_that_reach_it_exactly():
@@ -123,42 +139,6 @@ def test_a_row_without_top_p_keeps_its_least_likely_tokens_beside_one_with_it():
     assert is_kept[:6].all() and not is_kept[6:].all(1).any()
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements of a tensor that an operator returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        self.numel = max(self.numel, result.numel())
-        return result
-
-
-def trajectory(penalty, *tokens):
-    return Sequence(0, 0, list(tokens), SamplingParams(repetition_penalty=penalty), 10, frozenset())
-
-
-def test_a_row_with_a_penalty_that_neither_stayed_nor_entered_is_an_error():
-    seen, stayed, plain = SeenTokens(3, 64, torch.device("cpu")), trajectory(1.2, 5), trajectory(1.0, 6)
-    assert seen.columns([plain, stayed], [stayed, plain], [])["seen_sources"].tolist() == [1, 0]
-    with pytest.raises(KeyError):
-        seen.columns([stayed], [stayed, trajectory(1.2, 7), trajectory(1.0, 8)], [])
-
-
-def test_rows_that_stay_keep_their_bits_and_new_ones_bring_theirs_without_a_second_copy_of_all():
-    seen = SeenTokens(4, 96, torch.device("cpu"))
-    old = [trajectory(1.2, 1, 40), trajectory(1.0, 3), trajectory(1.2, 95)]
-    seen.update(to_device_together(seen.columns([], old, old), "cpu"))
-    seen.bits[2, 0] = 1 << 7  # a drawn token
-    new = [trajectory(1.2, 33), trajectory(1.2, 2, 2)]
-    columns = to_device_together(seen.columns(old, now := [old[2], new[0], old[0], new[1]], new), "cpu")
-    with LargestTensor() as largest:
-        seen.update(columns)
-    flags = np.unpackbits(seen.bits.numpy().view(np.uint8), axis=1, bitorder="little")
-    assert [row.nonzero()[0].tolist() for row in flags] == [[7, 95], [33], [1, 40], [2]]
-    assert largest.numel <= seen.bits.numel() and len(now) == len(seen.bits)
-
-
 @pytest.mark.parametrize(
     ("params", "is_plain"),
     [({}, True), ({"temperature": 0.0, "top_k": 5}, True), ({"min_p": 0.1}, False), ({"top_p": 0.9}, False),
@@ -167,13 +147,6 @@ def test_rows_that_stay_keep_their_bits_and_new_ones_bring_theirs_without_a_seco
 def test_plain_rows_have_neither_a_filter_nor_a_penalty_and_a_batch_of_them_has_no_filters(params, is_plain):
     assert SamplingParams(**params).is_plain == is_plain
     assert (batch_of([SamplingParams(**params)], [1]).filters is None) == is_plain
-
-
-def test_filters_without_the_bits_of_seen_tokens_are_an_error_where_sampling_is_kernels(monkeypatch):
-    monkeypatch.setattr(sampling, "has_kernels", lambda device: True)
-    monkeypatch.setitem(sys.modules, "headrace.rollout.engine.kernels.draw", SimpleNamespace(draw=lambda *_: ((), ())))
-    with pytest.raises(AssertionError, match="SeenTokens"):
-        sample(torch.zeros(1, 8), batch_of([SamplingParams(top_k=2)], [1]), torch.zeros(1, dtype=torch.long))
 
 
 def test_a_token_without_probability_is_never_drawn():

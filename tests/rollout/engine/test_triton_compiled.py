@@ -81,7 +81,7 @@ def test_the_way_of_heads_into_the_cache_takes_few_registers_and_no_memory(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_plain_sampling_takes_few_registers_and_little_memory_and_rounds_each_product(tmp_path, architecture):
-    from headrace.rollout.engine.kernels.draw import BLOCK, DRAW_OPTIONS, SUMS_OPTIONS, _draw_kernel, _sums_kernel
+    from headrace.rollout.engine.triton_draw import BLOCK, DRAW_OPTIONS, SUMS_OPTIONS, _draw_kernel, _sums_kernel
 
     sums = {"peaks": "*fp32", "sums": "*fp32", "best": "*i32"}
     sizes = {"vocab": "i32", "num_blocks": "i32"}
@@ -145,29 +145,3 @@ def test_exact_sums_over_rows_take_few_registers_and_little_memory(tmp_path, arc
     arguments = {"logits": "*fp32", "normalizer": "*fp32", "vocab": "i32"}
     found = resources(tmp_path, _normalizer_kernel, architecture, arguments, {"BLOCK": BLOCK}, 8)
     assert found.registers <= 64 and found.spilled == 0 and found.shared <= 1024, found
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_sampling_with_filters_spills_next_to_nothing_and_rounds_each_product(tmp_path, architecture):
-    from headrace.rollout.engine.kernels.draw import BLOCK, DRAW_OPTIONS, SUMS_OPTIONS
-    from headrace.rollout.engine.kernels.filters import _filtered_draw_kernel, _filtered_sums_kernel
-
-    sums = {
-        "seen": "*i32",
-        "policy_peaks": "*fp32",
-        "policy_sums": "*fp32",
-        "peaks": "*fp32",
-        "sums": "*fp32",
-        "best": "*i32",
-    }
-    sizes = {"vocab": "i32", "num_blocks": "i32", "num_words": "i32"}
-    inputs = {"logits": "*fp32", "scales": "*fp32", "penalties": "*fp32"}
-    arguments, constants = inputs | sums | sizes, {"BLOCK": BLOCK}
-    found = resources(tmp_path, _filtered_sums_kernel, architecture, arguments, constants, **SUMS_OPTIONS)
-    assert found.registers <= 96 and found.spilled == found.num_fused == 0 and found.shared <= 1024, found
-    filters = {"top_ks": "*i64", "top_ps": "*fp32", "min_ps": "*fp32"}
-    rows = {"is_greedy": "*i1", "keys": "*i64", "positions": "*i64", "tokens": "*i64", "logprobs": "*fp32"}
-    arguments = inputs | filters | sums | rows | sizes
-    constants = {"BLOCKS": 64, "BLOCK": BLOCK}
-    found = resources(tmp_path, _filtered_draw_kernel, architecture, arguments, constants, **DRAW_OPTIONS)
-    assert found.registers <= 128 and found.spilled <= 128 and found.num_fused == 0 and found.shared <= 1024, found

@@ -14,7 +14,7 @@ INF = float("inf")
 
 def draw(logits, temperatures):
     """The tokens that the kernels draw, and their random numbers."""
-    from headrace.rollout.engine.kernels.draw import draw
+    from headrace.rollout.engine.triton_draw import draw
 
     scales = torch.tensor([[1 / (t or 1)] for t in temperatures])
     is_greedy = torch.tensor([t == 0 for t in temperatures])
@@ -47,6 +47,12 @@ def test_the_kernels_draw_what_the_operators_draw():
     expected = sample(logits.clone(), SamplingBatch(params, columns), torch.arange(40))
     assert torch.equal(tokens, expected.tokens)
     assert (logprobs - expected.logprobs).abs().max() < 1e-5
+
+
+def test_a_lone_row_has_the_bits_that_it_has_among_others():
+    logits = 3 * torch.randn(24, 5000, generator=torch.Generator().manual_seed(6))
+    tokens, logprobs, _ = draw(logits, [0.8] * 24)
+    assert [x.tolist() for x in draw(logits[:1], [0.8])[:2]] == [[tokens[0]], [logprobs[0]]]
 
 
 def test_a_token_without_probability_is_never_drawn():

@@ -6,7 +6,7 @@ depend on the other rows.
 """
 
 # Kernels are written in Triton's language, and Triton is installed only where there is a GPU.
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import torch
@@ -14,20 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..streams import FACTORS
+from .streams import FACTORS
 
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(factor) for factor in FACTORS)
 BLOCK = 4096
 """Tokens of one program."""
 SUMS_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Of the first launch. Those of filters have the same options, else a row without filters would be rounded otherwise there:
-a product would be rounded before a sum in one kernel and not in the other, or sums would have another order."""
+"""Of the first launch. A product is rounded before a sum in both, else the two would see other scores."""
 DRAW_OPTIONS = SUMS_OPTIONS | {"num_warps": 16}
-"""Of the second launch, likewise."""
+"""Of the second launch."""
 
 
 @triton.jit
-def block_sum(x):
+def _block_sum(x):
     """The largest score of a block, and the sum of the exponentials of the scores less it."""
     peak = tl.max(x, 0)
     # Of a block without probability the peak is -inf, which must not be subtracted from itself.
@@ -35,7 +34,7 @@ def block_sum(x):
 
 
 @triton.jit
-def row_sum(peaks, sums, blocks, num_blocks):
+def _row_sum(peaks, sums, blocks, num_blocks):
     """The peaks of a row's blocks, the number that exponentials of the row are relative to, and the blocks' sums of them."""
     peak_of = tl.load(peaks + blocks, mask=blocks < num_blocks, other=float("-inf"))
     peak = tl.max(peak_of, 0)
@@ -44,14 +43,14 @@ def row_sum(peaks, sums, blocks, num_blocks):
 
 
 @triton.jit
-def best_token(peak_of, best, num_blocks):
+def _best_token(peak_of, best, num_blocks):
     """The most likely token of a row."""
     # The place of the largest of numbers that are not finite may be one that does not exist.
     return tl.load(best + tl.minimum(tl.argmax(peak_of, 0), num_blocks - 1))
 
 
 @triton.jit
-def choose(weights, places, aim):
+def _choose(weights, places, aim):
     """The first place with weight whose running sum is above the aim, and the aim less the sum before the place."""
     running = tl.cumsum(weights, 0)
     # By rounding the last sum may be below the aim: then the last place with weight counts.
@@ -61,7 +60,7 @@ def choose(weights, places, aim):
 
 
 @triton.jit
-def uniform(key, position):
+def _uniform(key, position):
     """`streams.uniforms` of one row."""
     x = key + (position + 1) * GOLDEN
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX_1
@@ -75,7 +74,7 @@ def _sums_kernel(logits, scales, peaks, sums, best, vocab, num_blocks, BLOCK: tl
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")) * tl.load(scales + row)
-    peak, total = block_sum(x)
+    peak, total = _block_sum(x)
     place = row * num_blocks + block
     tl.store(peaks + place, peak)
     tl.store(sums + place, total)
@@ -91,16 +90,16 @@ def _draw_kernel(
     blocks, offsets = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
     logits += row * vocab
     place = row * num_blocks
-    peak_of, base, weights = row_sum(peaks + place, sums + place, blocks, num_blocks)
+    peak_of, base, weights = _row_sum(peaks + place, sums + place, blocks, num_blocks)
     total = tl.sum(weights, 0)
     scale = tl.load(scales + row)
     if tl.load(is_greedy + row):
-        token = best_token(peak_of, best + place, num_blocks)
+        token = _best_token(peak_of, best + place, num_blocks)
     else:
-        block, aim = choose(weights, blocks, uniform(tl.load(keys + row), tl.load(positions + row)) * total)
+        block, aim = _choose(weights, blocks, _uniform(tl.load(keys + row), tl.load(positions + row)) * total)
         inside = block * BLOCK + offsets
         x = tl.load(logits + inside, mask=inside < vocab, other=float("-inf")) * scale
-        offset, _ = choose(tl.exp(x - base), offsets, aim)
+        offset, _ = _choose(tl.exp(x - base), offsets, aim)
         token = block * BLOCK + offset
     token = tl.minimum(token, vocab - 1)
     tl.store(tokens + row, token.to(tl.int64))
