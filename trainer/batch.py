@@ -121,8 +121,8 @@ class PackedBatch:
     token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
     token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
-    trajectory lacks them. `progress`, from 0 to below 1: the share of the version's updates that the policy in training
-    has had; with 0 it is itself the proximal policy.
+    trajectory lacks them. is_updated: whether the policy in training has had an update of this version; else it is itself the
+    proximal policy.
     """
 
     token_ids: Tensor
@@ -134,7 +134,7 @@ class PackedBatch:
     mask: Tensor
     staleness: Tensor
     response_lengths: Tensor
-    progress: float
+    is_updated: bool
     ref_logprobs: Tensor | None
     proximal_logprobs: Tensor | None
     values: Tensor | None
@@ -143,11 +143,13 @@ class PackedBatch:
     @property
     def is_fresh(self) -> Tensor:
         """[R] bool: drawn by the policy in training."""
-        return (self.staleness == 0) & (self.progress == 0)
+        return (self.staleness == 0) & (not self.is_updated)
 
 
-def pack(trajectories: list[Trajectory], version: int, device: torch.device, progress: float = 0.0) -> PackedBatch:
-    """Pack trajectories end to end; `version` is the one in training, and `progress` its share of updates that are done."""
+def pack(
+    trajectories: list[Trajectory], version: int, device: torch.device, *, is_updated: bool = False
+) -> PackedBatch:
+    """Pack trajectories end to end; `version` is the one in training, `is_updated` that of the batch."""
     lengths = [t.num_tokens for t in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on.
@@ -173,7 +175,7 @@ def pack(trajectories: list[Trajectory], version: int, device: torch.device, pro
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
         staleness=version - joined(versions, torch.long),
         response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
-        progress=progress,
+        is_updated=is_updated,
         ref_logprobs=optional([t.ref_logprobs for t in trajectories]),
         proximal_logprobs=optional([t.proximal_logprobs for t in trajectories]),
         values=optional([t.values for t in trajectories]),

@@ -68,8 +68,6 @@ def _without_weight(recipe: Recipe) -> Iterator[str]:
         yield f"{', '.join(weights)}: no effect with algorithm.proximal=rollout, whose weights are 1"
     elif algorithm.importance_sampling == "token_clip" and algorithm.loss != "clip":
         yield f"algorithm.importance_sampling=token_clip is token_truncate for algorithm.loss={algorithm.loss}"
-    if algorithm.proximal == "loglinear" and not _has_several_updates(recipe):
-        yield "algorithm.proximal=loglinear is the same as version with one update for each version"
 
 
 def _useless(recipe: Recipe) -> Iterator[str]:

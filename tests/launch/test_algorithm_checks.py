@@ -36,7 +36,6 @@ def test_settings_that_exclude_each_other_are_refused(words: list[str], message:
         (["algorithm.importance_sampling=sequence_mask", "algorithm.mismatch_cap=1.01", ROLLOUT], "sampling, algorithm.mismatch_cap: no"),
         (["algorithm.importance_sampling_cap=1.01", ROLLOUT], "algorithm.importance_sampling_cap: no effect"),
         (["algorithm.importance_sampling=token_clip", "algorithm.loss=reinforce"], "token_clip is token_truncate for algorithm.loss"),
-        (["algorithm.proximal=loglinear"], "algorithm.proximal=loglinear is the same as version"),
         (["algorithm.advantage=rloo", "algorithm.scale_rewards=batch"], "algorithm.scale_rewards has no effect"),
         (["algorithm.overlong_penalty=2"], "algorithm.overlong_penalty has no effect with algorithm.overlong_buffer=0"),
         (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator has no effect with algorithm.kl_coef=0"),

@@ -43,7 +43,7 @@ def test_staleness_is_that_of_each_token():
     batch = pack([mixed, trajectory([1], [2], 1)], 4, torch.device("cpu"))
     assert batch.staleness.tolist() == [1, 0, 3]
     assert batch.is_fresh.tolist() == [False, True, False]
-    assert not pack([mixed], 4, torch.device("cpu"), progress=0.5).is_fresh.any()
+    assert not pack([mixed], 4, torch.device("cpu"), is_updated=True).is_fresh.any()
 
 
 def row_of(number: int, num_tokens: int) -> RowRef:

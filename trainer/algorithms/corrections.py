@@ -37,27 +37,14 @@ def correct(
     logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int = 1
 ) -> Correction:
     """The correction of a micro-batch: logprobs [R] of the policy in training."""
-    logprobs, behaviour, staleness = logprobs.detach(), batch.rollout_logprobs, batch.staleness
+    behaviour = batch.rollout_logprobs
     match settings.proximal:
         case "version":
-            old = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
-        case "loglinear":
-            old = interpolated(logprobs, behaviour, staleness, batch.progress)
+            old = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
         case "rollout":
             old = behaviour
     weight, is_limited = importance_weights(log_ratio(old, behaviour), batch, settings, updates_per_version)
     return Correction(old, weight, is_limited)
-
-
-def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor, progress: float) -> Tensor:
-    """Estimate of the proximal log-probs [R] without a forward pass: log b + s / (s + f) (log p - log b).
-
-    The log-prob is taken as linear in the version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`): b is `staleness` s versions
-    behind q [R], and `progress` f, from 0 up to 1, is the share of the updates of this version that p has had. Exact for f = 0.
-    """
-    lag = staleness.to(logprobs.dtype)
-    share = torch.where(lag > 0, lag / (lag + progress), torch.full_like(lag, float(progress == 0)))
-    return torch.lerp(behaviour, logprobs, share)
 
 
 def importance_weights(

@@ -126,8 +126,8 @@ class Actor:
             for number, part in enumerate(batch.micro_batches):
                 needs_gradient = number < len(batch.micro_batches) - batch.num_forward
                 rows = [Trajectory.of(row, batch.columns[row.key]) for row in part]
-                progress = len(self.updates) / self._num_updates
-                packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, progress)
+                is_updated = bool(self.updates)
+                packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, is_updated=is_updated)
                 logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):

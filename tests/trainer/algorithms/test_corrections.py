@@ -22,18 +22,17 @@ NEW = PROXIMAL + RNG.normal(0, 0.2, SIZE)
 ADVANTAGES = RNG.normal(0, 1, len(LENGTHS))
 MASK = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1], float)
 STALENESS = np.array([2, 2, 2, 1, 0, 0, 3, 3, 1, 0, 0, 0, 0, 0])
-PROGRESS = 0.25
 LOW, HIGH, CAP, MISMATCH_CAP = 0.1, 0.15, 1.4, 1.2
-PROXIMALS = ("version", "loglinear", "rollout")
+PROXIMALS = ("version", "rollout")
 CLIP = AlgorithmSettings(importance_sampling="token_clip")
 BOUNDS = ("token_clip", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def batch(progress: float = PROGRESS) -> PackedBatch:
+def batch(*, is_updated: bool) -> PackedBatch:
     masks = split(MASK.tolist(), LENGTHS)
     found = packed(split(BEHAVIOUR.tolist(), LENGTHS), ADVANTAGES.tolist(), masks=masks, dtype=torch.float64)
-    found.staleness, found.progress = torch.tensor(STALENESS), progress
-    found.proximal_logprobs = torch.tensor(PROXIMAL) if progress else None
+    found.staleness, found.is_updated = torch.tensor(STALENESS), is_updated
+    found.proximal_logprobs = torch.tensor(PROXIMAL) if is_updated else None
     return found
 
 
@@ -48,11 +47,11 @@ def settings(proximal: str, bound: str) -> AlgorithmSettings:
     )
 
 
-def formula(new: np.ndarray, frozen: np.ndarray, proximal: str, bound: str, progress: float) -> float:
+def formula(new: np.ndarray, frozen: np.ndarray, proximal: str, bound: str, is_updated: bool) -> float:
     """The mean loss over tokens; `frozen` are the log-probs of the policy in training that carry no gradient."""
     total = 0.0
     for begin, end, advantage in zip([0, *ENDS[:-1]], ENDS, ADVANTAGES, strict=True):
-        old = [proximal_of(frozen[t], t, proximal, progress) for t in range(begin, end)]
+        old = [proximal_of(frozen[t], t, proximal, is_updated) for t in range(begin, end)]
         log_weights = {t: old[t - begin] - BEHAVIOUR[t] for t in range(begin, end) if MASK[t]}
         for t, own in log_weights.items():
             by_sequence = bound.startswith("sequence")
@@ -71,30 +70,25 @@ def formula(new: np.ndarray, frozen: np.ndarray, proximal: str, bound: str, prog
     return total / MASK.sum()
 
 
-def proximal_of(logprob: float, t: int, proximal: str, progress: float) -> float:
+def proximal_of(logprob: float, t: int, proximal: str, is_updated: bool) -> float:
     if proximal == "rollout":
         return BEHAVIOUR[t]
-    if progress == 0:
-        return logprob
-    if proximal == "version":
-        return PROXIMAL[t]
-    share = STALENESS[t] / (STALENESS[t] + progress)
-    return BEHAVIOUR[t] + share * (logprob - BEHAVIOUR[t])
+    return PROXIMAL[t] if is_updated else logprob
 
 
-@pytest.mark.parametrize(("proximal", "bound", "progress"), [*product(PROXIMALS, BOUNDS, (0.0, PROGRESS))])
-def test_the_corrected_loss_and_its_gradient_follow_the_formula(proximal: str, bound: str, progress: float):
+@pytest.mark.parametrize(("proximal", "bound", "is_updated"), [*product(PROXIMALS, BOUNDS, (False, True))])
+def test_the_corrected_loss_and_its_gradient_follow_the_formula(proximal: str, bound: str, is_updated: bool):
     logprobs = torch.tensor(NEW, requires_grad=True)
     recipe = Recipe(algorithm=settings(proximal, bound))
-    terms = policy_loss(logprobs, torch.zeros_like(logprobs), batch(progress), recipe)
+    terms = policy_loss(logprobs, torch.zeros_like(logprobs), batch(is_updated=is_updated), recipe)
     loss = terms.loss / terms.weight
-    assert loss.item() == pytest.approx(formula(NEW, NEW, proximal, bound, progress), abs=1e-9)
+    assert loss.item() == pytest.approx(formula(NEW, NEW, proximal, bound, is_updated), abs=1e-9)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     step = 1e-6
     differences = [
         (
-            formula(NEW + step * unit, NEW, proximal, bound, progress)
-            - formula(NEW - step * unit, NEW, proximal, bound, progress)
+            formula(NEW + step * unit, NEW, proximal, bound, is_updated)
+            - formula(NEW - step * unit, NEW, proximal, bound, is_updated)
         )
         / (2 * step)
         for unit in np.eye(SIZE)
@@ -104,7 +98,7 @@ def test_the_corrected_loss_and_its_gradient_follow_the_formula(proximal: str, b
 
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_at_equal_version_and_equal_numbers_no_correction_changes_anything(bound: str):
-    fresh = batch(progress=0.0)
+    fresh = batch(is_updated=False)
     fresh.staleness = torch.zeros_like(fresh.staleness)
     for proximal in PROXIMALS:
         found = correct(fresh.rollout_logprobs, fresh, settings(proximal, bound))
@@ -114,29 +108,21 @@ def test_at_equal_version_and_equal_numbers_no_correction_changes_anything(bound
 
 def test_with_one_update_for_each_version_the_ratio_in_the_clip_is_exactly_one():
     logprobs = torch.tensor(NEW, requires_grad=True)
-    found = correct(logprobs, batch(progress=0.0), settings("version", "token_truncate"))
+    found = correct(logprobs, batch(is_updated=False), settings("version", "token_truncate"))
     assert torch.equal((logprobs - found.old_logprobs).exp(), torch.ones(SIZE, dtype=torch.float64))
     assert not any(each.requires_grad for each in found)
 
 
-def test_the_estimate_is_exact_before_the_first_update_of_a_version():
-    estimated, exact = (
-        correct(torch.tensor(NEW), batch(progress=0.0), settings(proximal, "token_mask")).old_logprobs
-        for proximal in ("loglinear", "version")
-    )
-    assert estimated.tolist() == pytest.approx(exact.tolist(), abs=1e-15)
-
-
 def test_mismatch_and_staleness_have_bounds_of_their_own():
     logprobs = torch.tensor(BEHAVIOUR + np.log(1.3))
-    found = correct(logprobs, batch(progress=0.0), settings("version", "token_truncate"))
+    found = correct(logprobs, batch(is_updated=False), settings("version", "token_truncate"))
     assert found.weight.tolist() == pytest.approx(np.where(STALENESS > 0, 1.3, MISMATCH_CAP).tolist())
     assert found.is_limited.tolist() == (STALENESS == 0).tolist()
 
 
 def test_weights_of_numbers_far_apart_are_finite_and_bounded():
     for bound in BOUNDS:
-        found = correct(torch.tensor(BEHAVIOUR + 500.0), batch(progress=0.0), settings("version", bound))
+        found = correct(torch.tensor(BEHAVIOUR + 500.0), batch(is_updated=False), settings("version", bound))
         assert found.weight.isfinite().all() and found.weight.max() <= CAP
 
 

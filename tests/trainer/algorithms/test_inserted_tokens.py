@@ -21,7 +21,7 @@ SETTINGS = [
         ("clip", "seq-mean-token-mean", "sequence_truncate", "rollout"),
         ("gspo", "seq-mean-token-mean", "sequence_mask", "rollout"),
         ("gspo", "token-mean", "token_clip", "version"),
-        ("cispo", "seq-mean-token-sum", "token_mask", "loglinear"),
+        ("cispo", "seq-mean-token-sum", "token_mask", "version"),
         ("reinforce", "seq-mean-token-sum-norm", "token_truncate", "version"),
     ]
 ]
