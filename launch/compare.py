@@ -20,11 +20,11 @@ from msgspec import structs
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from ..relay.queue import schedules
-from .bench.harness import Measurement, write_json
 from .config.checks import is_emulated
 from .config.load import read_recipe
 from .processes.child import print_message
 from .report.experiment import Experiment, Result, exit_code
+from .report.measurement import Measurement, write_measurements
 from .report.paired_latency import paired_table
 from .report.plots import draw_comparison, draw_scaling, pyplot
 from .report.scaling import curves_of, scaling_table
@@ -147,7 +147,7 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     if len(results) > 1:
         _write_scaling(results, experiment.home)
     if arguments.json is not None:
-        write_json(rows, arguments.json)
+        write_measurements(rows, arguments.json)
 
 
 def _check_overrides(overrides: Sequence[str], budget: int) -> None:

@@ -24,6 +24,9 @@ PATIENCE_S = 60.0
 # On a busy machine an example may take long without being wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+settings.register_profile(
+    "nightly", settings.get_profile("any machine"), max_examples=int(os.environ.get("INPUTS", "50000"))
+)
 
 
 @pytest.fixture

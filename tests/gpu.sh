@@ -67,7 +67,7 @@ part quickstart 70 "$python" -m headrace.launch.quickstart run.dir="$run" run.st
   model.dtype=$( ((dry)) && echo float32 || echo bfloat16)
 RUN=$run figures mismatch 15
 if ! ((dry)); then
-  part generator 110 "$python" -m headrace.launch.bench 0.5b-bf16-gpu --json "$logs/generator.json"
+  part generator 110 "$python" tests/bench 0.5b-bf16-gpu --json "$logs/generator.json"
 fi
 figures decode 50
 figures train 45

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.policies import build
 from support.exact import packed_logprobs as trainer_logprobs
 
 from headrace.comm.recipe import Recipe
-from headrace.launch.bench.policies import build
 from headrace.launch.config.load import read_recipe
 from headrace.launch.quickstart import RECIPE as QUICKSTART
 from headrace.launch.quickstart import missing_parts

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What takes hours: slow tests, simulated histories, faults of real processes, malformed input, the sets of extras.sh, mutations.
 #   bash tests/nightly.sh [FOLDER]     FOLDER gets a log of each part, and results.md with one line for each; exit code 1 if one failed
-# HISTORIES, MINUTES and INPUTS make the parts shorter.
+# HISTORIES, MINUTES and INPUTS (of each reader) make the parts shorter.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$(realpath -m "${1:-build/nightly}")
@@ -23,8 +23,8 @@ part() {  # NAME COMMAND...: runs it, and adds its line to the page
 part slow-tests bash .ci/run -m slow --numprocesses 0
 part setup bash launch/setup.sh test
 part simulation .venv/bin/python tests/simulate.py 0 "${HISTORIES:-10000}" --jobs "$cores"
-part chaos .venv/bin/python -m headrace.launch.bench chaos --minutes "${MINUTES:-30}"
-part fuzz .venv/bin/python -m headrace.launch.bench fuzz --inputs "${INPUTS:-1000000}"
+part chaos .venv/bin/python tests/bench chaos --minutes "${MINUTES:-30}"
+part malformed-input .venv/bin/python -m pytest --hypothesis-profile nightly --timeout 0 tests/system/test_malformed_input.py
 part mutations .venv/bin/python tests/mutate.py --jobs "$cores"
 cat "$out/results.md"
 exit "$status"

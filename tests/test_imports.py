@@ -34,7 +34,7 @@ FOLDERS = (
     ("trainer.policy", "trainer.algorithms", "trainer.learners"),
     ("rollout.engine", "rollout.tensor_parallel", "rollout.generators", "rollout.migration"),
     ("rollout.engine", "rollout.rewards", "rollout.generators"),
-    ("launch.config", "launch.processes", "launch.bench"),
+    ("launch.config", "launch.processes"),
 )
 """Folders of one floor, lowest first."""
 MAX_CHAIN = 10
@@ -64,6 +64,14 @@ def test_a_folder_imports_nothing_of_the_folders_above_it(order: tuple[str, ...]
                 target for target in graph[name] if f"{target}.".startswith(tuple(f"{f}." for f in order[index + 1 :]))
             }
             assert not above, f"{name} -> {above}"
+
+
+def test_the_product_imports_nothing_of_the_tests():
+    for path in SOURCES:
+        for node in ast.walk(TREES[path]):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not {name.partition(".")[0] for name in named} & {"bench", "support", "tests"}, name_of(path)
 
 
 def test_no_modules_import_each_other_in_a_circle_even_when_they_run_or_for_types_alone():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.faults.read_only import read_only
 from support.small_disk import fill, small_disk, use_up_inodes
 
 from headrace.comm import disk as disk_module
@@ -13,7 +14,6 @@ from headrace.comm.clock import Clock
 from headrace.comm.disk import AppendFile, DiskReserve, raise_if_unwritable
 from headrace.comm.errors import DiskFull
 from headrace.comm.trace import Trace
-from headrace.launch.bench.faults.read_only import read_only
 from headrace.launch.processes.child import Child
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.trainer.board import Board

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from bench.faults.memory_cgroup import memory_cgroup, own_cgroup
 from support.polling import wait_for
 
 from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
-from headrace.launch.bench.faults.memory_cgroup import memory_cgroup, own_cgroup
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable

@@ -1,9 +1,9 @@
 """A real run, struck at failpoints as the bench of faults does."""
 
 import pytest
+from bench.faults.striker import Fault, open_striker
+from bench.faults.workloads import summarize
 
-from headrace.launch.bench.faults.striker import Fault, open_striker
-from headrace.launch.bench.faults.workloads import summarize
 from headrace.launch.processes.spare import SPARE_AFTER_ENV
 
 SURVIVED = (

@@ -1,0 +1,241 @@
+"""Readers of bytes that another process, a user or an earlier run wrote: valid input for each, and its one type of error."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.comm.errors import LinkBroken, MessageRefused, SettingError
+from headrace.comm.messages import (
+    GroupId,
+    Lease,
+    LeaseGrant,
+    RowDone,
+    RowId,
+    Stop,
+    TrainBatch,
+    WeightsPulled,
+    decode,
+    encode,
+)
+from headrace.comm.messages.queue import GroupRef
+from headrace.comm.messages.weights import Offer
+from headrace.comm.recipe import Recipe, RunSettings
+from headrace.comm.signing import MessageSigner, sign_entry, verify_entry
+from headrace.comm.storage import protocol as storage
+from headrace.comm.storage.codec import receive_frame as receive_storage_frame
+from headrace.comm.storage.codec import send_frame as send_storage_frame
+from headrace.launch.config.load import read_recipe, recipe_yaml
+from headrace.launch.resume import choose_point
+from headrace.relay.checkpoints import MANIFEST, CheckpointFolder
+from headrace.relay.dataset.opening import checked_prompts
+from headrace.relay.dataset.rows import JsonLines
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.journal import JournalError, replay
+from headrace.relay.queue.batch import Batch
+from headrace.relay.weights import protocol as weights
+from headrace.rollout.engine.sampling import SamplingParams
+from headrace.rollout.engine.sequence import SequenceState
+from headrace.rollout.leases import LeasedRow
+from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
+from headrace.trainer.step_log import StepLog, StepReplay
+
+_SECRET = b"secret"
+_GROUP = GroupId(0, 3)
+_REF = GroupRef(_GROUP, [0, 1], [1, 1], [["relay-0#1"], ["relay-0#1"]], [4, 4], [7, 8], [0.5, 0.25])
+_BATCH = TrainBatch(step=2, first=0, total=1, groups=[_REF], metrics={"queue/size": 1.0})
+_MESSAGES = (
+    Stop("done"),
+    LeaseGrant(7, 4, [Lease(_GROUP, 1, [0, 1], msgspec.Raw(b'{"prompt":"sort 12","answer":null}'))]),
+    RowDone(_GROUP.row(0), 1, 4, ["relay-0#1"], 7, 0.5),
+    WeightsPulled(4, "ab"),
+    _BATCH,
+)
+_OFFER = Offer(7, 256, 99, 1, 2, ((0, 64), (128, 256)))
+
+
+class BytesLink:
+    """The receiving end of a link on which these bytes arrive, and the sending end of one that keeps what is sent."""
+
+    backend = "memory"
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = bytearray(data)
+        self._at = 0
+
+    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Keep the bytes."""
+        self.data += buffer.tobytes()
+
+    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
+        """Fill the buffer; raises `LinkBroken` where the bytes end."""
+        end = self._at + buffer.nbytes
+        if end > len(self.data):
+            raise LinkBroken("the other end has closed")
+        buffer[:] = np.frombuffer(self.data[self._at : end], np.uint8)
+        self._at = end
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One reader: `read` takes bytes, and raises one of `errors` for those that it refuses."""
+
+    name: str
+    seeds: list[bytes]
+    read: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+
+
+def all_readers(folder: Path) -> list[Reader]:
+    """Every reader; those of files use `folder`."""
+    return [*_of_messages(), *_of_links(), *_of_files(folder)]
+
+
+def _of_messages() -> list[Reader]:
+    signer = MessageSigner(_SECRET)
+    envelopes = [signer.sign("rollout-0", "hub", number, message) for number, message in enumerate(_MESSAGES)]
+    entry = sign_entry(_SECRET, "fleet/member/relay-0", b'{"name":"relay-0","role":"relay"}')
+    refused = (MessageRefused,)
+    return [
+        Reader("messages", [encode(message) for message in _MESSAGES], decode, refused),
+        Reader("envelopes", envelopes, lambda data: signer.verify("hub", data), refused),
+        Reader("entries", [entry], lambda data: verify_entry(_SECRET, "fleet/member/relay-0", data), refused),
+        Reader("moved-rows", [_moved_rows()], lambda data: decode_rows(np.frombuffer(data, np.uint8)), refused),
+    ]
+
+
+def _moved_rows() -> bytes:
+    params = SamplingParams(max_new_tokens=8)
+    state = SequenceState(_GROUP.row(0).number, 5, params, [1, 2, 3], [4, 5], [-0.5, -0.25])
+    rows = [MovedRow(LeasedRow(RowId(0, 3, 0), 1, 4, {"prompt": "sort 12"}), state)]
+    return b"".join(piece.tobytes() for piece in encode_rows(rows))
+
+
+def _of_links() -> list[Reader]:
+    columns = (storage.Column("reward", "<f4", (1,), 0, 4, 17),)
+    requests = (
+        storage.Reserve([64, 8]),
+        storage.Commit(["0.3.0@1"], [storage.Block(1, 0, columns)], with_bytes=True),
+        storage.Locate(["0.3.0@1"], ["reward"], with_bytes=False),
+        storage.Drop(["0.3.0@1"]),
+        storage.ListRows(),
+    )
+    answers = (
+        storage.Reserved([0], [1]),
+        storage.Located([[storage.Block(1, 0, columns)]]),
+        storage.Listing(["0.3.0@1"]),
+        storage.NotFound("0.3.0@1"),
+        storage.Refused("full", is_full=True),
+    )
+    hellos = (storage.Hello("host", "/proc/1/fd/3#ab"),)
+    attachments = (storage.Attach("rollout-0", 2),)
+
+    def reads(decoder: msgspec.msgpack.Decoder[Any]) -> Callable[[bytes], object]:
+        return lambda data: receive_storage_frame(BytesLink(data), decoder, 1.0)
+
+    errors = (MessageRefused, LinkBroken)
+    version_frames = [_sent(weights.send_frame, frame) for frame in (_OFFER, weights.Accept(64), weights.Trailer("ab"))]
+    return [
+        Reader("unit-requests", _storage_frames(requests), reads(storage.REQUESTS), errors),
+        Reader("unit-answers", _storage_frames(answers), reads(storage.ANSWERS), errors),
+        Reader("unit-hellos", _storage_frames(hellos), reads(storage.HELLOS), errors),
+        Reader("unit-attachments", _storage_frames(attachments), reads(storage.ATTACHMENTS), errors),
+        Reader(
+            "version-frames",
+            version_frames,
+            lambda data: weights.receive_frame(BytesLink(data), Offer, 1.0),
+            (LinkBroken,),
+        ),
+    ]
+
+
+def _storage_frames(messages: Sequence[msgspec.Struct]) -> list[bytes]:
+    return [_sent(send_storage_frame, message) for message in messages]
+
+
+def _sent(send: Callable[[Any, Any, float], None], frame: object) -> bytes:
+    link = BytesLink()
+    send(link, frame, 1.0)
+    return bytes(link.data)
+
+
+def _of_files(folder: Path) -> list[Reader]:
+    journal, data, recipe = (folder / name for name in ("journal.jsonl", "data.jsonl", "recipe.yaml"))
+    prompts = b'{"prompt":"sort 12:","answer":"#12"}\n{"prompt":[{"role":"user","content":"hi"}]}\n'
+    setting = (SettingError,)
+
+    def read_journal(content: bytes) -> object:
+        journal.write_bytes(content)
+        return replay(journal)
+
+    def read_data(content: bytes) -> object:
+        data.write_bytes(content)
+        return list(checked_prompts(JsonLines(data), "data.jsonl"))
+
+    def read_recipe_file(content: bytes) -> object:
+        recipe.write_bytes(content)
+        return read_recipe(recipe)
+
+    return [
+        Reader("journal", [_journal()], read_journal, (JournalError,)),
+        Reader("data", [prompts], read_data, setting),
+        Reader("recipe", [recipe_yaml(Recipe()).encode()], read_recipe_file, setting),
+        _saved_rows(folder / "saved"),
+        _manifest(folder / "resumed"),
+    ]
+
+
+def _journal() -> bytes:
+    rows = [_GROUP.row(0), _GROUP.row(1)]
+    events = [
+        ev.Opened(epoch=1, samples_per_prompt=2),
+        ev.Published(version=0, digest="ab", relay="relay-0"),
+        ev.Received(version=0, digest="ab", holder="rollout-0"),
+        ev.Leased(group=_GROUP, samples=[0, 1], attempt=1, version=0, holder="rollout-0"),
+        *(ev.RowReady(row=row, units=["relay-0#1"], version=0, num_tokens=7, reward=0.5) for row in rows),
+        ev.Handed(step=0, groups=[_GROUP]),
+        ev.Trained(step=0),
+        ev.Checkpointed(step=1, path="run/checkpoints/step_1"),
+        ev.Ended(reason="finished"),
+    ]
+    return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+
+
+def _saved_rows(run_dir: Path) -> Reader:
+    """A step of `rows/`, for a replay."""
+    run_dir.mkdir()
+    log = StepLog(run_dir)
+    refs = _BATCH.rows()
+    log.add(Batch(_BATCH, [refs], {ref.key: {"reward": np.ones(1, np.float32)} for ref in refs}))
+    log.write(0)
+    path = run_dir / "rows" / "step_0.safetensors"
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return list(StepReplay(run_dir, 0).batches())
+
+    return Reader("saved-rows", [path.read_bytes()], read, (SettingError,))
+
+
+def _manifest(run_dir: Path) -> Reader:
+    """The manifest of the only checkpoint of a run that is resumed."""
+    run_dir.mkdir()
+    checkpoints = CheckpointFolder(run_dir)
+    state = checkpoints.begin(1) / "dcp"
+    state.mkdir()
+    (state / "state").write_bytes(b"abc")
+    checkpoints.seal(1, 0.5)
+    (run_dir / "journal.jsonl").write_bytes(_journal())
+    path = checkpoints.path(1) / MANIFEST
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return choose_point(Recipe(run=RunSettings(dir=str(run_dir))))
+
+    return Reader("manifest", [path.read_bytes()], read, (SettingError,))
