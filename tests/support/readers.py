@@ -8,26 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.comm import messages
 from headrace.comm.errors import LinkBroken, MessageRefused, SettingError
-from headrace.comm.messages import (
-    GroupId,
-    Lease,
-    LeaseGrant,
-    RowDone,
-    RowId,
-    Stop,
-    TrainBatch,
-    WeightsPulled,
-    decode,
-    encode,
-)
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.messages.weights import Offer
 from headrace.comm.recipe import Recipe, RunSettings
 from headrace.comm.signing import MessageSigner, sign_entry, verify_entry
+from headrace.comm.storage import codec
 from headrace.comm.storage import protocol as storage
-from headrace.comm.storage.codec import receive_frame as receive_storage_frame
-from headrace.comm.storage.codec import send_frame as send_storage_frame
 from headrace.launch.config.load import read_recipe, recipe_yaml
 from headrace.launch.resume import choose_point
 from headrace.relay.checkpoints import MANIFEST, CheckpointFolder
@@ -44,15 +32,30 @@ from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.trainer.step_log import StepLog, StepReplay
 
 _SECRET = b"secret"
-_GROUP = GroupId(0, 3)
+_GROUP = messages.GroupId(0, 3)
 _REF = GroupRef(_GROUP, [0, 1], [1, 1], [["relay-0#1"], ["relay-0#1"]], [4, 4], [7, 8], [0.5, 0.25])
-_BATCH = TrainBatch(step=2, first=0, total=1, groups=[_REF], metrics={"queue/size": 1.0})
+_BATCH = messages.TrainBatch(step=2, first=0, total=1, groups=[_REF], metrics={"queue/size": 1.0})
 _MESSAGES = (
-    Stop("done"),
-    LeaseGrant(7, 4, [Lease(_GROUP, 1, [0, 1], msgspec.Raw(b'{"prompt":"sort 12","answer":null}'))]),
-    RowDone(_GROUP.row(0), 1, 4, ["relay-0#1"], 7, 0.5),
-    WeightsPulled(4, "ab"),
+    messages.Stop("done"),
+    messages.LeaseGrant(7, 4, [messages.Lease(_GROUP, 1, [0, 1], msgspec.Raw(b'{"prompt":"sort 12","answer":null}'))]),
+    messages.RowDone(_GROUP.row(0), 1, 4, ["relay-0#1"], 7, 0.5),
+    messages.WeightsPulled(4, "ab"),
     _BATCH,
+)
+_COLUMNS = (storage.Column("reward", "<f4", (1,), 0, 4, 17),)
+_REQUESTS = (
+    storage.Reserve([64, 8]),
+    storage.Commit(["0.3.0@1"], [storage.Block(1, 0, _COLUMNS)], with_bytes=True),
+    storage.Locate(["0.3.0@1"], ["reward"], with_bytes=False),
+    storage.Drop(["0.3.0@1"]),
+    storage.ListRows(),
+)
+_ANSWERS = (
+    storage.Reserved([0], [1]),
+    storage.Located([[storage.Block(1, 0, _COLUMNS)]]),
+    storage.Listing(["0.3.0@1"]),
+    storage.NotFound("0.3.0@1"),
+    storage.Refused("full", is_full=True),
 )
 _OFFER = Offer(7, 256, 99, 1, 2, ((0, 64), (128, 256)))
 
@@ -64,19 +67,15 @@ class BytesLink:
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = bytearray(data)
-        self._at = 0
 
     def send(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Keep the bytes."""
         self.data += buffer.tobytes()
 
     def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Fill the buffer; raises `LinkBroken` where the bytes end."""
-        end = self._at + buffer.nbytes
-        if end > len(self.data):
+        if buffer.nbytes > len(self.data):
             raise LinkBroken("the other end has closed")
-        buffer[:] = np.frombuffer(self.data[self._at : end], np.uint8)
-        self._at = end
+        buffer[:] = np.frombuffer(self.data[: buffer.nbytes], np.uint8)
+        self.data = self.data[buffer.nbytes :]
 
     def close(self) -> None:
         """Nothing to end."""
@@ -98,14 +97,14 @@ def all_readers(folder: Path) -> list[Reader]:
 
 
 def _of_messages() -> list[Reader]:
-    signer = MessageSigner(_SECRET)
+    signer, name = MessageSigner(_SECRET), "fleet/member/relay-0"
     envelopes = [signer.sign("rollout-0", "hub", number, message) for number, message in enumerate(_MESSAGES)]
-    entry = sign_entry(_SECRET, "fleet/member/relay-0", b'{"name":"relay-0","role":"relay"}')
+    entry = sign_entry(_SECRET, name, b'{"name":"relay-0","role":"relay"}')
     refused = (MessageRefused,)
     return [
-        Reader("messages", [encode(message) for message in _MESSAGES], decode, refused),
+        Reader("messages", [messages.encode(message) for message in _MESSAGES], messages.decode, refused),
         Reader("envelopes", envelopes, lambda data: signer.verify("hub", data), refused),
-        Reader("entries", [entry], lambda data: verify_entry(_SECRET, "fleet/member/relay-0", data), refused),
+        Reader("entries", [entry], lambda data: verify_entry(_SECRET, name, data), refused),
         Reader("moved-rows", [_moved_rows()], lambda data: decode_rows(np.frombuffer(data, np.uint8)), refused),
     ]
 
@@ -113,50 +112,27 @@ def _of_messages() -> list[Reader]:
 def _moved_rows() -> bytes:
     params = SamplingParams(max_new_tokens=8)
     state = SequenceState(_GROUP.row(0).number, 5, params, [1, 2, 3], [4, 5], [-0.5, -0.25])
-    rows = [MovedRow(LeasedRow(RowId(0, 3, 0), 1, 4, {"prompt": "sort 12"}), state)]
+    rows = [MovedRow(LeasedRow(messages.RowId(0, 3, 0), 1, 4, {"prompt": "sort 12"}), state)]
     return b"".join(piece.tobytes() for piece in encode_rows(rows))
 
 
 def _of_links() -> list[Reader]:
-    columns = (storage.Column("reward", "<f4", (1,), 0, 4, 17),)
-    requests = (
-        storage.Reserve([64, 8]),
-        storage.Commit(["0.3.0@1"], [storage.Block(1, 0, columns)], with_bytes=True),
-        storage.Locate(["0.3.0@1"], ["reward"], with_bytes=False),
-        storage.Drop(["0.3.0@1"]),
-        storage.ListRows(),
-    )
-    answers = (
-        storage.Reserved([0], [1]),
-        storage.Located([[storage.Block(1, 0, columns)]]),
-        storage.Listing(["0.3.0@1"]),
-        storage.NotFound("0.3.0@1"),
-        storage.Refused("full", is_full=True),
-    )
-    hellos = (storage.Hello("host", "/proc/1/fd/3#ab"),)
-    attachments = (storage.Attach("rollout-0", 2),)
+    def unit(name: str, sent: Sequence[msgspec.Struct], decoder: Any) -> Reader:
+        """A reader of frames that a storage unit or its client gets."""
+        seeds = [_sent(codec.send_frame, message) for message in sent]
+        errors = (MessageRefused, LinkBroken)
+        return Reader(name, seeds, lambda data: codec.receive_frame(BytesLink(data), decoder, 1.0), errors)
 
-    def reads(decoder: msgspec.msgpack.Decoder[Any]) -> Callable[[bytes], object]:
-        return lambda data: receive_storage_frame(BytesLink(data), decoder, 1.0)
-
-    errors = (MessageRefused, LinkBroken)
-    version_frames = [_sent(weights.send_frame, frame) for frame in (_OFFER, weights.Accept(64), weights.Trailer("ab"))]
+    frames = [_sent(weights.send_frame, frame) for frame in (_OFFER, weights.Accept(64), weights.Trailer("ab"))]
     return [
-        Reader("unit-requests", _storage_frames(requests), reads(storage.REQUESTS), errors),
-        Reader("unit-answers", _storage_frames(answers), reads(storage.ANSWERS), errors),
-        Reader("unit-hellos", _storage_frames(hellos), reads(storage.HELLOS), errors),
-        Reader("unit-attachments", _storage_frames(attachments), reads(storage.ATTACHMENTS), errors),
+        unit("unit-requests", _REQUESTS, storage.REQUESTS),
+        unit("unit-answers", _ANSWERS, storage.ANSWERS),
+        unit("unit-hellos", [storage.Hello("host", "/proc/1/fd/3#ab")], storage.HELLOS),
+        unit("unit-attachments", [storage.Attach("rollout-0", 2)], storage.ATTACHMENTS),
         Reader(
-            "version-frames",
-            version_frames,
-            lambda data: weights.receive_frame(BytesLink(data), Offer, 1.0),
-            (LinkBroken,),
+            "version-frames", frames, lambda data: weights.receive_frame(BytesLink(data), Offer, 1.0), (LinkBroken,)
         ),
     ]
-
-
-def _storage_frames(messages: Sequence[msgspec.Struct]) -> list[bytes]:
-    return [_sent(send_storage_frame, message) for message in messages]
 
 
 def _sent(send: Callable[[Any, Any, float], None], frame: object) -> bytes:
@@ -166,28 +142,27 @@ def _sent(send: Callable[[Any, Any, float], None], frame: object) -> bytes:
 
 
 def _of_files(folder: Path) -> list[Reader]:
+    def reader(name: str, path: Path, read: Callable[[], object], error: type[Exception] = SettingError) -> Reader:
+        """A reader of a file, which is valid now."""
+
+        def read_written(content: bytes) -> object:
+            path.write_bytes(content)
+            return read()
+
+        return Reader(name, [path.read_bytes()], read_written, (error,))
+
     journal, data, recipe = (folder / name for name in ("journal.jsonl", "data.jsonl", "recipe.yaml"))
-    prompts = b'{"prompt":"sort 12:","answer":"#12"}\n{"prompt":[{"role":"user","content":"hi"}]}\n'
-    setting = (SettingError,)
-
-    def read_journal(content: bytes) -> object:
-        journal.write_bytes(content)
-        return replay(journal)
-
-    def read_data(content: bytes) -> object:
-        data.write_bytes(content)
-        return list(checked_prompts(JsonLines(data), "data.jsonl"))
-
-    def read_recipe_file(content: bytes) -> object:
-        recipe.write_bytes(content)
-        return read_recipe(recipe)
-
+    journal.write_bytes(_journal())
+    data.write_text('{"prompt":"sort 12:","answer":"#12"}\n{"prompt":[{"role":"user","content":"hi"}]}\n')
+    recipe.write_text(recipe_yaml(Recipe()))
+    rows, manifest = _saved_rows(folder), _manifest(folder / "resumed")
+    resumed = Recipe(run=RunSettings(dir=str(folder / "resumed")))
     return [
-        Reader("journal", [_journal()], read_journal, (JournalError,)),
-        Reader("data", [prompts], read_data, setting),
-        Reader("recipe", [recipe_yaml(Recipe()).encode()], read_recipe_file, setting),
-        _saved_rows(folder / "saved"),
-        _manifest(folder / "resumed"),
+        reader("saved-rows", rows, lambda: list(StepReplay(folder, 0).batches())),
+        reader("manifest", manifest, lambda: choose_point(resumed)),
+        reader("journal", journal, lambda: replay(journal), JournalError),
+        reader("data", data, lambda: list(checked_prompts(JsonLines(data), "data.jsonl"))),
+        reader("recipe", recipe, lambda: read_recipe(recipe)),
     ]
 
 
@@ -207,35 +182,21 @@ def _journal() -> bytes:
     return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
 
 
-def _saved_rows(run_dir: Path) -> Reader:
+def _saved_rows(run_dir: Path) -> Path:
     """A step of `rows/`, for a replay."""
-    run_dir.mkdir()
-    log = StepLog(run_dir)
-    refs = _BATCH.rows()
+    log, refs = StepLog(run_dir), _BATCH.rows()
     log.add(Batch(_BATCH, [refs], {ref.key: {"reward": np.ones(1, np.float32)} for ref in refs}))
     log.write(0)
-    path = run_dir / "rows" / "step_0.safetensors"
-
-    def read(content: bytes) -> object:
-        path.write_bytes(content)
-        return list(StepReplay(run_dir, 0).batches())
-
-    return Reader("saved-rows", [path.read_bytes()], read, (SettingError,))
+    return run_dir / "rows" / "step_0.safetensors"
 
 
-def _manifest(run_dir: Path) -> Reader:
+def _manifest(run_dir: Path) -> Path:
     """The manifest of the only checkpoint of a run that is resumed."""
     run_dir.mkdir()
+    (run_dir / "journal.jsonl").write_bytes(_journal())
     checkpoints = CheckpointFolder(run_dir)
     state = checkpoints.begin(1) / "dcp"
     state.mkdir()
     (state / "state").write_bytes(b"abc")
     checkpoints.seal(1, 0.5)
-    (run_dir / "journal.jsonl").write_bytes(_journal())
-    path = checkpoints.path(1) / MANIFEST
-
-    def read(content: bytes) -> object:
-        path.write_bytes(content)
-        return choose_point(Recipe(run=RunSettings(dir=str(run_dir))))
-
-    return Reader("manifest", [path.read_bytes()], read, (SettingError,))
+    return checkpoints.path(1) / MANIFEST

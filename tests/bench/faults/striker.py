@@ -21,6 +21,7 @@ from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S
 
 from .checks import problems_of_end, problems_of_journal, shared_memory_names
 from .failpoints import Hit, held_at
+from .growth import Growth
 from .job import FaultyJob
 from .journal_tail import is_back, named_times, recovery_times
 from .memory_cgroup import memory_cgroup
@@ -92,6 +93,7 @@ class Striker:
     """Strikes one job and keeps all verdicts."""
 
     job: FaultyJob
+    growth: Growth
     strikes: list[Strike] = field(default_factory=list)
     shared_memory: set[str] = field(default_factory=shared_memory_names)
     _killed_at: dict[str, float] = field(default_factory=dict)
@@ -117,11 +119,18 @@ class Striker:
         print_message(f"{fault}: {verdict}{note} ({times})")
         return strike
 
+    def rest(self, seconds: float) -> None:
+        """Leave the run alone for a while."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.growth.sample()
+            time.sleep(min(left, 0.5))
+
     def _make_ready(self, fault: Fault, *, with_spares: bool) -> None:
         if not self.job.is_running():
             self.job.start()
         last = max(self._killed_at.get(name, 0.0) for name in fault.targets)
-        time.sleep(max(0.0, last + _BETWEEN_S - time.time()))
+        self.rest(last + _BETWEEN_S - time.time())
         with waiting("the run", "all of its processes", GOES_ON_S) as wait:
             wait.until(self.job.is_complete, 0.2)
         if with_spares:
@@ -156,7 +165,7 @@ class Striker:
         fault = strike.fault
         if fault.targets == (FOLDERS,):
             with read_only(self.job.folders()):
-                time.sleep(fault.frozen_s)
+                self.rest(fault.frozen_s)
             return time.time()
         strike.had_spares = all(map(self.job.has_spare, fault.targets))
         pids = [pid for name in fault.targets for pid in self.job.pids(name)]
@@ -183,7 +192,7 @@ class Striker:
         """Wait for the end of a freeze and let the targets continue; returns when."""
         if fault.targets == (FOLDERS,):
             return since
-        time.sleep(max(0.0, since + fault.frozen_s - time.time()))
+        self.rest(since + fault.frozen_s - time.time())
         send([pid for name in fault.targets for pid in self.job.pids(name)], signal.SIGCONT)
         return time.time()
 
@@ -193,6 +202,7 @@ class Striker:
         before = job.tail.steps
 
         def goes_on() -> bool:
+            self.growth.sample()
             if not job.is_running():
                 raise WaitTimeout("the run has ended")
             seen.extend(job.tail.read())
@@ -226,7 +236,7 @@ def open_striker(seed: int, num_relays: int) -> Iterator[Striker]:
     """A striker of a new run, whose processes and files are gone at the end; a run with problems keeps its folder."""
     home = Path(tempfile.mkdtemp(prefix="headrace-faults-"))
     job = FaultyJob(home, num_relays)
-    striker = Striker(job)
+    striker = Striker(job, Growth(job.failpoints))
     try:
         job.make(seed)
         yield striker

@@ -4,7 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 from bench.faults.checks import problems_of_journal
+from bench.faults.growth import growth_rows
 from bench.faults.job import FaultyJob
+from bench.faults.processes import Usage
 from bench.faults.striker import Fault
 
 from headrace.comm.errors import WaitTimeout
@@ -71,3 +73,13 @@ def test_a_run_that_ends_before_its_first_step_is_an_error_at_once(tmp_path):
     job = FaultyJob(tmp_path)  # it has no policy and no data
     with pytest.raises(WaitTimeout, match="ended before its first step"):
         job.start()
+
+
+def test_growth_is_the_last_third_over_the_first_and_none_without_open_files():
+    samples = [Usage(100.0, 0, 4)] * 3 + [Usage(110.0, 0, 4)] * 3 + [Usage(150.0, 0, 2)] * 3
+    rows = growth_rows("reward", samples)
+    assert [(row.name, row.value, row.ratio) for row in rows] == [
+        ("reward megabytes", 150.0, 1.5),
+        ("reward files", 0.0, 0.0),
+        ("reward threads", 2.0, 0.5),
+    ]

@@ -49,7 +49,7 @@ def chaos(name: str, options: Options) -> list[Measurement]:
     until = time.monotonic() + 60 * options.minutes
     with open_striker(options.seed, num_relays=1) as striker:
         while time.monotonic() < until:
-            time.sleep(random.uniform(*_PAUSES_S))
+            striker.rest(random.uniform(*_PAUSES_S))
             striker.strike(
                 _any_fault(random, can_starve=own_cgroup() is not None, can_mount=may_mount(striker.job.home))
             )
@@ -92,9 +92,9 @@ def freeze_matrix(name: str, options: Options) -> list[Measurement]:
 
 
 def summarize(name: str, striker: Striker) -> list[Measurement]:
-    """End the run; rows with the medians of recovery times, and how many faults struck and did not hold."""
+    """End the run; rows with the medians of recovery times, growth, and how many faults struck and did not hold."""
     at_end = striker.finish()
-    rows = [*_recoveries(striker.strikes)]
+    rows = [*_recoveries(striker.strikes), *striker.growth.rows()]
     struck = [strike for strike in striker.strikes if strike.has_struck]
     broken = [strike for strike in struck if strike.problems]
     for strike in broken:
