@@ -9,7 +9,6 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-_LISTS = ("before", "after", "tests")
 MUTATIONS = Path(__file__).resolve().parents[1] / "mutations"
 
 
@@ -34,7 +33,7 @@ class Mutation:
 def mutations(folder: Path = MUTATIONS) -> list[Mutation]:
     """All mutations of the lists in a folder."""
     tables = [table for path in sorted(folder.glob("*.toml")) for table in tomllib.loads(path.read_text())["mutation"]]
-    return [Mutation(**{name: _tuple(value) if name in _LISTS else value for name, value in t.items()}) for t in tables]
+    return [Mutation(t["name"], t["file"], *(_tuple(t[key]) for key in ("before", "after", "tests"))) for t in tables]
 
 
 def _tuple(value: str | list[str]) -> tuple[str, ...]:
