@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...comm.disk import when_writable
 from ...comm.fleet import Fleet, Member
-from ...comm.messages import HeldRows, ListStoredRows, Message, QueueSaved, Stop, StoredRows, TrainingDone
+from ...comm.messages import (
+    HeldRows,
+    LeaseRequest,
+    ListStoredRows,
+    Message,
+    QueueSaved,
+    RequestRows,
+    Stop,
+    StoredRows,
+    TrainerStarted,
+    TrainingDone,
+)
 from ...comm.messages.base import is_partial, storage_id_of
 from ...comm.waits import waiting
 from ..checkpoints import write_durably
@@ -66,10 +77,12 @@ class Shutdown:
         self.deadline_s = deadline_s
         self.grace_s = grace_s
         self._early: dict[str, Message] = {}
+        self._status = ""
 
     def run(self, end: RunEnd) -> dict[str, Any]:
         """Stop all processes, count, write the last event; returns the summary."""
         hub, gone, done = self.hub, {end.gone}, end.done
+        self._status = end.status
         hub.context.is_leasing = False
         if hub.state.ending is None:
             hub.context.commit(end.event())
@@ -126,6 +139,9 @@ class Shutdown:
                     answers[envelope.sender] = envelope.message
                 elif not self.hub.handle(envelope):
                     self._early[envelope.sender] = envelope.message
+                if isinstance(envelope.message, TrainerStarted | RequestRows | LeaseRequest):
+                    # It may be the next process of one that has died after its `Stop`.
+                    self.hub.mailbox.send(envelope.sender, Stop(self._status))
         return answers
 
     def _give_up_beside(self, units: Collection[str]) -> None:
